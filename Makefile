@@ -30,7 +30,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt kv-canary/pyproject.toml sgl-
 	@echo "venv: adding the lowest Triton that is served, for compiling kernels ahead"
 	@test "$$(uname)" != Linux || $(BIN)/python -m pip install --quiet --no-compile --no-deps --upgrade --target $(VENV)/lowest-triton 'triton==3.6.0'
 	@echo "venv: compiling what a server imports to byte code"
-	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import sglang.launch_server, sglang.srt.managers.scheduler_main'
+	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import sglang.launch_server, sglang.srt.managers.scheduler.scheduler_main'
 	@touch $@
 
 # Ray and two gateways (400 MB), beside .venv and with its packages: for docs/fleet.md and

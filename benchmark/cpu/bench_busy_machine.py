@@ -32,7 +32,7 @@ from sglang.bench_utils.report import (
     ratio,
 )
 from sglang.srt.environ import envs
-from sglang.srt.managers.scheduler_process import available_cores
+from sglang.srt.managers.front.scheduler_process import available_cores
 
 BUSY_LOOP = "while True: pass"
 SETTLE_SECONDS = 0.3

@@ -22,7 +22,7 @@ from demo_decoding import demo_decoding
 
 from sglang.bench_utils.workloads import DEMO_DRAFTS
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
-from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 
 BLOCK_STEPS = 8
 # At most; the model has 2,048 positions.

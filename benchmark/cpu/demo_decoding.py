@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from sglang.srt.managers.io_struct import GenerateReq
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.build import build_scheduler
-from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
+from sglang.srt.managers.messages.io_struct import GenerateReq
+from sglang.srt.managers.scheduler.build import build_scheduler
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 

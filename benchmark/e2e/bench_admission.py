@@ -30,12 +30,10 @@ from model_shapes import SHAPES, write_shape
 from sglang.bench_utils.launch import run_report
 from sglang.bench_utils.report import Json, format_table, provenance
 from sglang.srt.kv_canary.runner.due_work import DueWork
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.managers.scheduler_components.batch_selector import BatchSelector
-from sglang.srt.managers.scheduler_components.request_intake import RequestIntake
-from sglang.srt.managers.scheduler_components.result_processor import (
-    BatchResultProcessor,
-)
+from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
+from sglang.srt.managers.scheduler.batch_selector import BatchSelector
+from sglang.srt.managers.scheduler.request_intake import RequestIntake
+from sglang.srt.managers.scheduler.result_processor import BatchResultProcessor
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.test.tiny_models import write_mock_model
 

@@ -43,13 +43,13 @@ from model_shapes import SHAPES, write_draft_shape, write_shape
 from served import build_served, free_memory
 
 from kv_canary.records import NUM_COUNTERS
+from sglang.srt.configs.draft_layout import alloc_len_per_decode
 from sglang.srt.kv_canary.runner import canary_manager
-from sglang.srt.managers.io_struct import AbortReq, GenerateReq
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
+from sglang.srt.managers.messages.io_struct import AbortReq, GenerateReq
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
-from sglang.srt.speculative.draft_layout import alloc_len_per_decode
 
 WARM_STEPS = 16
 # Measurements of --measure, as flags of this script.

@@ -25,13 +25,13 @@ import numpy as np
 import torch
 from served import build_served
 
-from sglang.srt.managers.io_struct import GenerateReq, StepInput
-from sglang.srt.managers.recording.recorder import RUNS_PER_FORWARD, Recorder
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
+from sglang.srt.managers.messages.io_struct import GenerateReq, StepInput
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.mem_cache.base_prefix_cache import RadixKey
 from sglang.srt.mem_cache.page_ledger import PageJournal
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.replay.recording.recorder import RUNS_PER_FORWARD, Recorder
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.test.tiny_models import write_mock_model

@@ -41,7 +41,7 @@ from model_shapes import write_shape
 from sglang.bench_utils.launch import run_report
 from sglang.bench_utils.report import Json, format_table, provenance
 from sglang.srt.kv_canary.config import CanaryMode
-from sglang.srt.managers.io_struct import GenerateReq
+from sglang.srt.managers.messages.io_struct import GenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.kernel_loads import KernelLoads
 

@@ -30,10 +30,14 @@ from typing import Any
 import torch
 from served import build_served
 
-from sglang.srt.managers.io_struct import GenerateReq, GetSnapshotReq, GetSnapshotRsp
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
-from sglang.srt.managers.snapshot_feed import INTERVAL
+from sglang.srt.managers.front.snapshot_feed import INTERVAL
+from sglang.srt.managers.messages.io_struct import (
+    GenerateReq,
+    GetSnapshotReq,
+    GetSnapshotRsp,
+)
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.paths import page_folders

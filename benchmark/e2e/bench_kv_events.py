@@ -32,10 +32,10 @@ from served import build_served
 from sglang.bench_utils.launch import run_report
 from sglang.bench_utils.report import Json, format_table, provenance
 from sglang.srt.arg_groups.kv_events_hook import KVEventsConfig
-from sglang.srt.disaggregation.block_recorder import BlockRecorder
-from sglang.srt.disaggregation.event_publisher import ZmqEventPublisher
-from sglang.srt.managers.io_struct import GenerateReq
-from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
+from sglang.srt.kv_events.block_recorder import BlockRecorder
+from sglang.srt.kv_events.event_publisher import ZmqEventPublisher
+from sglang.srt.managers.messages.io_struct import GenerateReq
+from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.mem_cache.tree_node import TreeNode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs

@@ -27,9 +27,9 @@ from model_shapes import SHAPES, write_shape
 from served import build_served
 
 from sglang.bench_utils.report import Json
-from sglang.srt.managers.io_struct import GenerateReq
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
+from sglang.srt.managers.messages.io_struct import GenerateReq
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 

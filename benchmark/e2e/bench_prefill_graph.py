@@ -31,15 +31,15 @@ from served import build_served
 
 from kv_canary.evidence import Owner
 from sglang.bench_utils.report import format_table
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.ops.linear import linear
-from sglang.srt.managers.io_struct import GenerateReq
-from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
+from sglang.srt.layers.ops.linear.op import linear
+from sglang.srt.managers.messages.io_struct import GenerateReq
+from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
 from sglang.srt.model_executor.cuda_graph_runner import cuda_graph_backend
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.memory_plan import prefill_graph_bytes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_params import SamplingParams

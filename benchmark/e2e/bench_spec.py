@@ -34,9 +34,9 @@ from model_shapes import SHAPES, write_draft_shape, write_shape
 from served import build_served, free_memory
 
 from sglang.srt.environ import envs
-from sglang.srt.managers.io_struct import AbortReq, BatchOutput, GenerateReq
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
+from sglang.srt.managers.messages.io_struct import AbortReq, BatchOutput, GenerateReq
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer

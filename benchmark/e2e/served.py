@@ -6,9 +6,9 @@ import gc
 
 import torch
 
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.build import build_scheduler, settle
-from sglang.srt.managers.scheduler_components.scheduler_io import SchedulerIO
+from sglang.srt.managers.scheduler.build import build_scheduler, settle
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_io import SchedulerIO
 from sglang.srt.server_args import ServerArgs
 
 

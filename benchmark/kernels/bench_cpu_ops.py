@@ -20,14 +20,12 @@ from torch.nn import functional
 
 from kv_canary.op import force_reference, native_available
 from sglang.bench_utils.floor import measure_bandwidth
-from sglang.srt.layers.ops import (
-    activation,
-    attention,
-    head_linear,
-    linear,
-    norm,
-    rope,
-)
+from sglang.srt.layers.ops.activation import op as activation
+from sglang.srt.layers.ops.attention import op as attention
+from sglang.srt.layers.ops.head_linear import op as head_linear
+from sglang.srt.layers.ops.linear import op as linear
+from sglang.srt.layers.ops.norm import op as norm
+from sglang.srt.layers.ops.rope import op as rope
 
 Row = dict[str, Any]
 

@@ -22,10 +22,10 @@ from cuda_timing import bandwidths, graph_us
 from torch import Tensor
 
 from sglang.bench_utils.floor import measure_bandwidth
-from sglang.srt.layers.ops.activation import silu_and_mul
-from sglang.srt.layers.ops.linear import PackedWeight, linear, pack_weight
-from sglang.srt.layers.ops.moe import ExpertWeights, moe_experts, pack_experts
-from sglang.srt.layers.ops.moe_routing import RoutingRule, route
+from sglang.srt.layers.ops.activation.op import silu_and_mul
+from sglang.srt.layers.ops.linear.op import PackedWeight, linear, pack_weight
+from sglang.srt.layers.ops.moe.op import ExpertWeights, moe_experts, pack_experts
+from sglang.srt.layers.ops.moe_routing.op import RoutingRule, route
 
 CHOICES = 16
 """Random choices of experts that alternate, so that no cache holds their weights."""

@@ -21,15 +21,12 @@ from cuda_timing import graph_us
 from torch import Tensor
 
 from kv_canary.op import force_reference
-from sglang.srt.mem_cache import branch_slots
-from sglang.srt.sampling import noise
-from sglang.srt.speculative.draft_layout import BranchLayout, TreeShape
-from sglang.srt.speculative.ops import tree, verify
-from sglang.srt.speculative.ops.buffers import (
-    DraftLevels,
-    DraftTree,
-    VerifyResult,
-)
+from sglang.srt.configs.draft_layout import BranchLayout, TreeShape
+from sglang.srt.draft_trees.buffers import DraftLevels, DraftTree, VerifyResult
+from sglang.srt.draft_trees.ops.tree import op as tree
+from sglang.srt.draft_trees.ops.verify import op as verify
+from sglang.srt.mem_cache.ops.branch_slots import op as branch_slots
+from sglang.srt.sampling.ops import noise
 
 Call = Callable[[], None]
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

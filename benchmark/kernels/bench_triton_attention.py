@@ -24,12 +24,12 @@ from torch import Tensor
 from kv_canary.head_sums import head_sums
 from kv_canary.kernels.triton.args import state_args
 from kv_canary.state import create_state
-from sglang.srt.layers.attention.triton_ops import decode_attention as decode
-from sglang.srt.layers.attention.triton_ops import extend_attention as extend
-from sglang.srt.layers.attention.triton_ops import extend_dense as dense
-from sglang.srt.layers.attention.triton_ops import extend_table as extend_tables
-from sglang.srt.layers.attention.triton_ops.args import Check, Compares
-from sglang.srt.layers.attention.triton_ops.extend_split import extend_workspace
+from sglang.srt.layers.ops.attention.decode import launch as decode
+from sglang.srt.layers.ops.attention.extend import launch as extend
+from sglang.srt.layers.ops.attention.extend import table as extend_tables
+from sglang.srt.layers.ops.attention.extend_dense import launch as dense
+from sglang.srt.layers.ops.attention.extend_split.launch import extend_workspace
+from sglang.srt.layers.ops.attention.shared.args import Check, Compares
 
 Row = dict[str, Any]
 

@@ -19,14 +19,17 @@ from cuda_timing import bandwidths, copies_for, graph_us, weights
 from torch import Tensor
 from torch.nn import functional
 
-from sglang.srt.layers.ops import activation as activation_ops
-from sglang.srt.layers.ops import linear as linear_ops
-from sglang.srt.layers.ops import norm as norm_ops
-from sglang.srt.layers.ops import rope as rope_ops
-from sglang.srt.layers.triton_ops import activation, gemm, norm, rope
-from sglang.srt.mem_cache.triton_ops import move_kv
-from sglang.srt.sampling import noise, row_ops
-from sglang.srt.sampling.triton_ops.choose_tokens import choose_tokens
+from sglang.srt.layers.ops.activation import op as activation_ops
+from sglang.srt.layers.ops.activation import triton as activation
+from sglang.srt.layers.ops.linear import op as linear_ops
+from sglang.srt.layers.ops.linear import triton as gemm
+from sglang.srt.layers.ops.norm import op as norm_ops
+from sglang.srt.layers.ops.norm import triton as norm
+from sglang.srt.layers.ops.rope import op as rope_ops
+from sglang.srt.layers.ops.rope import triton as rope
+from sglang.srt.mem_cache.ops.move_kv import triton as move_kv
+from sglang.srt.sampling.ops import noise, row_ops
+from sglang.srt.sampling.ops.choose_tokens.triton import choose_tokens
 from sglang.srt.utils import triton_launch
 
 Row = dict[str, Any]

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang.srt.managers.io_struct import AbortReq, BatchOutput, GenerateReq
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.build import build_scheduler
-from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode
+from sglang.srt.managers.messages.io_struct import AbortReq, BatchOutput, GenerateReq
+from sglang.srt.managers.scheduler.build import build_scheduler
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.models.stack import StackOutput
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs

@@ -21,19 +21,16 @@ import torch
 from torch import Tensor
 
 from benchmark.kernels.cuda_timing import graph_us
-from sglang.srt.layers.attention.triton_ops import extend_table
-from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
-from sglang.srt.layers.attention.triton_ops.extend_inputs import ExtendInputs
-from sglang.srt.layers.attention.triton_ops.extend_split import (
+from sglang.srt.layers.ops.attention.extend import table as extend_table
+from sglang.srt.layers.ops.attention.extend.inputs import ExtendInputs
+from sglang.srt.layers.ops.attention.extend.launch import extend_attention
+from sglang.srt.layers.ops.attention.extend.table import ExtendChoice, ExtendTile
+from sglang.srt.layers.ops.attention.extend_split.launch import (
     ExtendWorkspace,
     extend_split,
     extend_workspace,
 )
-from sglang.srt.layers.attention.triton_ops.extend_table import (
-    ExtendChoice,
-    ExtendTile,
-)
-from sglang.srt.layers.ops.attention import extend_attention_ref
+from sglang.srt.layers.ops.attention.op import extend_attention_ref
 
 Q_HEADS, KV_HEADS, HEAD_DIM, PAGE = 32, 8, 128, 64  # Llama-3.1-8B
 GROUP = Q_HEADS // KV_HEADS

@@ -21,18 +21,18 @@ from torch import Tensor
 
 from benchmark.kernels.cuda_timing import graph_us
 from sglang.srt.configs.latent_form import PREFIX_BLOCK
-from sglang.srt.layers.attention.triton_ops import latent_expanded_table
-from sglang.srt.layers.attention.triton_ops.extend_split import extend_workspace
-from sglang.srt.layers.attention.triton_ops.latent_attention import (
-    latent_extend_attention,
+from sglang.srt.layers.ops.attention.extend_split.launch import extend_workspace
+from sglang.srt.layers.ops.attention.latent.launch import latent_extend_attention
+from sglang.srt.layers.ops.attention.latent_expanded import (
+    table as latent_expanded_table,
 )
-from sglang.srt.layers.attention.triton_ops.latent_expanded import (
+from sglang.srt.layers.ops.attention.latent_expanded.launch import (
     Expansion,
     expanded_extend_attention,
     prefix_blocks,
 )
-from sglang.srt.layers.attention.triton_ops.latent_expanded_table import TileChoice
-from sglang.srt.layers.ops.head_linear import head_linear
+from sglang.srt.layers.ops.attention.latent_expanded.table import TileChoice
+from sglang.srt.layers.ops.head_linear.op import head_linear
 
 RANK, NOPE, ROPE, VALUE, PAGE = 512, 128, 64, 128, 64
 CHANNELS = 320  # the line of the table

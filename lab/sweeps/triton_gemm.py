@@ -19,8 +19,8 @@ import torch
 from torch.nn import functional
 
 from benchmark.kernels.cuda_timing import bandwidths, copies_for, graph_us, weights
-from sglang.srt.layers.triton_ops.gemm import gemm, gemm_gated
-from sglang.srt.layers.triton_ops.gemm_table import MAX_ROWS, GemmConfig
+from sglang.srt.layers.ops.linear.triton import gemm, gemm_gated
+from sglang.srt.layers.ops.linear.triton_table import MAX_ROWS, GemmConfig
 
 # model -> name -> N, K, gated
 MODELS: dict[str, dict[str, tuple[int, int, bool]]] = {

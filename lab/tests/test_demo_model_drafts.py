@@ -43,12 +43,9 @@ from lab.demo_model.train_draft_lm import draft_lm_loss
 from lab.demo_model.train_eagle import eagle_loss
 from sglang.srt.configs.draft_config import layers_to_capture
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.forward.batch import CaptureHiddenMode, ForwardMode
 from sglang.srt.layers.linear import LoadableParameter
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardMode,
-)
 from sglang.srt.models.draft import DraftModel
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness

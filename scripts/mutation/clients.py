@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from scripts.mutation.worlds import CONTEXT, VOCAB
-from sglang.srt.managers.io_struct import BatchOutput
+from sglang.srt.managers.messages.io_struct import BatchOutput
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_oracle import next_tokens
 

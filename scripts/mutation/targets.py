@@ -111,7 +111,7 @@ AREAS = (
             "mem_cache.base_prefix_cache",
             "mem_cache.common",
             "mem_cache.memory_pool",
-            "mem_cache.ops",
+            "mem_cache.ops.move_kv.op",
             "mem_cache.page_ledger",
             "mem_cache.radix_cache",
             "mem_cache.tree_node",
@@ -121,41 +121,48 @@ AREAS = (
     ),
     Area(
         name="batch",
-        modules=("managers.req", "managers.schedule_batch", "managers.schedule_policy"),
+        modules=(
+            "managers.batch.req",
+            "managers.batch.schedule_batch",
+            "managers.scheduler.schedule_policy",
+        ),
         worlds=BOTH,
         tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1],
     ),
     Area(
         name="scheduler",
         modules=(
-            "managers.scheduler",
-            "managers.scheduler_components.batch_selector",
-            "managers.scheduler_components.request_intake",
-            "managers.scheduler_components.retraction",
+            "managers.scheduler.scheduler",
+            "managers.scheduler.batch_selector",
+            "managers.scheduler.request_intake",
+            "managers.scheduler.retraction",
         ),
         worlds=BOTH,
         tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1],
     ),
     Area(
         name="results",
-        modules=("managers.scheduler_components.result_processor", "managers.utils"),
+        modules=(
+            "managers.scheduler.result_processor",
+            "managers.batch.forward_result",
+        ),
         worlds=BOTH,
         tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1] + RESULT_TESTS,
     ),
     Area(
         name="publishing",
-        modules=("managers.tp_worker",),
+        modules=("managers.worker.tp_worker",),
         worlds=BOTH,
         tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1] + RESULT_TESTS,
     ),
     Area(
         name="relay",
         modules=(
-            "speculative.relay",
-            "speculative.workspace",
+            "draft_trees.relay",
+            "draft_trees.workspace",
             "speculative.eagle_worker_v2",
             "speculative.eagle_draft_worker",
-            "speculative.eagle_info_v2",
+            "draft_trees.draft_input",
         ),
         worlds=SPEC,
         tests=(
@@ -168,9 +175,9 @@ AREAS = (
         name="tree",
         modules=(
             "speculative.eagle_utils",
-            "speculative.ops.buffers",
-            "speculative.ops.tree",
-            "speculative.ops.verify",
+            "draft_trees.buffers",
+            "draft_trees.ops.tree.op",
+            "draft_trees.ops.verify.op",
         ),
         worlds=SPEC,
         tests=TREE_TESTS[:1] + TREE_TESTS[2:3] + SPEC_TESTS + RESULT_TESTS[1:],
@@ -178,9 +185,9 @@ AREAS = (
     Area(
         name="branches",
         modules=(
-            "mem_cache.branch_slots",
+            "mem_cache.ops.branch_slots.op",
             "mem_cache.draft_region",
-            "speculative.draft_layout",
+            "configs.draft_layout",
         ),
         worlds=SPEC,
         tests=(
@@ -229,13 +236,13 @@ AREAS = (
 CANARY_REFERENCES = tuple(f"kv_canary.kernels.reference.{name}" for name in REFERENCES)
 # Where a native kernel does the work, a fault acts in the torch reference only.
 WITH_REFERENCES = {
-    "sglang.srt.mem_cache.branch_slots",
-    "sglang.srt.speculative.ops.tree",
-    "sglang.srt.speculative.ops.verify",
+    "sglang.srt.mem_cache.ops.branch_slots.op",
+    "sglang.srt.draft_trees.ops.tree.op",
+    "sglang.srt.draft_trees.ops.verify.op",
 }
 # The ops that call into a module, which may lie in others.
 CALLERS = dict.fromkeys(CANARY_REFERENCES, CANARY_REFERENCES) | {
-    "sglang.srt.speculative.draft_layout": ("sglang.srt.mem_cache.branch_slots",),
+    "sglang.srt.configs.draft_layout": ("sglang.srt.mem_cache.ops.branch_slots.op",),
 }
 
 

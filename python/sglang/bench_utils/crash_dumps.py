@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.bench_utils.datasets import BenchRequest
-from sglang.srt.managers.crash_dump import FORMAT
+from sglang.srt.managers.front.crash_dump import FORMAT
 from sglang.srt.utils.json_file import parse_json_object, read_text_file
 
 MAX_BYTES = 4 << 30

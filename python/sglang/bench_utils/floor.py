@@ -16,8 +16,8 @@ from torch import nn
 from sglang.bench_utils.report import Json, rate
 from sglang.srt.layers.moe.experts import Experts
 from sglang.srt.layers.moe.feed_forward import MoeFeedForward
-from sglang.srt.layers.ops.head_linear import PackedHeads
-from sglang.srt.layers.ops.linear import PackedWeight
+from sglang.srt.layers.ops.head_linear.op import PackedHeads
+from sglang.srt.layers.ops.linear.op import PackedWeight
 from sglang.srt.layers.vocab_embedding import VocabEmbedding
 
 # Larger than any cache of the machines in question.

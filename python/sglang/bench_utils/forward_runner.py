@@ -11,13 +11,9 @@ import torch
 from torch import Tensor
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode, HostLens
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.common import extend_rows
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardBatch,
-    ForwardMode,
-    HostLens,
-)
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.paths import resolve_model_path

@@ -52,10 +52,10 @@ from sglang.srt.arg_groups.upstream_flags import (
     with_upstream_keywords,
 )
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
+from sglang.srt.configs.draft_layout import MAX_TOP_K, TreeShape
 from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
 from sglang.srt.parser.reasoning_parser import DETECTORS as REASONING_DETECTORS
 from sglang.srt.sampling.sampling_params import MAX_N
-from sglang.srt.speculative.draft_layout import MAX_TOP_K, TreeShape
 from sglang.srt.utils.devices import cuda_device_count
 
 LAUNCH_COMMAND = "python -m sglang.launch_server"

@@ -12,11 +12,11 @@ from unittest.mock import patch
 
 from kv_canary.reporter import CanaryViolation
 from kv_canary.sweep import SweepRun
+from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.kv_canary.perturb.driver import Planted
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.runner.sweep import Sweeper
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.test.harness import EngineHarness
 
 VOCAB = 1000

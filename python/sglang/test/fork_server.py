@@ -27,7 +27,7 @@ from typing import Any
 from unittest import mock
 
 from sglang.srt.environ import EnvVar
-from sglang.srt.managers import scheduler_process
+from sglang.srt.managers.front import scheduler_process
 from sglang.test.fork_protocol import (
     READ_BY_IMPORTS,
     ChildrenOf,
@@ -38,7 +38,7 @@ from sglang.test.fork_protocol import (
 from sglang.test.forked_process import ForkServerClient
 from sglang.test.lazy_memory import take_memory_when_written
 
-MODULES = ("sglang.launch_server", "sglang.srt.managers.scheduler_main")
+MODULES = ("sglang.launch_server", "sglang.srt.managers.scheduler.scheduler_main")
 """Main modules whose imports are there; others import what they need beyond these."""
 
 # Far from the numbers that children are promised.

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.environ import envs
-from sglang.srt.managers import scheduler_process
+from sglang.srt.managers.front import scheduler_process
 from sglang.test.fork_protocol import (
     READ_BY_IMPORTS,
     ChildrenOf,

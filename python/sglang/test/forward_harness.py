@@ -14,6 +14,7 @@ import torch
 
 from kv_canary.evidence import Owner
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode, HostLens
 from sglang.srt.kv_canary.api import (
     install_canary,
     watcher_bytes_per_head,
@@ -25,11 +26,6 @@ from sglang.srt.mem_cache.common import extend_rows, release_unread
 from sglang.srt.mem_cache.groups.slots import GroupHold, GroupSlots
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.tree_node import TreeNode
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardBatch,
-    ForwardMode,
-    HostLens,
-)
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 from sglang.test.scale import with_canary

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     BatchOutput,
     FinishReason,
     GenerateReq,
     LogprobDelta,
 )
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.build import build_scheduler
-from sglang.srt.managers.scheduler_components.scheduler_io import ListIO
+from sglang.srt.managers.scheduler.build import build_scheduler
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.test.scale import POOL_TOKENS, with_canary

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from kv_canary.checks import Reason
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.forward.batch import ForwardMode
 from sglang.test.holes import (
     carried,
     lengths,

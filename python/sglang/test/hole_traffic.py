@@ -14,8 +14,8 @@ from unittest.mock import patch
 
 from kv_canary.checks import reason_labels
 from kv_canary.reporter import CanaryViolation
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.managers.batch.forward_result import GenerationBatchResult
+from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.hole_injectors import HOLE_INJECTORS
 from sglang.test.holes.site import Changes, FoundBy, planted

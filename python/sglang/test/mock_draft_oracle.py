@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sglang.srt.draft_trees.buffers import DraftLevels
+from sglang.srt.draft_trees.ops.tree.op import select_top_k_ref
 from sglang.srt.models import mock_math
 from sglang.srt.models.mock_draft_math import DraftSettings, proposal
-from sglang.srt.speculative.ops.buffers import DraftLevels
-from sglang.srt.speculative.ops.tree import select_top_k_ref
 
 if TYPE_CHECKING:
-    from sglang.srt.speculative.draft_layout import TreeShape
+    from sglang.srt.configs.draft_layout import TreeShape
 
 # Scores closer than this, relative to their size, may swap order under the rounding of
 # a softmax.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops.moe import ExpertWeights, SwiGLUClamp
+from sglang.srt.layers.ops.moe.op import ExpertWeights, SwiGLUClamp
 
 
 def random_experts(

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from sglang.srt.model_executor.graph_capture import Segment
+from sglang.srt.forward.graph_capture import Segment
 
 # Ops that copy to the host or make shapes depend on data: illegal in a CUDA graph.
 _HOST_SYNCS = frozenset(

@@ -6,8 +6,8 @@ import random
 from pathlib import Path
 from typing import Any
 
-from sglang.srt.managers.recording.record_file import Record, decode_record
-from sglang.srt.replay.player import Played, Setting, play
+from sglang.srt.replay.playing.player import Played, Setting, play
+from sglang.srt.replay.recording.record_file import Record, decode_record
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_traffic import Traffic
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.managers.req import Req
-from sglang.srt.managers.schedule_batch import LaunchRecord
-from sglang.srt.managers.scheduler import Scheduler
-from sglang.srt.managers.scheduler_components.result_processor import ProcessedBatch
-from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.managers.batch.forward_result import GenerationBatchResult
+from sglang.srt.managers.batch.req import Req
+from sglang.srt.managers.batch.schedule_batch import LaunchRecord
+from sglang.srt.managers.scheduler.result_processor import ProcessedBatch
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.models.mock_draft_math import DraftSettings
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.mock_draft_oracle import Answer, DraftOracle

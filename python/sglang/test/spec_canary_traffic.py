@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from kv_canary.reporter import CanaryViolation
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode
 from sglang.srt.kv_canary.perturb.driver import Planted
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
 if TYPE_CHECKING:
-    from sglang.srt.speculative.draft_layout import BranchLayout
+    from sglang.srt.configs.draft_layout import BranchLayout
 
 VOCAB = 1000
 CONTEXT = 512

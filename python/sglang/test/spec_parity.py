@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang.srt.managers.io_struct import TokenLogprob
-from sglang.srt.managers.req import Req
-from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.batch.req import Req
+from sglang.srt.managers.messages.io_struct import TokenLogprob
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.mem_cache.common import check_busy
 from sglang.test.harness import EngineHarness, Finished
 

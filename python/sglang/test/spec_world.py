@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 
-from sglang.srt.speculative.draft_layout import alloc_len_per_decode
+from sglang.srt.configs.draft_layout import alloc_len_per_decode
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.scale import count, is_full

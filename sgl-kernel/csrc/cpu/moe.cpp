@@ -18,7 +18,7 @@ constexpr double kMicrosecondsPerLogit = 1e-2;
 
 // ---- routing ---------------------------------------------------------------------------
 
-// The fields of `RoutingRule` in ops/moe_routing.py.
+// The fields of `RoutingRule` in layers/ops/moe_routing/op.py.
 struct Rule {
   int64_t top_k, groups, top_groups, group_best;
   bool is_sigmoid, renormalise;

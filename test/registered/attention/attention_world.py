@@ -9,15 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode, HostLens
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.paged_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardBatch,
-    ForwardMode,
-    HostLens,
-)
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 HEAD_DIM = 64

@@ -18,12 +18,12 @@ from sglang.srt.configs.attention_backends import (
     AttentionNeed,
     check_needs,
 )
+from sglang.srt.configs.draft_layout import BranchLayout, BranchRegion
 from sglang.srt.layers.attention.attention_registry import needs_of
-from sglang.srt.layers.ops.attention import decode_attention_ref
+from sglang.srt.layers.ops.attention.op import decode_attention_ref
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.branch_slots import SlotRows, branch_table_ref
+from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows, branch_table_ref
 from sglang.srt.model_executor.model_runner import ModelRunner
-from sglang.srt.speculative.draft_layout import BranchLayout, BranchRegion
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.tiny_models import write_tiny_model

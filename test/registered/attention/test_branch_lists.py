@@ -7,6 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 
+from sglang.srt.configs.draft_layout import BranchLayout, BranchRegion
 from sglang.srt.kv_canary.perturb.fault_points import (
     SHORT_BRANCH_TABLE,
     SMALL_INDEX_BUFFER,
@@ -16,9 +17,8 @@ from sglang.srt.layers.attention.paged_backend import (
     BranchDraftDecode,
     TorchNativeAttnBackend,
 )
-from sglang.srt.mem_cache.branch_slots import SlotRows
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.speculative.draft_layout import BranchLayout, BranchRegion
+from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=8, suite="cpu")

@@ -12,11 +12,8 @@ import pytest
 import torch
 from attention_world import HEAD_DIM, PAGE_SIZES, make_problem
 
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.cuda_graph_runner import CudaGraphRunner
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardBatch,
-    ForwardMode,
-)
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.harness import EngineHarness

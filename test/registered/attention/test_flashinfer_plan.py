@@ -9,16 +9,13 @@ import numpy as np
 import pytest
 import torch
 
+from sglang.srt.forward.batch import CaptureHiddenMode, HostLens
 from sglang.srt.layers.attention.attention_registry import create_attention_backend
 from sglang.srt.layers.attention.flashinfer_plan import (
     LayerShape,
     host_plan,
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    HostLens,
-)
 from sglang.srt.model_executor.input_buffers import GraphInputBuffers
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -25,7 +25,11 @@ from flashinfer_stand_in import stand_in
 from torch import Tensor
 
 from kv_canary.reporter import CanaryViolation
+from sglang.srt.configs.draft_layout import BranchLayout, BranchRegion
+from sglang.srt.draft_trees.draft_input import duplicate_prefix_tail_to_draft_branches
 from sglang.srt.environ import envs
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode
+from sglang.srt.forward.graph_capture import BreakableGraph, capture_graph
 from sglang.srt.kv_canary.perturb.fault_points import (
     SHORT_BRANCH_TABLE,
     SMALL_INDEX_BUFFER,
@@ -36,15 +40,9 @@ from sglang.srt.layers.attention.base_attn_backend import (
 )
 from sglang.srt.layers.attention.paged_backend import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.branch_slots import SlotRows, draft_out_cache_loc
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows, draft_out_cache_loc
 from sglang.srt.model_executor.cuda_graph_runner import cuda_graph_backend
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.model_executor.graph_capture import BreakableGraph, capture_graph
-from sglang.srt.speculative.draft_layout import BranchLayout, BranchRegion
-from sglang.srt.speculative.eagle_info_v2 import (
-    duplicate_prefix_tail_to_draft_branches,
-)
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_traffic import Traffic, check

@@ -13,8 +13,8 @@ import pytest
 from sglang import bench_offline_throughput, bench_one_batch, bench_serving
 from sglang.bench_utils.local_server import LocalServer
 from sglang.bench_utils.worker import worker_environment
-from sglang.srt.managers.crash_dump import CrashDump
-from sglang.srt.managers.io_struct import GenerateReq
+from sglang.srt.managers.front.crash_dump import CrashDump
+from sglang.srt.managers.messages.io_struct import GenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import is_full

@@ -21,7 +21,9 @@ register_cpu_ci(est_time=4, suite="cpu")
 
 Start = Callable[..., Any]
 # Of a scheduler: only a process that was forked has imported it.
-HAS_IMPORTS = "import sys; print('sglang.srt.managers.scheduler' in sys.modules)"
+HAS_IMPORTS = (
+    "import sys; print('sglang.srt.managers.scheduler.scheduler' in sys.modules)"
+)
 
 
 @pytest.fixture(scope="module")
@@ -150,7 +152,7 @@ def test_children_are_those_of_the_one_that_asked(start: Start) -> None:
     """A server's scheduler is forked for the server."""
     program = (
         "import os, subprocess, sys\n"
-        "from sglang.srt.managers import scheduler_process\n"
+        "from sglang.srt.managers.front import scheduler_process\n"
         "child = scheduler_process.start_child(\n"
         "    [sys.executable, '-c', 'input()'], env=os.environ,\n"
         "    stdin=subprocess.PIPE)\n"

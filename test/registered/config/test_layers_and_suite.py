@@ -43,11 +43,14 @@ def test_the_tree_respects_the_layers():
         ("kv_canary.launches", "kv_canary.engines.hooks"),
         ("kv_canary.launches", "sglang.srt.environ"),
         ("sglang.srt.environ", "sglang.srt.server_args"),
-        ("sglang.srt.server_args", "sglang.srt.layers.ops.norm"),
+        ("sglang.srt.server_args", "sglang.srt.layers.ops.norm.op"),
         ("sglang.srt.mem_cache.allocator", "sglang.srt.layers.linear"),
         ("sglang.srt.models.llama", "sglang.srt.model_executor.model_runner"),
-        ("sglang.srt.managers.tp_worker", "sglang.srt.managers.scheduler"),
-        ("sglang.srt.managers.scheduler", "sglang.srt.entrypoints.engine"),
+        (
+            "sglang.srt.managers.worker.tp_worker",
+            "sglang.srt.managers.scheduler.scheduler",
+        ),
+        ("sglang.srt.managers.scheduler.scheduler", "sglang.srt.entrypoints.engine"),
         ("sglang.bench_serving", "sglang.test.harness"),
     ],
 )
@@ -63,9 +66,9 @@ def test_order_of_layers(lower, upper):
         ("sglang.srt.model_executor.model_runner", "kv_canary.view", True),
         ("sglang.srt.model_executor.model_runner", "sglang.srt.kv_canary.api", True),
         ("sglang.srt.mem_cache.memory_pool", "kv_canary.op", False),
-        ("sglang.srt.managers.req", "kv_canary.records", True),
-        ("sglang.srt.managers.request_state", "kv_canary.records", False),
-        ("sglang.srt.managers.tp_worker", "sglang.srt.kv_canary.api", False),
+        ("sglang.srt.managers.batch.req", "kv_canary.records", True),
+        ("sglang.srt.managers.front.request_state", "kv_canary.records", False),
+        ("sglang.srt.managers.worker.tp_worker", "sglang.srt.kv_canary.api", False),
     ],
 )
 def test_walls(module, other, is_forbidden):

@@ -59,8 +59,8 @@ def with_path(kind: str) -> list[Any]:
 
 
 def test_the_ops_are_found() -> None:
-    assert "sglang.srt.layers.ops.norm:rmsnorm" in OPS
-    assert "sglang.srt.speculative.ops.tree:build_tree" in OPS
+    assert "sglang.srt.layers.ops.norm.op:rmsnorm" in OPS
+    assert "sglang.srt.draft_trees.ops.tree.op:build_tree" in OPS
     assert "kv_canary.launches:verify" in OPS
 
 

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 import sglang
-from sglang.srt.managers.errors import EngineFailure
-from sglang.srt.managers.scheduler_process import SchedulerProcess
+from sglang.srt.managers.front.scheduler_process import SchedulerProcess
+from sglang.srt.managers.messages.errors import EngineFailure
 from sglang.srt.utils.devices import cuda_device_count
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.mock_oracle import next_tokens
@@ -43,7 +43,7 @@ import time
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver
 from kv_canary.reporter import ViolationReporter
-from sglang.srt.managers import scheduler_main
+from sglang.srt.managers.scheduler import scheduler_main
 
 report = ViolationReporter.report
 

@@ -23,15 +23,15 @@ from sglang.srt.distributed.partition import (
     divide_kv_heads,
     divide_padded,
 )
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.front.scheduler_process import GLOO_INTERFACE, SchedulerProcess
+from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     GenerateReq,
     GrammarDecision,
     SchedulerRequest,
 )
-from sglang.srt.managers.scheduler_components.scheduler_io import ListIO, NullIO
-from sglang.srt.managers.scheduler_components.step_inputs import StepInputs
-from sglang.srt.managers.scheduler_process import GLOO_INTERFACE, SchedulerProcess
+from sglang.srt.managers.scheduler.scheduler_io import ListIO, NullIO
+from sglang.srt.managers.scheduler.step_inputs import StepInputs
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs

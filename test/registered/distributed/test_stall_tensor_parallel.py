@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import sglang
-from sglang.srt.managers.errors import EngineFailure
-from sglang.srt.managers.scheduler_process import SchedulerProcess
+from sglang.srt.managers.front.scheduler_process import SchedulerProcess
+from sglang.srt.managers.messages.errors import EngineFailure
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tiny_models import write_mock_model
 
@@ -24,7 +24,7 @@ RANK = """
 import time
 
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.managers import scheduler_main
+from sglang.srt.managers.scheduler import scheduler_main
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 evict = RadixCache.evict

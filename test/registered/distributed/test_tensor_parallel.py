@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 import sglang
-from sglang.srt.managers.errors import EngineFailure
-from sglang.srt.managers.scheduler_process import SchedulerDied, SchedulerProcess
+from sglang.srt.managers.front.scheduler_process import SchedulerDied, SchedulerProcess
+from sglang.srt.managers.messages.errors import EngineFailure
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.mock_oracle import next_tokens

@@ -10,7 +10,7 @@ from manager_world import Wire
 
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_server import create_app
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.messages.io_struct import (
     GetStateReq,
     GetStateRsp,
     ProfileReq,

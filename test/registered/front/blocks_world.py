@@ -18,9 +18,9 @@ from sglang.srt.entrypoints.openai.responses_answer import ResponsesAnswer
 from sglang.srt.entrypoints.openai.responses_protocol import ResponsesRequest
 from sglang.srt.function_call.call_formats import HERMES
 from sglang.srt.function_call.core_types import Tool
-from sglang.srt.managers.io_struct import FinishReason
-from sglang.srt.managers.prompt_request import PromptRequest
-from sglang.srt.managers.request_state import Update
+from sglang.srt.managers.front.prompt_request import PromptRequest
+from sglang.srt.managers.front.request_state import Update
+from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.parser.output_parser import OutputFormat
 from sglang.srt.parser.think_detector import ThinkDetector
 from sglang.srt.sampling.sampling_params import SamplingParams

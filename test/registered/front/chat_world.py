@@ -12,7 +12,11 @@ from manager_world import FOLDER, TOKENIZER, Wire
 
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_server import create_app
-from sglang.srt.managers.io_struct import FinishReason, LogprobDelta, SchedulerReady
+from sglang.srt.managers.messages.io_struct import (
+    FinishReason,
+    LogprobDelta,
+    SchedulerReady,
+)
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
 READY = SchedulerReady(

@@ -7,7 +7,9 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.front.prompt_request import PromptRequest
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     BatchOutput,
     FinishReason,
@@ -20,8 +22,6 @@ from sglang.srt.managers.io_struct import (
     decode_request,
     encode,
 )
-from sglang.srt.managers.prompt_request import PromptRequest
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.metrics.front_metrics import FrontMetrics
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs

@@ -17,7 +17,7 @@ from web_world import app_of, eventually
 from sglang.srt.entrypoints.api_keys import MAX_KEYS, ApiKeys
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_server import create_app
-from sglang.srt.managers.io_struct import FlushCacheReq, FlushCacheRsp
+from sglang.srt.managers.messages.io_struct import FlushCacheReq, FlushCacheRsp
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -12,7 +12,7 @@ from web_world import app_of, eventually, post, serving
 from sglang.srt.entrypoints import body_budget
 from sglang.srt.entrypoints.body_budget import FREE_BYTES, BodyBudget, release_body
 from sglang.srt.entrypoints.middleware import BodyLimitMiddleware
-from sglang.srt.managers.errors import Unavailable
+from sglang.srt.managers.messages.errors import Unavailable
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="cpu")

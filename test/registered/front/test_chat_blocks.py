@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from sglang.srt.entrypoints.chat_blocks import BlockMachine, Step
 from sglang.srt.function_call.core_types import CallDelta
-from sglang.srt.managers.io_struct import FinishReason, LogprobDelta
+from sglang.srt.managers.messages.io_struct import FinishReason, LogprobDelta
 from sglang.srt.parser.output_parser import Piece
 from sglang.srt.parser.reasoning_detector import Reasoning
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from manager_world import FOLDER
 
-from sglang.srt.managers.chat_messages import template_messages
-from sglang.srt.managers.errors import BadRequest
-from sglang.srt.managers.template_manager import TemplateManager
+from sglang.srt.managers.front.chat_messages import template_messages
+from sglang.srt.managers.front.template_manager import TemplateManager
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 

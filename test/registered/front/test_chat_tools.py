@@ -9,7 +9,7 @@ import openai
 import pytest
 from chat_world import CHAT_TOKENIZER, ChatWorld, body, content_of, function
 
-from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=8, suite="cpu")

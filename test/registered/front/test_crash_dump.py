@@ -18,9 +18,13 @@ from manager_world import Wire, prompt, run
 
 from sglang.bench_serving import BenchArgs
 from sglang.bench_utils.crash_dumps import read_crash_dump
-from sglang.srt.managers.crash_dump import FORMAT, KEPT_SECONDS, CrashDump
-from sglang.srt.managers.errors import EngineFailure
-from sglang.srt.managers.io_struct import FinishReason, GenerateReq, RequestOutput
+from sglang.srt.managers.front.crash_dump import FORMAT, KEPT_SECONDS, CrashDump
+from sglang.srt.managers.messages.errors import EngineFailure
+from sglang.srt.managers.messages.io_struct import (
+    FinishReason,
+    GenerateReq,
+    RequestOutput,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -19,7 +19,7 @@ from sglang.srt.arg_groups.config_file import read_config
 from sglang.srt.entrypoints.exit_codes import ExitCode
 from sglang.srt.entrypoints.start_message import has_inspector
 from sglang.srt.entrypoints.web_server import CLOSE_SECONDS
-from sglang.srt.managers.engine_core import STOP_SECONDS
+from sglang.srt.managers.front.engine_core import STOP_SECONDS
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 

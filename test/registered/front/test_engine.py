@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 
 import sglang
-from sglang.srt.managers.errors import BadRequest, EngineFailure
-from sglang.srt.managers.scheduler_process import available_cores
+from sglang.srt.managers.front.scheduler_process import available_cores
+from sglang.srt.managers.messages.errors import BadRequest, EngineFailure
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import POOL_TOKENS
 from sglang.test.tiny_models import write_mock_model

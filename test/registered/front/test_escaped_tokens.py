@@ -13,8 +13,8 @@ from chat_world import ChatWorld, body
 from manager_world import FOLDER
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
-from sglang.srt.managers import engine_core
-from sglang.srt.managers.template_manager import TemplateManager
+from sglang.srt.managers.front import engine_core
+from sglang.srt.managers.front.template_manager import TemplateManager
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.escaped_tokens import GUARD
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer

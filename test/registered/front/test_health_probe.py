@@ -7,9 +7,13 @@ import asyncio
 import pytest
 from manager_world import Wire, prompt, run
 
-from sglang.srt.managers.errors import Unavailable
-from sglang.srt.managers.health_probe import Health, HealthProbe
-from sglang.srt.managers.io_struct import GetStateReq, GetStateRsp, SchedulerStats
+from sglang.srt.managers.front.health_probe import Health, HealthProbe
+from sglang.srt.managers.messages.errors import Unavailable
+from sglang.srt.managers.messages.io_struct import (
+    GetStateReq,
+    GetStateRsp,
+    SchedulerStats,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")

@@ -9,10 +9,14 @@ import pytest
 from manager_world import Wire, prompt, run
 from web_world import app_of, eventually
 
-from sglang.srt.managers import heartbeat
-from sglang.srt.managers.heartbeat import Heartbeat
-from sglang.srt.managers.io_struct import GetStateReq, GetStateRsp, SchedulerStats
-from sglang.srt.managers.tokenizer_manager import Phase
+from sglang.srt.managers.front import heartbeat
+from sglang.srt.managers.front.heartbeat import Heartbeat
+from sglang.srt.managers.front.tokenizer_manager import Phase
+from sglang.srt.managers.messages.io_struct import (
+    GetStateReq,
+    GetStateRsp,
+    SchedulerStats,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="cpu")

@@ -14,7 +14,8 @@ import pytest
 
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_server import create_app
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.messages.io_struct import (
     BatchOutput,
     FinishReason,
     GenerateBatch,
@@ -25,7 +26,6 @@ from sglang.srt.managers.io_struct import (
     decode_request,
     encode,
 )
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.paths import bundled_demo_model_path

@@ -21,9 +21,10 @@ from sglang.srt.entrypoints.inspector_api import (
     Hello,
     SlotShown,
 )
-from sglang.srt.managers import snapshot_feed
-from sglang.srt.managers.incident_board import Incidents
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.front import snapshot_feed
+from sglang.srt.managers.front.incident_board import Incidents
+from sglang.srt.managers.front.snapshot_feed import End, Snapshot, Trouble
+from sglang.srt.managers.messages.io_struct import (
     GetIncidentsReq,
     GetIncidentsRsp,
     GetSlotReq,
@@ -32,8 +33,7 @@ from sglang.srt.managers.io_struct import (
     GetSnapshotRsp,
     SchedulerStats,
 )
-from sglang.srt.managers.pool_snapshot import PageFrame, PoolSize, PoolSnapshot
-from sglang.srt.managers.snapshot_feed import End, Snapshot, Trouble
+from sglang.srt.managers.messages.pool_snapshot import PageFrame, PoolSize, PoolSnapshot
 from sglang.srt.utils.paths import page_folders
 from sglang.test.ci.ci_register import register_cpu_ci
 

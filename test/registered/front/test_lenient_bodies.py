@@ -12,7 +12,7 @@ from app_world import App
 from chat_world import ChatWorld
 
 from sglang.srt.entrypoints.unknown_fields import MAX_NAMES
-from sglang.srt.managers.io_struct import GenerateReq
+from sglang.srt.managers.messages.io_struct import GenerateReq
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="cpu")

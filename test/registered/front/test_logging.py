@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.managers.scheduler_components.watchdog import Watchdog
+from sglang.srt.managers.scheduler.watchdog import Watchdog
 from sglang.srt.utils import line_writer
 from sglang.srt.utils import logging as engine_logging
 from sglang.srt.utils.line_writer import LineStream, LineWriter
@@ -249,7 +249,7 @@ def test_a_process_ends_without_its_log(
 
 WATCHDOG = """
     import time
-    from sglang.srt.managers.scheduler_components.watchdog import Watchdog
+    from sglang.srt.managers.scheduler.watchdog import Watchdog
     from sglang.srt.utils.logging import configure_logging
     from sglang.srt.utils.standard_streams import guard_standard_streams
     guard_standard_streams()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from manager_world import FOLDER
 
-from sglang.srt.managers.template_manager import TemplateManager
+from sglang.srt.managers.front.template_manager import TemplateManager
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 

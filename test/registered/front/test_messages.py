@@ -10,7 +10,7 @@ import pytest
 from blocks_world import replay_messages
 from chat_world import ChatWorld
 
-from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="cpu")

@@ -18,7 +18,7 @@ from sglang.srt.entrypoints.neutral_fields import (
     without_neutral,
 )
 from sglang.srt.entrypoints.openai.protocol import ChatRequest, CompletionRequest
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="cpu")

@@ -23,8 +23,8 @@ from sglang.srt.entrypoints.http_io import (
 )
 from sglang.srt.entrypoints.openai.logprobs import SLICE_TOKENS, chat_logprobs
 from sglang.srt.entrypoints.output_share import SMALL_EVENT_BYTES, OutputShare
-from sglang.srt.managers.io_struct import LogprobDelta
-from sglang.srt.managers.side_work import LARGE
+from sglang.srt.managers.front.side_work import LARGE
+from sglang.srt.managers.messages.io_struct import LogprobDelta
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="cpu")

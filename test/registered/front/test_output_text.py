@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.managers.io_struct import FinishReason
-from sglang.srt.managers.output_text import OutputText
-from sglang.srt.managers.stop_matcher import StopMatcher
+from sglang.srt.managers.front.output_text import OutputText
+from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.detokenizer import IncrementalDetokenizer
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.paths import bundled_demo_model_path
+from sglang.srt.utils.stop_matcher import StopMatcher
 from sglang.srt.utils.stop_patterns import StopPatterns
 from sglang.srt.utils.text_stops import held_back
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from manager_world import Wire, prompt, run
 
-from sglang.srt.managers.errors import BadRequest, Unavailable
-from sglang.srt.managers.io_struct import GenerateBatch, decode_request, encode
-from sglang.srt.managers.prompt_request import PromptRequest, cache_namespace
+from sglang.srt.managers.front.prompt_request import PromptRequest, cache_namespace
+from sglang.srt.managers.messages.errors import BadRequest, Unavailable
+from sglang.srt.managers.messages.io_struct import GenerateBatch, decode_request, encode
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -9,7 +9,7 @@ import pytest
 from chat_world import ChatWorld, body, function
 
 from sglang.srt.entrypoints.openai.response_format import response_schema
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")

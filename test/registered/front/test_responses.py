@@ -11,7 +11,7 @@ import pydantic
 import pytest
 from chat_world import ChatWorld
 
-from sglang.srt.managers.io_struct import FinishReason
+from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="cpu")

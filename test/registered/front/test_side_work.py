@@ -19,12 +19,16 @@ import pytest
 from app_world import App
 from manager_world import FOLDER, TOKENIZER, prompt, run
 
-from sglang.srt.managers import side_process, side_work
-from sglang.srt.managers.caller import LEAVING, PEER
-from sglang.srt.managers.errors import BadRequest, ClientDisconnected, Unavailable
-from sglang.srt.managers.prompt_request import Limits
-from sglang.srt.managers.prompt_tokenizer import BATCH_CHARS, PromptTokenizer
-from sglang.srt.managers.side_work import CHEAP_BYTES, LARGE, SideWork
+from sglang.srt.managers.front import side_process, side_work
+from sglang.srt.managers.front.caller import LEAVING, PEER
+from sglang.srt.managers.front.prompt_request import Limits
+from sglang.srt.managers.front.prompt_tokenizer import BATCH_CHARS, PromptTokenizer
+from sglang.srt.managers.front.side_work import CHEAP_BYTES, LARGE, SideWork
+from sglang.srt.managers.messages.errors import (
+    BadRequest,
+    ClientDisconnected,
+    Unavailable,
+)
 from sglang.srt.utils.fair_turns import FairTurns, QueueFullError
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -323,7 +327,7 @@ def test_liveness_sees_work_that_is_stuck(monkeypatch: pytest.MonkeyPatch) -> No
 def test_an_exit_waits_for_nothing() -> None:
     code = (
         "import asyncio, time\n"
-        "from sglang.srt.managers.side_work import LARGE, SideWork\n"
+        "from sglang.srt.managers.front.side_work import LARGE, SideWork\n"
         "async def main():\n"
         "    beside = SideWork()\n"
         "    asyncio.create_task(beside.run(LARGE, lambda: time.sleep(300)))\n"

@@ -10,7 +10,7 @@ from app_world import App
 from manager_world import TOKENIZER
 
 from sglang.srt.entrypoints.refused_routes import REFUSED
-from sglang.srt.managers.io_struct import ProfileReq, SchedulerStats
+from sglang.srt.managers.messages.io_struct import ProfileReq, SchedulerStats
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.version import __version__
 

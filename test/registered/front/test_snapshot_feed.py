@@ -14,12 +14,9 @@ import pytest
 from inspector_world import incident
 from manager_world import run
 
-from sglang.srt.managers.errors import Unavailable
-from sglang.srt.managers.incident_board import TURNS_BETWEEN, IncidentBoard
-from sglang.srt.managers.io_struct import GetSnapshotRsp, SchedulerStats
-from sglang.srt.managers.pool_snapshot import PageFrame, PoolSize, PoolSnapshot
-from sglang.srt.managers.side_work import SideWork
-from sglang.srt.managers.snapshot_feed import (
+from sglang.srt.managers.front.incident_board import TURNS_BETWEEN, IncidentBoard
+from sglang.srt.managers.front.side_work import SideWork
+from sglang.srt.managers.front.snapshot_feed import (
     INTERVAL,
     KEPT_FRAMES,
     MAX_SHARE,
@@ -30,6 +27,9 @@ from sglang.srt.managers.snapshot_feed import (
     Source,
     Viewer,
 )
+from sglang.srt.managers.messages.errors import Unavailable
+from sglang.srt.managers.messages.io_struct import GetSnapshotRsp, SchedulerStats
+from sglang.srt.managers.messages.pool_snapshot import PageFrame, PoolSize, PoolSnapshot
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from sglang.srt.entrypoints.start_message import serving, starting
-from sglang.srt.managers.io_struct import SchedulerReady
+from sglang.srt.managers.messages.io_struct import SchedulerReady
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.version import __version__

@@ -9,17 +9,14 @@ import time
 import pytest
 from manager_world import LENGTH, TOKENIZER, Wire, prompt, run
 
-from sglang.srt.managers.errors import (
+from sglang.srt.managers.front.prompt_request import prompt_rids
+from sglang.srt.managers.messages.errors import (
     BadRequest,
     ClientDisconnected,
     EngineFailure,
     Unavailable,
 )
-from sglang.srt.managers.io_struct import (
-    FinishReason,
-    LogprobDelta,
-)
-from sglang.srt.managers.prompt_request import prompt_rids
+from sglang.srt.managers.messages.io_struct import FinishReason, LogprobDelta
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")

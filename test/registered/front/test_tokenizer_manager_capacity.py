@@ -9,13 +9,10 @@ import logging
 import pytest
 from manager_world import FOLDER, TOKENIZER, Wire, prompt, run
 
-from sglang.srt.managers.caller import PEER
-from sglang.srt.managers.errors import (
-    BadRequest,
-    EngineFailure,
-    Unavailable,
-)
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.front.caller import PEER
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.messages.errors import BadRequest, EngineFailure, Unavailable
+from sglang.srt.managers.messages.io_struct import (
     EngineFailed,
     FinishReason,
     FlushCacheReq,
@@ -24,7 +21,6 @@ from sglang.srt.managers.io_struct import (
     decode_response,
     encode,
 )
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -9,12 +9,9 @@ import msgspec
 import pytest
 from manager_world import READY, Wire, prompt, run
 
-from sglang.srt.managers.errors import (
-    ApiError,
-    BadRequest,
-)
-from sglang.srt.managers.prompt_request import PromptRequest
-from sglang.srt.managers.request_state import Update
+from sglang.srt.managers.front.prompt_request import PromptRequest
+from sglang.srt.managers.front.request_state import Update
+from sglang.srt.managers.messages.errors import ApiError, BadRequest
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")

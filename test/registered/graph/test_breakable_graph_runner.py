@@ -16,19 +16,19 @@ import pytest
 import torch
 
 from kv_canary.op import native_available
+from sglang.srt.forward.batch import (
+    CaptureHiddenMode,
+    ForwardMode,
+    InputEmbeds,
+    InputLogprobSpan,
+)
+from sglang.srt.forward.graph_capture import is_capturing
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     FALLBACK_REASONS,
     HOST_BOUND_TOKENS,
     BreakableCudaGraphRunner,
 )
 from sglang.srt.model_executor.cuda_graph_runner import cuda_graph_backend
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardMode,
-    InputEmbeds,
-    InputLogprobSpan,
-)
-from sglang.srt.model_executor.graph_capture import is_capturing
 from sglang.srt.model_executor.memory_plan import (
     MAX_HEAD_GRAPH_TOKENS,
     MAX_WHOLE_TOKENS,

@@ -7,11 +7,11 @@ import random
 import pytest
 import torch
 
+from sglang.srt.forward.batch import CaptureHiddenMode, ForwardMode
 from sglang.srt.model_executor.cuda_graph_runner import (
     CudaGraphRunner,
     cuda_graph_backend,
 )
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.mock_oracle import next_tokens

@@ -8,8 +8,8 @@ import weakref
 import pytest
 import torch
 
-from sglang.srt.model_executor.graph_backends import CudaGraphBackend
-from sglang.srt.model_executor.graph_capture import (
+from sglang.srt.forward.graph_backends import CudaGraphBackend
+from sglang.srt.forward.graph_capture import (
     SideStream,
     capture_graph,
     eager_break,

@@ -24,7 +24,7 @@ from kv_canary.checks import Reason, reason_labels
 from sglang import Engine
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_server import create_app
-from sglang.srt.managers.errors import EngineFailure
+from sglang.srt.managers.messages.errors import EngineFailure
 from sglang.srt.mem_cache.page_map import PageState
 from sglang.test import forked_process
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci

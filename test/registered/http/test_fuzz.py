@@ -20,7 +20,7 @@ import pytest
 from sglang.srt.entrypoints.endpoint import Endpoint, Operation
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_server import all_routes
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.ci.ci_register import register_cpu_ci

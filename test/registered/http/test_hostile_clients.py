@@ -26,7 +26,7 @@ from live_server import Server, greedy
 
 from sglang.bench_utils.crash_dumps import read_crash_dump
 from sglang.srt.entrypoints.exit_codes import ExitCode
-from sglang.srt.managers.snapshot_feed import MAX_VIEWERS_OF_CLIENT
+from sglang.srt.managers.front.snapshot_feed import MAX_VIEWERS_OF_CLIENT
 from sglang.test.bystander import Bystander, Resources, check_nothing_left
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.mock_oracle import next_tokens

@@ -23,7 +23,7 @@ from live_server import Server
 from prometheus_client.parser import text_string_to_metric_families
 
 from kv_canary.checks import EVERY_REASON
-from sglang.srt.managers.scheduler_components.heal_stats import EVERY_DIAGNOSIS
+from sglang.srt.managers.scheduler.heal_stats import EVERY_DIAGNOSIS
 from sglang.srt.metrics.scheduler_series import (
     COUNTERS,
     GAUGES,

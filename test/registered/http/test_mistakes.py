@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 
 from sglang.srt.entrypoints.exit_codes import ExitCode
-from sglang.srt.managers.scheduler_components.build import build_scheduler
-from sglang.srt.managers.scheduler_components.scheduler_io import NullIO
+from sglang.srt.managers.scheduler.build import build_scheduler
+from sglang.srt.managers.scheduler.scheduler_io import NullIO
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.paths import bundled_demo_draft_path, bundled_demo_model_path
 from sglang.test.ci.ci_register import register_cpu_ci

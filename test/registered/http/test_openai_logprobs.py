@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs
-from sglang.srt.managers.io_struct import LogprobDelta
+from sglang.srt.managers.messages.io_struct import LogprobDelta
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.ci.ci_register import register_cpu_ci

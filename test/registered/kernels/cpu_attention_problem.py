@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.ops import attention
+from sglang.srt.layers.ops.attention import op as attention
 
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
 NAN = float("nan")

@@ -12,7 +12,7 @@ from cpu_attention_problem import (
 )
 
 from kv_canary.op import native_available
-from sglang.srt.layers.ops import attention
+from sglang.srt.layers.ops.attention import op as attention
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from kv_canary.op import native_available
-from sglang.srt.layers.ops import attention, norm, rope
-from sglang.srt.layers.ops.activation import GATED
+from sglang.srt.layers.ops.activation.op import GATED
+from sglang.srt.layers.ops.attention import op as attention
 from sglang.srt.layers.ops.decoder_stack import (
     StackLayer,
     StackPlan,
@@ -19,7 +19,9 @@ from sglang.srt.layers.ops.decoder_stack import (
     StackSizes,
     run_stack,
 )
-from sglang.srt.layers.ops.linear import linear, pack_weight
+from sglang.srt.layers.ops.linear.op import linear, pack_weight
+from sglang.srt.layers.ops.norm import op as norm
+from sglang.srt.layers.ops.rope import op as rope
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=10, suite="cpu")

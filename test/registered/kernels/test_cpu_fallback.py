@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from kv_canary.op import force_reference, native_available
-from sglang.srt.layers.ops import linear, norm
+from sglang.srt.layers.ops.linear import op as linear
+from sglang.srt.layers.ops.norm import op as norm
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=15, suite="cpu")
@@ -23,7 +24,7 @@ import logging
 logging.basicConfig(format="%(message)s")
 import torch
 from kv_canary.op import native_available
-from sglang.srt.layers.ops import linear, norm
+from sglang.srt.layers.ops.linear import op as linear, norm
 x = torch.randn(3, 8)
 for _ in range(3):
     norm.rmsnorm(x, torch.ones(8), 1e-6)

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kv_canary.op import native_available
-from sglang.srt.layers.ops import linear
+from sglang.srt.layers.ops.linear import op as linear
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")
@@ -73,7 +73,7 @@ def test_a_row_depends_on_neither_batch_nor_threads(
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_layers_take_it_for_few_rows_only(dtype: torch.dtype) -> None:
     """More rows are torch's, whose rounding differs in some of 320 outputs."""
-    from sglang.srt.layers.ops.native import FEW_ROWS
+    from sglang.srt.layers.ops.linear.native import FEW_ROWS
 
     weight, x, bias = make(320, 321, dtype)
     out = torch.empty(FEW_ROWS, 320, dtype=dtype)

@@ -11,7 +11,9 @@ from cpu_attention_problem import TOLERANCE, assert_close, make_problem, random_
 from torch import Tensor
 
 from kv_canary.op import force_reference, native_available
-from sglang.srt.layers.ops import attention, head_linear, latent
+from sglang.srt.layers.ops.attention import op as attention
+from sglang.srt.layers.ops.head_linear import op as head_linear
+from sglang.srt.layers.ops.latent_store import op as latent
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=7, suite="cpu")

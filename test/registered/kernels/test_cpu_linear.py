@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kv_canary.op import force_reference, native_available
-from sglang.srt.layers.ops import linear
+from sglang.srt.layers.ops.linear import op as linear
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=8, suite="cpu")

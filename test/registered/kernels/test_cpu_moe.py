@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from kv_canary.op import force_reference, native_available
-from sglang.srt.layers.ops import moe, native_moe
-from sglang.srt.layers.ops.linear import linear, pack_weight
-from sglang.srt.layers.ops.moe_routing import (
+from sglang.srt.layers.ops.linear.op import linear, pack_weight
+from sglang.srt.layers.ops.moe import native as native_moe
+from sglang.srt.layers.ops.moe import op as moe
+from sglang.srt.layers.ops.moe_routing.op import (
     RoutingRule,
     route,
     route_ref,

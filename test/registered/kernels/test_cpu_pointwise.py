@@ -7,7 +7,9 @@ import torch
 from torch import Tensor
 
 from kv_canary.op import native_available
-from sglang.srt.layers.ops import activation, norm, rope
+from sglang.srt.layers.ops.activation import op as activation
+from sglang.srt.layers.ops.norm import op as norm
+from sglang.srt.layers.ops.rope import op as rope
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=8, suite="cpu")

@@ -9,13 +9,9 @@ from typing import Any
 import torch
 
 from kv_canary.state import CanaryState
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode, HostLens
 from sglang.srt.kv_canary.runner.canary_manager import (
     CanaryManager,
-)
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardBatch,
-    ForwardMode,
-    HostLens,
 )
 from sglang.test.forward_harness import ForwardHarness
 

@@ -22,7 +22,7 @@ from kv_canary.records import Counter
 from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.layers.ops.attention import extend_attention_ref
+from sglang.srt.layers.ops.attention.op import extend_attention_ref
 from sglang.test.canary_traffic import CONTEXT, VOCAB, Outcome, canary_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness, Finished

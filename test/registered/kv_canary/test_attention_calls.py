@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.canary_traffic import CONTEXT, VOCAB
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from kv_canary.reporter import CanaryViolation
+from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.kv_canary.perturb.driver import PerturbDriver
-from sglang.srt.managers.req import Req
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.managers.batch.req import Req
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.canary_traffic import canary_of
 from sglang.test.ci.ci_register import register_cpu_ci

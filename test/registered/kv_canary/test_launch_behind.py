@@ -13,6 +13,8 @@ from forward_world import canary_of, decode_batch, findings
 
 from kv_canary.evidence import Owner
 from kv_canary.records import POISON_WORD
+from sglang.srt.forward.batch import ForwardMode
+from sglang.srt.forward.graph_capture import BreakableGraph, SideStream
 from sglang.srt.kv_canary.runner import due_work
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.single_forward_manager import manager as forward_manager
@@ -20,8 +22,6 @@ from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
 from sglang.srt.model_executor.cuda_graph_runner import cuda_graph_backend
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.model_executor.graph_capture import BreakableGraph, SideStream
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.recording_backend import RecordingBackend

@@ -10,11 +10,11 @@ import pytest
 
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.kv_canary.perturb.injectors import INJECTORS
-from sglang.srt.managers.io_struct import FlushCacheReq, PauseReq
-from sglang.srt.managers.recording.record_file import Record, read_record
-from sglang.srt.replay.bisect import bisect
-from sglang.srt.replay.command import main
-from sglang.srt.replay.player import Setting
+from sglang.srt.managers.messages.io_struct import FlushCacheReq, PauseReq
+from sglang.srt.replay.playing.bisect import bisect
+from sglang.srt.replay.playing.command import main
+from sglang.srt.replay.playing.player import Setting
+from sglang.srt.replay.recording.record_file import Record, read_record
 from sglang.test.canary_traffic import VOCAB, canary_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.replay_traffic import (

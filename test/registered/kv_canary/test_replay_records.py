@@ -16,18 +16,18 @@ from hypothesis import strategies as st
 
 from kv_canary.explain import explain
 from kv_canary.reporter import CanaryViolation
-from sglang.srt.managers.recording import identity
-from sglang.srt.managers.recording.checkpoint import save_checkpoint
-from sglang.srt.managers.recording.pseudonyms import Pseudonyms
-from sglang.srt.managers.recording.record_file import (
+from sglang.srt.replay.playing.command import main
+from sglang.srt.replay.playing.player import CannotReplay, Setting, play
+from sglang.srt.replay.playing.restore import restore
+from sglang.srt.replay.recording import identity
+from sglang.srt.replay.recording.checkpoint import save_checkpoint
+from sglang.srt.replay.recording.pseudonyms import Pseudonyms
+from sglang.srt.replay.recording.record_file import (
     BadRecord,
     decode_record,
     encode_record,
     read_record,
 )
-from sglang.srt.replay.command import main
-from sglang.srt.replay.player import CannotReplay, Setting, play
-from sglang.srt.replay.restore import restore
 from sglang.srt.server_args import ServerArgs
 from sglang.test.canary_traffic import CONTEXT, VOCAB, canary_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci

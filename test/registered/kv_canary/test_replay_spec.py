@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
-from sglang.srt.replay.command import main
+from sglang.srt.replay.playing.command import main
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.replay_traffic import LONG_AGO, check_same, record_of, replayed
 from sglang.test.scale import count, is_full

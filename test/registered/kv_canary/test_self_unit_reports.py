@@ -17,12 +17,10 @@ from sglang.srt.distributed.parallel_state import (
     TensorParallelGroup,
     tensor_parallel_group,
 )
+from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
-from sglang.srt.managers.scheduler_components.build import _last_message
-from sglang.srt.managers.scheduler_components.slot_owners import SlotOwners
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardBatch,
-)
+from sglang.srt.managers.scheduler.build import _last_message
+from sglang.srt.managers.scheduler.slot_owners import SlotOwners
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 

@@ -21,15 +21,13 @@ from kv_canary.records import (
     Counter,
     Phase,
 )
+from sglang.srt.forward.batch import ForwardMode
+from sglang.srt.forward.graph_capture import SideStream
 from sglang.srt.kv_canary.api import (
     _extract_forward_batch,
 )
 from sglang.srt.kv_canary.runner import health_checker
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardMode,
-)
-from sglang.srt.model_executor.graph_capture import SideStream
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
 

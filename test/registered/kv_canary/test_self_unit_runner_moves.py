@@ -11,9 +11,7 @@ from forward_world import (
     reasons,
 )
 
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardMode,
-)
+from sglang.srt.forward.batch import ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
 

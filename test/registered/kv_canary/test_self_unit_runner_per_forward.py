@@ -35,6 +35,8 @@ from kv_canary.violation import parse_entry
 from sglang.srt.distributed.parallel_state import (
     TensorParallelGroup,
 )
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode
+from sglang.srt.forward.context import ForwardContext, forward_context
 from sglang.srt.kv_canary.api import (
     _extract_forward_batch,
     _patch_model_forward,
@@ -46,11 +48,6 @@ from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.runner.scopes import context_tuple
 from sglang.srt.kv_canary.single_forward_manager import manager as forward_manager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardBatch,
-    ForwardMode,
-)
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kv_canary.explain import explain
-from sglang.srt.managers.grammar_masks import GrammarMasks
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.managers.batch.forward_result import GenerationBatchResult
+from sglang.srt.managers.batch.grammar_masks import GrammarMasks
+from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import Finished
 from sglang.test.mock_oracle import next_tokens

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from kv_canary.view import KVReadView
+from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.layers.attention.paged_backend import (
     CpuNativeAttnBackend,
     PagedAttnBackend,
 )
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.hole_injectors import CARRIED, HOLE_INJECTORS
 from sglang.test.hole_traffic import Engine, check_named, does_damage, stop_by

@@ -15,6 +15,7 @@ import torch
 from kv_canary.checks import reason_labels
 from kv_canary.reporter import CanaryViolation
 from kv_canary.view import KVReadView
+from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.kv_canary.perturb.damage import Damage
 from sglang.srt.kv_canary.perturb.fault_points import (
     EARLY_POSITIONS,
@@ -29,8 +30,7 @@ from sglang.srt.kv_canary.perturb.injectors import INJECTORS
 from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
 from sglang.srt.layers.attention.branch_lists import BranchLists
 from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
-from sglang.srt.mem_cache.branch_slots import SlotRows
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_oracle import next_tokens

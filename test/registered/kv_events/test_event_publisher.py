@@ -25,9 +25,9 @@ from event_world import (
 
 from sglang.bench_utils.memory import resident_mib
 from sglang.srt.arg_groups.kv_events_hook import KVEventsConfig
-from sglang.srt.disaggregation import connection_guard, replay_service
-from sglang.srt.disaggregation.event_publisher import ZmqEventPublisher
-from sglang.srt.disaggregation.kv_events import (
+from sglang.srt.kv_events import connection_guard, replay_service
+from sglang.srt.kv_events.event_publisher import ZmqEventPublisher
+from sglang.srt.kv_events.messages import (
     AllBlocksCleared,
     BlockRemoved,
     BlockStored,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from event_world import ReplayClient, events_of, example, wait_until
 
-from sglang.srt.managers.io_struct import FlushCacheReq
-from sglang.srt.managers.scheduler_components.kv_event_feed import open_event_publisher
+from sglang.srt.managers.messages.io_struct import FlushCacheReq
+from sglang.srt.managers.scheduler.kv_event_feed import open_event_publisher
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness

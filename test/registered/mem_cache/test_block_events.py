@@ -17,7 +17,7 @@ from hypothesis.stateful import (
 from request_world import RequestMachine, make_cache
 from test_group_memory import make_windows
 
-from sglang.srt.disaggregation.block_recorder import BlockRecorder, hash_blocks
+from sglang.srt.kv_events.block_recorder import BlockRecorder, hash_blocks
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.kv_blocks import StrictReader, block_hash, tree_blocks

@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.configs.draft_config import layers_to_capture
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardMode,
-)
+from sglang.srt.forward.batch import CaptureHiddenMode, ForwardMode
 from sglang.srt.models import mock_draft_math, mock_math
 from sglang.srt.models.mock_draft_math import DraftSettings
 from sglang.test.forward_harness import ForwardHarness

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from kv_canary.records import Counter
+from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 from sglang.test.canary_traffic import CONTEXT, VOCAB, canary_of
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness, Finished

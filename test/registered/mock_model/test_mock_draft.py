@@ -23,10 +23,7 @@ from draft_world import (
 
 from sglang.srt.configs.draft_config import layers_to_capture, num_hidden_sources
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardMode,
-)
+from sglang.srt.forward.batch import CaptureHiddenMode, ForwardMode
 from sglang.srt.models import mock_draft_math, mock_math
 from sglang.srt.models.mock_draft_math import DraftSettings
 from sglang.test.ci.ci_register import register_cpu_ci

@@ -11,21 +11,17 @@ from functools import partial
 import pytest
 import torch
 
+from sglang.srt.configs.draft_layout import TreeShape
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.models import mock_math
-from sglang.srt.models.mock_draft_math import DraftSettings, proposal
-from sglang.srt.speculative.draft_layout import TreeShape
-from sglang.srt.speculative.ops.buffers import (
-    DraftLevels,
-    DraftTree,
-    VerifyResult,
-)
-from sglang.srt.speculative.ops.tree import (
+from sglang.srt.draft_trees.buffers import DraftLevels, DraftTree, VerifyResult
+from sglang.srt.draft_trees.ops.tree.op import (
     build_tree_ref,
     select_top_k_ref,
     top_k_probs_ref,
 )
-from sglang.srt.speculative.ops.verify import verify_tree_greedy_ref
+from sglang.srt.draft_trees.ops.verify.op import verify_tree_greedy_ref
+from sglang.srt.models import mock_math
+from sglang.srt.models.mock_draft_math import DraftSettings, proposal
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.mock_draft_oracle import Answer, DraftOracle, Prediction
 from sglang.test.mock_oracle import MockOracle, next_tokens

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.models import mock_math
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness

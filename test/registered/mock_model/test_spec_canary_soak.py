@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from kv_canary.records import Counter
-from sglang.srt.managers.grammar_masks import GrammarMasks
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.managers.utils import GenerationBatchResult
+from sglang.srt.configs.draft_layout import TreeShape
+from sglang.srt.managers.batch.forward_result import GenerationBatchResult
+from sglang.srt.managers.batch.grammar_masks import GrammarMasks
+from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-from sglang.srt.speculative.draft_layout import TreeShape
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.mock_traffic import Traffic, check

@@ -20,9 +20,9 @@ from sglang.srt.distributed.parallel_state import (
     TensorParallelGroup,
     tensor_parallel_group,
 )
+from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.kv_canary.perturb.injectors import INJECTORS
 from sglang.srt.mem_cache.mla_memory_pool import MLATokenToKVPool
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import num_layer_weights
 from sglang.test import canary_traffic, spec_canary_traffic

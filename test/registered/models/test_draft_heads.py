@@ -14,10 +14,7 @@ from torch import Tensor
 
 from sglang.srt.configs.draft_config import layers_to_capture, num_hidden_sources
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardMode,
-)
+from sglang.srt.forward.batch import CaptureHiddenMode, ForwardMode
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import (
     supported_architectures,

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.models.registry import supported_architectures
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness

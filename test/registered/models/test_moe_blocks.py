@@ -15,8 +15,8 @@ from sglang.srt.layers.module import Module
 from sglang.srt.layers.moe.experts import Experts, StackLayout
 from sglang.srt.layers.moe.feed_forward import MoeFeedForward, SharedExpert
 from sglang.srt.layers.moe.router import Router
-from sglang.srt.layers.ops.moe import SwiGLUClamp
-from sglang.srt.layers.ops.moe_routing import RoutingRule
+from sglang.srt.layers.ops.moe.op import SwiGLUClamp
+from sglang.srt.layers.ops.moe_routing.op import RoutingRule
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="cpu")

@@ -22,7 +22,7 @@ from sglang.srt.distributed.parallel_state import (
 )
 from sglang.srt.layers.moe.experts import Experts, StackLayout
 from sglang.srt.layers.moe.feed_forward import MoeFeedForward
-from sglang.srt.layers.ops.moe import SwiGLUClamp
+from sglang.srt.layers.ops.moe.op import SwiGLUClamp
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import num_layer_weights
 from sglang.test.ci.ci_register import register_cpu_ci

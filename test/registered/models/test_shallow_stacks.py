@@ -13,7 +13,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+from sglang.srt.forward.batch import CaptureHiddenMode, ForwardMode
 from sglang.srt.models.layer_kinds import one_of_each_kind
 from sglang.srt.models.registry import supported_architectures
 from sglang.test.ci.ci_register import register_cpu_ci

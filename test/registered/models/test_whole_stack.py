@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from kv_canary.op import native_available
+from sglang.srt.forward.batch import CaptureHiddenMode, ForwardMode
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
 from sglang.srt.layers.ops.decoder_stack import StackRun
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardMode,
-)
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness

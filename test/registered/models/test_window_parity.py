@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.models.llama import modeling_llama
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.forward.batch import ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.tiny_models import write_tiny_model

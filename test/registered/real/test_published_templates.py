@@ -18,8 +18,8 @@ import pytest
 import tokenizers
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from sglang.srt.managers.errors import BadRequest
-from sglang.srt.managers.template_manager import TemplateManager
+from sglang.srt.managers.front.template_manager import TemplateManager
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 

@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from sglang.srt.layers import logprobs as logprobs_module
-from sglang.srt.layers.logprobs import (
+from sglang.srt.sampling import logprobs as logprobs_module
+from sglang.srt.sampling.logprobs import (
     LogprobRequest,
     compute_logprobs,
     concat_logprobs,

@@ -9,10 +9,10 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from sglang.srt.sampling import noise, row_ops
-from sglang.srt.sampling.noise import mix_seed, uniform
+from sglang.srt.sampling.ops import noise, row_ops
+from sglang.srt.sampling.ops.noise import mix_seed, uniform
+from sglang.srt.sampling.ops.row_ops import argmax_rows, inverse_cdf, negated_best
 from sglang.srt.sampling.penalties import TokenHistory
-from sglang.srt.sampling.row_ops import argmax_rows, inverse_cdf, negated_best
 from sglang.srt.sampling.sampler import (
     Sampler,
     filtered_probs,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.sampling.noise import mix_seed
+from sglang.srt.sampling.ops.noise import mix_seed
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingRow
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.vocab_mask import allocate_vocab_mask

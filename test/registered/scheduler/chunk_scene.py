@@ -9,7 +9,7 @@ from typing import Any
 
 from scheduler_world import Shortage, check_answer, prompt_of, watched_engine
 
-from sglang.srt.managers.req import Req
+from sglang.srt.managers.batch.req import Req
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.spec_parity import check_accounting, check_no_leak
 

@@ -13,10 +13,9 @@ from array import array
 import pytest
 from scheduler_world import pages, prompt_of
 
-from sglang.srt.layers.logprobs import HostLogprob
-from sglang.srt.managers.io_struct import GenerateReq
-from sglang.srt.managers.req import Req
-from sglang.srt.managers.schedule_policy import (
+from sglang.srt.managers.batch.req import Req
+from sglang.srt.managers.messages.io_struct import GenerateReq
+from sglang.srt.managers.scheduler.schedule_policy import (
     CLIP_MAX_NEW_TOKENS,
     Admission,
     PrefillAdder,
@@ -26,6 +25,7 @@ from sglang.srt.mem_cache.allocator import create_allocator
 from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.sampling.logprobs import HostLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 

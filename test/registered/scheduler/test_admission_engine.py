@@ -15,7 +15,7 @@ from scheduler_world import (
     watched_engine,
 )
 
-from sglang.srt.managers.utils import decode_reserve
+from sglang.srt.arg_groups.draft_slots import decode_reserve
 from sglang.srt.mem_cache.common import check_busy
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.test.ci.ci_register import register_cpu_ci

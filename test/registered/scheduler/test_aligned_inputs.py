@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from kv_canary import sweep
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+from sglang.srt.forward.batch import ForwardBatch
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.tiny_models import write_tiny_model

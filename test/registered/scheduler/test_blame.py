@@ -10,12 +10,7 @@ import pytest
 import torch
 
 from kv_canary.checks import Reason
-from sglang.srt.managers.scheduler_components.blame import (
-    Blame,
-    Damage,
-    Fact,
-    find_blame,
-)
+from sglang.srt.managers.scheduler.blame import Blame, Damage, Fact, find_blame
 from sglang.srt.mem_cache.allocator import create_allocator
 from sglang.srt.mem_cache.common import extend_rows
 from sglang.srt.mem_cache.draft_region import DraftRegion

@@ -15,8 +15,12 @@ from scheduler_world import (
 )
 from test_admission import make_req
 
-from sglang.srt.managers.client_shares import in_turns, is_decode_due, who_yields
-from sglang.srt.managers.req import Req
+from sglang.srt.managers.batch.req import Req
+from sglang.srt.managers.scheduler.client_shares import (
+    in_turns,
+    is_decode_due,
+    who_yields,
+)
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.spec_parity import check_no_leak
 

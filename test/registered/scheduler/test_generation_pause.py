@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from scheduler_world import engine, write_models
 
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.messages.io_struct import (
     FlushCacheReq,
     FlushCacheRsp,
     GetStateReq,

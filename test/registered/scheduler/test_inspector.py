@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from scheduler_world import CONTEXT, VOCAB, engine, prompt_of
 
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.messages.io_struct import (
     FlushCacheReq,
     FlushCacheRsp,
     GetSlotReq,
@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import (
     GetSnapshotReq,
     GetSnapshotRsp,
 )
-from sglang.srt.managers.pool_snapshot import PageFrame, PoolSnapshot
+from sglang.srt.managers.messages.pool_snapshot import PageFrame, PoolSnapshot
 from sglang.srt.mem_cache.page_map import PageState
 from sglang.srt.mem_cache.tree_table import TreeColumn
 from sglang.test.ci.ci_register import register_cpu_ci

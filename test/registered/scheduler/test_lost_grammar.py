@@ -20,10 +20,10 @@ from sglang.srt.constrained.grammar_library import GrammarLibrary
 from sglang.srt.constrained.grammar_manager import GrammarManager
 from sglang.srt.constrained.llguidance_backend import LLGuidanceBackend
 from sglang.srt.constrained.llguidance_compiler import StateLimits
-from sglang.srt.managers.io_struct import GenerateReq
-from sglang.srt.managers.req import Req
-from sglang.srt.managers.scheduler_components import grammar_queue
-from sglang.srt.managers.scheduler_components.grammar_queue import GrammarQueue
+from sglang.srt.managers.batch.req import Req
+from sglang.srt.managers.messages.io_struct import GenerateReq
+from sglang.srt.managers.scheduler import grammar_queue
+from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.sampling.vocab_mask import allocate_vocab_mask
 from sglang.srt.utils.paths import bundled_demo_model_path

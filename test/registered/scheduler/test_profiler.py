@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.managers.io_struct import (
+from sglang.srt.managers.messages.io_struct import (
     GetStateReq,
     GetStateRsp,
     ProfileReq,
     ProfileRsp,
     ShutdownReq,
 )
-from sglang.srt.managers.scheduler_components import profiler
-from sglang.srt.managers.scheduler_components.profiler import MAX_SECONDS
+from sglang.srt.managers.scheduler import profiler
+from sglang.srt.managers.scheduler.profiler import MAX_SECONDS
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.tiny_models import write_mock_model

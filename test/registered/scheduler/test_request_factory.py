@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.managers.io_struct import GenerateReq
-from sglang.srt.managers.scheduler_components.request_factory import (
+from sglang.srt.managers.messages.io_struct import GenerateReq
+from sglang.srt.managers.scheduler.request_factory import (
     MAX_SHARED_TEXTS,
     RequestFactory,
     RequestLimits,

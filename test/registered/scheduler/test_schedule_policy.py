@@ -13,15 +13,15 @@ import pytest
 from scheduler_world import Shortage, check_answer, engine, prompt_of, write_models
 from test_admission import make_adder, make_cache, make_req, store
 
-from sglang.srt.managers.req import Req
-from sglang.srt.managers.schedule_policy import (
+from sglang.srt.managers.batch.req import Req
+from sglang.srt.managers.scheduler.retraction import retract_for_decode
+from sglang.srt.managers.scheduler.schedule_policy import (
     LPM_MAX_QUEUE,
     MIN_SHARED_TOKENS,
     Admission,
     NewTokenRatio,
     order_by_longest_match,
 )
-from sglang.srt.managers.scheduler_components.retraction import retract_for_decode
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness

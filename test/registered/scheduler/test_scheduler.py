@@ -9,9 +9,9 @@ import torch
 import transformers
 from test_admission import make_req
 
-from sglang.srt.managers import tp_worker
-from sglang.srt.managers.io_struct import FlushCacheReq, FlushCacheRsp
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
+from sglang.srt.managers.messages.io_struct import FlushCacheReq, FlushCacheRsp
+from sglang.srt.managers.worker import tp_worker
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_oracle import next_tokens

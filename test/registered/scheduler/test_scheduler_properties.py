@@ -6,7 +6,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.managers.req import Req
+from sglang.srt.managers.batch.req import Req
 from sglang.srt.mem_cache.common import check_busy
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness

@@ -15,12 +15,9 @@ from scheduler_world import KINDS, VOCAB, engine, prompt_of
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.constrained.base_grammar import Grammar
 from sglang.srt.constrained.llguidance_backend import LLGuidanceBackend
-from sglang.srt.managers.io_struct import GetStateReq
-from sglang.srt.managers.scheduler_components import stall_check
-from sglang.srt.managers.scheduler_components.stall_check import (
-    MAX_EMPTY_ROUNDS,
-    SchedulerStalled,
-)
+from sglang.srt.managers.messages.io_struct import GetStateReq
+from sglang.srt.managers.scheduler import stall_check
+from sglang.srt.managers.scheduler.stall_check import MAX_EMPTY_ROUNDS, SchedulerStalled
 from sglang.srt.mem_cache.radix_cache import RadixCache
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness, Finished

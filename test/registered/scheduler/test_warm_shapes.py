@@ -15,37 +15,33 @@ pytest.importorskip("triton")
 
 import torch
 
-from sglang.srt.layers.attention.triton_ops.args import Compares
-from sglang.srt.layers.attention.triton_ops.decode_attention import decode_splits
-from sglang.srt.layers.attention.triton_ops.decode_hopper import (
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode
+from sglang.srt.layers.ops.attention.decode.launch import decode_splits
+from sglang.srt.layers.ops.attention.decode_hopper.launch import (
     QUERIES,
     decode_hopper_launch,
     splits_that_fit,
 )
-from sglang.srt.layers.attention.triton_ops.extend_dense import dense_launch, reads_new
-from sglang.srt.layers.attention.triton_ops.extend_split import (
-    _WORKSPACE_BYTES,
-    extend_splits,
-    split_combine_launch,
-)
-from sglang.srt.layers.attention.triton_ops.extend_table import (
+from sglang.srt.layers.ops.attention.extend.table import (
     LaunchShape,
     choose_tile,
     extend_launch,
 )
-from sglang.srt.layers.triton_ops.moe_sort import CHUNKS
-from sglang.srt.layers.triton_ops.moe_table import block_rows
-from sglang.srt.layers.triton_ops.rope import store_launch
-from sglang.srt.managers.scheduler_components.warm_up import warm_up
-from sglang.srt.managers.scheduler_components.warm_up_scenes import (
-    STEPS,
-    Limits,
-    scenes,
+from sglang.srt.layers.ops.attention.extend_dense.launch import dense_launch, reads_new
+from sglang.srt.layers.ops.attention.extend_split.launch import (
+    _WORKSPACE_BYTES,
+    extend_splits,
+    split_combine_launch,
 )
+from sglang.srt.layers.ops.attention.shared.args import Compares
+from sglang.srt.layers.ops.moe.triton_sort import CHUNKS
+from sglang.srt.layers.ops.moe.triton_table import block_rows
+from sglang.srt.layers.ops.rope.triton import store_launch
+from sglang.srt.managers.scheduler.warm_up import warm_up
+from sglang.srt.managers.scheduler.warm_up_scenes import STEPS, Limits, scenes
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.memory_plan import (
     MAX_WHOLE_TOKENS,
     prefill_token_counts,

@@ -14,10 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.managers.io_struct import SchedulerStats
-from sglang.srt.managers.scheduler_components import build
-from sglang.srt.managers.scheduler_components.warm_up import is_warmed_up, warm_up
-from sglang.srt.managers.scheduler_components.warm_up_scenes import Limits, scenes
+from sglang.srt.managers.messages.io_struct import SchedulerStats
+from sglang.srt.managers.scheduler import build
+from sglang.srt.managers.scheduler.warm_up import is_warmed_up, warm_up
+from sglang.srt.managers.scheduler.warm_up_scenes import Limits, scenes
 from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.memory_plan import prefill_token_counts
 from sglang.srt.model_executor.model_runner import ModelRunner

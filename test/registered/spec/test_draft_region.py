@@ -11,9 +11,9 @@ import torch
 
 from kv_canary.records import POISON_WORD
 from kv_canary.reporter import CanaryViolation
+from sglang.srt.arg_groups.draft_slots import decode_reserve
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
-from sglang.srt.managers.scheduler_components.slot_owners import SlotOwners
-from sglang.srt.managers.utils import decode_reserve
+from sglang.srt.managers.scheduler.slot_owners import SlotOwners
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness

@@ -7,9 +7,9 @@ import random
 import pytest
 import torch
 
-from sglang.srt.speculative.draft_layout import TreeShape
+from sglang.srt.configs.draft_layout import TreeShape
+from sglang.srt.draft_trees.buffers import DraftTree
 from sglang.srt.speculative.eagle_utils import node_history
-from sglang.srt.speculative.ops.buffers import DraftTree
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from sglang.srt.speculative.draft_layout import TreeShape
+from sglang.srt.configs.draft_layout import TreeShape
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.spec_matrix import (
     LEVELS,

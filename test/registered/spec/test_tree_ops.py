@@ -20,9 +20,9 @@ from tree_ops_world import (
     reference,
 )
 
-from sglang.srt.speculative.draft_layout import TreeShape
-from sglang.srt.speculative.ops.buffers import DraftLevels
-from sglang.srt.speculative.ops.tree import build_tree_ref, top_k_probs
+from sglang.srt.configs.draft_layout import TreeShape
+from sglang.srt.draft_trees.buffers import DraftLevels
+from sglang.srt.draft_trees.ops.tree.op import build_tree_ref, top_k_probs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count, sampled
 

@@ -14,18 +14,21 @@ from hypothesis import strategies as st
 from torch import Tensor
 from tree_ops_world import DEVICE, TRITON, garbage, kernels, op
 
-from sglang.srt.managers.utils import decode_reserve, region_columns
-from sglang.srt.mem_cache import branch_slots as slot_ops
-from sglang.srt.mem_cache.branch_slots import SlotRows
-from sglang.srt.mem_cache.draft_region import DraftRegion
-from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-from sglang.srt.speculative.draft_layout import (
+from sglang.srt.arg_groups.draft_slots import (
+    branch_region,
+    decode_reserve,
+    region_columns,
+)
+from sglang.srt.configs.draft_layout import (
     BranchLayout,
     BranchRegion,
     TreeShape,
     alloc_len_per_decode,
-    branch_region,
 )
+from sglang.srt.mem_cache.draft_region import DraftRegion
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.mem_cache.ops.branch_slots import op as slot_ops
+from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import is_full
 

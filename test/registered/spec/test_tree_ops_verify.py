@@ -18,11 +18,11 @@ from tree_ops_world import (
 
 pytest.importorskip("triton")
 
-from sglang.srt.sampling import noise
-from sglang.srt.speculative.draft_layout import TreeShape
-from sglang.srt.speculative.ops import verify as verify_ops
-from sglang.srt.speculative.ops.buffers import DraftTree, VerifyResult
-from sglang.srt.speculative.triton_ops import verify_sampled
+from sglang.srt.configs.draft_layout import TreeShape
+from sglang.srt.draft_trees.buffers import DraftTree, VerifyResult
+from sglang.srt.draft_trees.ops.verify import op as verify_ops
+from sglang.srt.draft_trees.ops.verify import triton_sampled as verify_sampled
+from sglang.srt.sampling.ops import noise
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
 

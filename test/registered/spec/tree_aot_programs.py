@@ -1,4 +1,4 @@
-"""Compiles the Triton kernels of `speculative/triton_ops` for sm_90; run by
+"""Compiles the Triton kernels of `draft_trees/ops` for sm_90; run by
 test_tree_ops_aot. Prints one line per variant, then a summary.
 """
 
@@ -17,16 +17,24 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang.srt.mem_cache.triton_ops import branch_slot_kernels
-from sglang.srt.sampling.triton_ops.choose_tokens import split_size
-from sglang.srt.speculative.draft_layout import TreeShape
-from sglang.srt.speculative.triton_ops import (
-    build,
-    select,
-    top_k,
-    verify,
-    verify_sampled,
+from sglang.srt.configs.draft_layout import TreeShape
+from sglang.srt.draft_trees.ops.tree import (
+    triton_build as build,
 )
+from sglang.srt.draft_trees.ops.tree import (
+    triton_select as select,
+)
+from sglang.srt.draft_trees.ops.tree import (
+    triton_top_k as top_k,
+)
+from sglang.srt.draft_trees.ops.verify import (
+    triton_greedy as verify,
+)
+from sglang.srt.draft_trees.ops.verify import (
+    triton_sampled as verify_sampled,
+)
+from sglang.srt.mem_cache.ops.branch_slots import triton_kernels as branch_slot_kernels
+from sglang.srt.sampling.ops.choose_tokens.triton import split_size
 from sglang.srt.utils.triton_launch import block_of
 from sglang.test.scale import sampled
 

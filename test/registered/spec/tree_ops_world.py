@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 
 from kv_canary.op import Op, native_available
-from sglang.srt.mem_cache import branch_slots
-from sglang.srt.speculative.draft_layout import TreeShape
-from sglang.srt.speculative.ops import tree, verify
-from sglang.srt.speculative.ops.buffers import (
-    DraftLevels,
-    DraftTree,
-    VerifyResult,
-)
+from sglang.srt.configs.draft_layout import TreeShape
+from sglang.srt.draft_trees.buffers import DraftLevels, DraftTree, VerifyResult
+from sglang.srt.draft_trees.ops.tree import op as tree
+from sglang.srt.draft_trees.ops.verify import op as verify
+from sglang.srt.mem_cache.ops.branch_slots import op as branch_slots
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NATIVE, TRITON = "native", "triton"

@@ -86,13 +86,13 @@ def test_a_planted_fault_acts_and_is_gone_afterwards() -> None:
     [
         (ALLOCATOR, "BaseAllocator.num_free_pages"),
         (ALLOCATOR, "BaseAllocator.free_group"),
-        (SRT + "managers.schedule_batch", "ScheduleBatch.prepare_for_extend"),
-        (SRT + "speculative.eagle_info_v2", "EagleDraftInput.prepare_for_decode"),
+        (SRT + "managers.batch.schedule_batch", "ScheduleBatch.prepare_for_extend"),
+        (SRT + "draft_trees.draft_input", "EagleDraftInput.prepare_for_decode"),
         (
             SRT + "speculative.eagle_worker_v2",
             "EAGLEWorkerV2.forward_batch_generation",
         ),
-        (SRT + "speculative.ops.tree", "build_tree_ref"),
+        (SRT + "draft_trees.ops.tree.op", "build_tree_ref"),
     ],
     ids=["property", "contextmanager", "classmethod", "static", "inference", "op"],
 )
@@ -125,7 +125,7 @@ def test_other_free_variables_cannot_be_planted() -> None:
 
 
 def test_only_the_named_ops_run_their_references() -> None:
-    module = SRT + "speculative.ops.tree"
+    module = SRT + "draft_trees.ops.tree.op"
     ops = [op for op in all_ops() if op.reference.__module__ == module]
     others = [op for op in all_ops() if op.reference.__module__ != module]
     before = [op.__globals__["_on_cpu"] for op in others]
@@ -165,7 +165,7 @@ def test_input_shifted_by_one_column_is_named_before_a_token_leaves(
     folders: ModelFolders,
 ) -> None:
     mutant = by_hand(
-        SRT + "managers.schedule_batch",
+        SRT + "managers.batch.schedule_batch",
         "ScheduleBatch._decode_forward_batch",
         "input_ids=table[self.req_pool_indices, positions].long()",
         "input_ids=table[self.req_pool_indices, positions - 1].long()",
@@ -179,7 +179,7 @@ def test_a_wrong_token_that_is_sent_shows_whatever_names_it(
     folders: ModelFolders,
 ) -> None:
     mutant = by_hand(
-        SRT + "managers.scheduler_components.output_streamer",
+        SRT + "managers.scheduler.output_streamer",
         "OutputStreamer._output",
         "output_ids=list(req.tokens[req.prompt_len + start : req.prompt_len + stop]),",
         "output_ids=list(req.tokens[req.prompt_len : req.prompt_len + stop - start]),",
@@ -203,7 +203,7 @@ def test_a_slot_that_is_not_given_back_is_a_leak(folders: ModelFolders) -> None:
 
 
 def test_worse_drafts_are_told_from_wrong_tokens(folders: ModelFolders) -> None:
-    tree = SRT + "speculative.ops.tree"
+    tree = SRT + "draft_trees.ops.tree.op"
     mutant = by_hand(
         tree, "_best", "stable=True).indices[:, :k]", "stable=True).indices[:, -k:]"
     )
@@ -217,7 +217,7 @@ def test_a_result_taken_wrongly_is_named_before_a_token_leaves(
     folders: ModelFolders,
 ) -> None:
     mutant = by_hand(
-        SRT + "managers.scheduler_components.result_processor",
+        SRT + "managers.scheduler.result_processor",
         "BatchResultProcessor._take_tokens",
         "            req.append(new_tokens)\n",
         "            req.append([token ^ 1 for token in new_tokens])\n",
@@ -228,7 +228,7 @@ def test_a_result_taken_wrongly_is_named_before_a_token_leaves(
 
 def test_an_endless_loop_ends_as_hang(folders: ModelFolders) -> None:
     mutant = by_hand(
-        SRT + "managers.scheduler_components.batch_selector",
+        SRT + "managers.scheduler.batch_selector",
         "BatchSelector._get_new_prefill_batch",
         "        adder = self._fill_prefill_adder()\n",
         "        adder = self._fill_prefill_adder()\n        while True: pass\n",
@@ -239,7 +239,7 @@ def test_an_endless_loop_ends_as_hang(folders: ModelFolders) -> None:
 
 def test_a_standstill_is_stopped(folders: ModelFolders) -> None:
     mutant = by_hand(
-        SRT + "managers.scheduler_components.batch_selector",
+        SRT + "managers.scheduler.batch_selector",
         "BatchSelector._get_new_prefill_batch",
         "        adder = self._fill_prefill_adder()\n",
         "        return None\n",
@@ -250,7 +250,7 @@ def test_a_standstill_is_stopped(folders: ModelFolders) -> None:
 
 def test_an_output_that_is_too_short_is_no_wrong_token(folders: ModelFolders) -> None:
     mutant = by_hand(
-        SRT + "managers.req",
+        SRT + "managers.batch.req",
         "Req.finish_by_length",
         "length=at), at=at)",
         "length=at), at=at - 1)",

@@ -19,34 +19,34 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang.srt.layers.attention.triton_ops.page_indices import page_indices_kernel
-from sglang.srt.layers.attention.triton_ops.tree_mask import pack_tree_mask_kernel
-from sglang.srt.layers.attention.triton_ops.window_table import (
-    BLOCK as WINDOW_BLOCK,
+from sglang.srt.layers.ops.activation import triton as activation
+from sglang.srt.layers.ops.attention.tables.page_indices import page_indices_kernel
+from sglang.srt.layers.ops.attention.tables.tree_mask import pack_tree_mask_kernel
+from sglang.srt.layers.ops.attention.tables.window_table import BLOCK as WINDOW_BLOCK
+from sglang.srt.layers.ops.attention.tables.window_table import window_table_kernel
+from sglang.srt.layers.ops.head_linear import triton as head_linear
+from sglang.srt.layers.ops.latent_store import triton as latent_store
+from sglang.srt.layers.ops.linear.triton_gated import gated_gemm_kernel
+from sglang.srt.layers.ops.linear.triton_kernels import (
+    Product,
+    gemm_kernel,
+    gemv_kernel,
 )
-from sglang.srt.layers.attention.triton_ops.window_table import window_table_kernel
-from sglang.srt.layers.ops.moe_routing import RoutingRule
-from sglang.srt.layers.triton_ops import (
-    activation,
-    head_linear,
-    latent_store,
-    moe_routing,
-    moe_sort,
-    norm,
-    rope,
-)
-from sglang.srt.layers.triton_ops.gated_gemm_kernel import gated_gemm_kernel
-from sglang.srt.layers.triton_ops.gemm_kernels import Product, gemm_kernel, gemv_kernel
-from sglang.srt.layers.triton_ops.gemm_table import MAX_GATED_ROWS, lookup
-from sglang.srt.layers.triton_ops.moe_kernels import (
+from sglang.srt.layers.ops.linear.triton_table import MAX_GATED_ROWS, lookup
+from sglang.srt.layers.ops.moe import triton_sort as moe_sort
+from sglang.srt.layers.ops.moe.triton_kernels import (
     GroupedProduct,
     grouped_kernel,
     sum_kernel,
 )
-from sglang.srt.layers.triton_ops.moe_table import BLOCK_K
-from sglang.srt.layers.triton_ops.moe_table import lookup as moe_lookup
-from sglang.srt.mem_cache.triton_ops import move_kv
-from sglang.srt.sampling.triton_ops import choose_tokens
+from sglang.srt.layers.ops.moe.triton_table import BLOCK_K
+from sglang.srt.layers.ops.moe.triton_table import lookup as moe_lookup
+from sglang.srt.layers.ops.moe_routing import triton as moe_routing
+from sglang.srt.layers.ops.moe_routing.op import RoutingRule
+from sglang.srt.layers.ops.norm import triton as norm
+from sglang.srt.layers.ops.rope import triton as rope
+from sglang.srt.mem_cache.ops.move_kv import triton as move_kv
+from sglang.srt.sampling.ops.choose_tokens import triton as choose_tokens
 from sglang.test.scale import sampled
 
 TARGET = GPUTarget("cuda", 90, 32)

@@ -10,20 +10,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.attention.triton_ops.decode_attention import (
+from sglang.srt.layers.ops.attention.decode.launch import (
     DecodeWorkspace,
     decode_attention,
     decode_workspace,
 )
-from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
-from sglang.srt.layers.attention.triton_ops.extend_inputs import ExtendInputs
-from sglang.srt.layers.attention.triton_ops.extend_split import (
+from sglang.srt.layers.ops.attention.extend.inputs import ExtendInputs
+from sglang.srt.layers.ops.attention.extend.launch import extend_attention
+from sglang.srt.layers.ops.attention.extend.table import ExtendTile
+from sglang.srt.layers.ops.attention.extend_split.launch import (
     ExtendWorkspace,
     extend_split,
     extend_workspace,
 )
-from sglang.srt.layers.attention.triton_ops.extend_table import ExtendTile
-from sglang.srt.layers.ops.attention import decode_attention_ref, extend_attention_ref
+from sglang.srt.layers.ops.attention.op import (
+    decode_attention_ref,
+    extend_attention_ref,
+)
 from sglang.test.scale import is_full
 
 ON_GPU = torch.cuda.is_available()

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from sglang.srt.layers.attention.triton_ops.extend_hopper import _layout
+from sglang.srt.layers.ops.attention.extend_hopper.launch import _layout
 from sglang.test.ahead_of_time import compile_in_a_process
 
 SHARED_BYTES = 232448

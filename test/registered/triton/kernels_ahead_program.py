@@ -23,13 +23,11 @@ from triton.runtime import driver
 
 from kv_canary.kernels.triton import ends, records
 from kv_canary.state import create_state
-from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
-from sglang.srt.layers.attention.triton_ops.extend_dense_kernels import (
-    extend_dense_kernel,
-)
-from sglang.srt.layers.triton_ops.gemm import choose, gemm
-from sglang.srt.layers.triton_ops.norm import rmsnorm
-from sglang.srt.sampling.triton_ops.choose_tokens import choose_tokens
+from sglang.srt.layers.ops.attention.extend.launch import extend_attention
+from sglang.srt.layers.ops.attention.extend_dense.kernels import extend_dense_kernel
+from sglang.srt.layers.ops.linear.triton import choose, gemm
+from sglang.srt.layers.ops.norm.triton import rmsnorm
+from sglang.srt.sampling.ops.choose_tokens.triton import choose_tokens
 from sglang.srt.utils.kernels_ahead import compiled_ahead
 from sglang.srt.utils.triton_keys import make_keys_stable
 

@@ -40,14 +40,14 @@ from kv_canary.records import (
     unpack_place,
 )
 from kv_canary.state import CanaryState, create_state
-from sglang.srt.layers.attention.triton_ops import decode_hopper
-from sglang.srt.layers.attention.triton_ops.args import Check, Compares
-from sglang.srt.layers.attention.triton_ops.decode_attention import (
+from sglang.srt.layers.ops.attention.decode.launch import (
     ComparedLayer,
     decode_attention,
 )
-from sglang.srt.layers.attention.triton_ops.decode_hopper import HopperTile
-from sglang.srt.layers.ops.attention import decode_attention_ref
+from sglang.srt.layers.ops.attention.decode_hopper import launch as decode_hopper
+from sglang.srt.layers.ops.attention.decode_hopper.launch import HopperTile
+from sglang.srt.layers.ops.attention.op import decode_attention_ref
+from sglang.srt.layers.ops.attention.shared.args import Check, Compares
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count, sampled
 

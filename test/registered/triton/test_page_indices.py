@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.layers.attention.triton_ops.page_indices import (
+from sglang.srt.layers.ops.attention.tables.page_indices import (
     page_indices,
     page_indices_ref,
 )

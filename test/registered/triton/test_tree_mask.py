@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.layers.attention.triton_ops.tree_mask import (
+from sglang.srt.layers.ops.attention.tables.tree_mask import (
     pack_tree_mask,
     pack_tree_mask_ref,
 )

@@ -20,19 +20,19 @@ from attention_problem import (
     random_trees,
 )
 
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode
 from sglang.srt.layers.attention.paged_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.layers.attention.triton_ops import extend_table
-from sglang.srt.layers.attention.triton_ops.decode_attention import (
+from sglang.srt.layers.ops.attention.decode.launch import (
     TARGET_PROGRAMS,
     decode_attention,
     decode_splits,
     decode_workspace,
 )
-from sglang.srt.layers.ops.attention import decode_attention_ref
+from sglang.srt.layers.ops.attention.extend import table as extend_table
+from sglang.srt.layers.ops.attention.op import decode_attention_ref
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import sampled
 

@@ -23,7 +23,43 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from kv_canary.kernels.triton.args import State
 from kv_canary.state import ARENA_PARTS
-from sglang.srt.layers.attention.triton_ops.args import (
+from sglang.srt.layers.ops.attention.decode.kernels import (
+    decode_combine_kernel,
+    decode_split_kernel,
+)
+from sglang.srt.layers.ops.attention.decode.launch import combine_launch, decode_launch
+from sglang.srt.layers.ops.attention.decode_hopper.kernels import decode_hopper_kernel
+from sglang.srt.layers.ops.attention.decode_hopper.launch import (
+    TILES as DECODE_HOPPER_TILES,
+)
+from sglang.srt.layers.ops.attention.decode_hopper.launch import decode_hopper_launch
+from sglang.srt.layers.ops.attention.extend.kernels import extend_kernel
+from sglang.srt.layers.ops.attention.extend.table import (
+    FLOAT_TILES,
+    HALF_TILES,
+    ExtendTile,
+    LaunchShape,
+    choose_tile,
+    extend_launch,
+)
+from sglang.srt.layers.ops.attention.extend_dense.kernels import extend_dense_kernel
+from sglang.srt.layers.ops.attention.extend_dense.launch import dense_launch
+from sglang.srt.layers.ops.attention.extend_split.kernels import (
+    extend_combine_kernel,
+    extend_split_kernel,
+)
+from sglang.srt.layers.ops.attention.extend_split.launch import split_combine_launch
+from sglang.srt.layers.ops.attention.latent.kernels import latent_kernel
+from sglang.srt.layers.ops.attention.latent.launch import latent_launch
+from sglang.srt.layers.ops.attention.latent_expanded.kernels import (
+    latent_expanded_kernel,
+)
+from sglang.srt.layers.ops.attention.latent_expanded.table import (
+    choose_expanded_tile,
+    expanded_launch,
+    expanded_shape,
+)
+from sglang.srt.layers.ops.attention.shared.args import (
     Check,
     Compares,
     Lens,
@@ -35,50 +71,7 @@ from sglang.srt.layers.attention.triton_ops.args import (
     Tokens,
     padded_head,
 )
-from sglang.srt.layers.attention.triton_ops.decode_attention import (
-    combine_launch,
-    decode_launch,
-)
-from sglang.srt.layers.attention.triton_ops.decode_hopper import (
-    TILES as DECODE_HOPPER_TILES,
-)
-from sglang.srt.layers.attention.triton_ops.decode_hopper import decode_hopper_launch
-from sglang.srt.layers.attention.triton_ops.decode_hopper_kernels import (
-    decode_hopper_kernel,
-)
-from sglang.srt.layers.attention.triton_ops.decode_kernels import (
-    decode_combine_kernel,
-    decode_split_kernel,
-)
-from sglang.srt.layers.attention.triton_ops.extend_dense import dense_launch
-from sglang.srt.layers.attention.triton_ops.extend_dense_kernels import (
-    extend_dense_kernel,
-)
-from sglang.srt.layers.attention.triton_ops.extend_kernels import extend_kernel
-from sglang.srt.layers.attention.triton_ops.extend_split import split_combine_launch
-from sglang.srt.layers.attention.triton_ops.extend_split_kernels import (
-    extend_combine_kernel,
-    extend_split_kernel,
-)
-from sglang.srt.layers.attention.triton_ops.extend_table import (
-    FLOAT_TILES,
-    HALF_TILES,
-    ExtendTile,
-    LaunchShape,
-    choose_tile,
-    extend_launch,
-)
-from sglang.srt.layers.attention.triton_ops.latent_attention import latent_launch
-from sglang.srt.layers.attention.triton_ops.latent_expanded_kernels import (
-    latent_expanded_kernel,
-)
-from sglang.srt.layers.attention.triton_ops.latent_expanded_table import (
-    choose_expanded_tile,
-    expanded_launch,
-    expanded_shape,
-)
-from sglang.srt.layers.attention.triton_ops.latent_kernels import latent_kernel
-from sglang.srt.layers.attention.triton_ops.launch import Launch
+from sglang.srt.layers.ops.attention.shared.launch import Launch
 from sglang.test.ahead_of_time import compile_in_a_process
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count, sampled

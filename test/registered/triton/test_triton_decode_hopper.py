@@ -14,10 +14,9 @@ import torch
 from attention_problem import NAN, ON_GPU, make_problem, make_sinks, on_hopper
 from hopper_ahead import compiled
 
-from sglang.srt.layers.attention.triton_ops import decode_hopper
-from sglang.srt.layers.attention.triton_ops.args import Compares
-from sglang.srt.layers.attention.triton_ops.decode_attention import decode_splits
-from sglang.srt.layers.attention.triton_ops.decode_hopper import (
+from sglang.srt.layers.ops.attention.decode.launch import decode_splits
+from sglang.srt.layers.ops.attention.decode_hopper import launch as decode_hopper
+from sglang.srt.layers.ops.attention.decode_hopper.launch import (
     ADDED_REGISTERS,
     MAX_READS,
     QUERIES,
@@ -28,6 +27,7 @@ from sglang.srt.layers.attention.triton_ops.decode_hopper import (
     decode_hopper_launch,
     splits_that_fit,
 )
+from sglang.srt.layers.ops.attention.shared.args import Compares
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import sampled
 
@@ -76,7 +76,7 @@ def decode(
     sorted({(head_dim, tile.warps) for _, head_dim, tile in EVERY_TILE}),
 )
 def test_threads_share_out_what_is_read_at_once(head_dim: int, warps: int) -> None:
-    from sglang.srt.layers.attention.triton_ops.decode_hopper_results import (
+    from sglang.srt.layers.ops.attention.decode_hopper.results import (
         added_heads,
         added_layout,
     )
@@ -200,7 +200,7 @@ def compile_added() -> list[dict[str, Any]]:
     import triton
     from test_triton_attention_aot import Variant, compile_kernel
 
-    from sglang.srt.layers.attention.triton_ops.decode_hopper_kernels import (
+    from sglang.srt.layers.ops.attention.decode_hopper.kernels import (
         decode_hopper_kernel,
     )
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from kv_canary.op import force_reference, triton_available
-from sglang.srt.layers.ops import activation, linear, norm
+from sglang.srt.layers.ops.activation import op as activation
+from sglang.srt.layers.ops.linear import op as linear
+from sglang.srt.layers.ops.norm import op as norm
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=4, suite="cpu")
@@ -17,7 +19,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUD
 
 def test_cpu_tensors_never_go_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    kernels = "sglang.srt.layers.triton_ops.norm.rmsnorm"
+    kernels = "sglang.srt.layers.ops.norm.triton.rmsnorm"
     monkeypatch.setattr(kernels, lambda *_, **__: pytest.fail("a Triton launch"))
     x = torch.randn(2, 8)
     assert norm.rmsnorm(x, torch.ones(8), 1e-6).shape == x.shape

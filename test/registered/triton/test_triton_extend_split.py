@@ -20,15 +20,9 @@ from attention_problem import (
     random_trees,
 )
 
-from sglang.srt.layers.attention.triton_ops import extend_table
-from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
-from sglang.srt.layers.attention.triton_ops.extend_split import (
-    ExtendWorkspace,
-    extend_split,
-    extend_splits,
-    extend_workspace,
-)
-from sglang.srt.layers.attention.triton_ops.extend_table import (
+from sglang.srt.layers.ops.attention.extend import table as extend_table
+from sglang.srt.layers.ops.attention.extend.launch import extend_attention
+from sglang.srt.layers.ops.attention.extend.table import (
     FLOAT_TILES,
     HALF_TILES,
     ExtendChoice,
@@ -37,7 +31,13 @@ from sglang.srt.layers.attention.triton_ops.extend_table import (
     choose_tile,
     heads_per_tile,
 )
-from sglang.srt.layers.ops.attention import extend_attention_ref
+from sglang.srt.layers.ops.attention.extend_split.launch import (
+    ExtendWorkspace,
+    extend_split,
+    extend_splits,
+    extend_workspace,
+)
+from sglang.srt.layers.ops.attention.op import extend_attention_ref
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import is_full, sampled
 

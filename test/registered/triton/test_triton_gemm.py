@@ -14,11 +14,12 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sglang.srt.layers.ops.activation import GATED
-from sglang.srt.layers.ops.head_linear import head_linear_ref
-from sglang.srt.layers.triton_ops import gemm, gemm_table
-from sglang.srt.layers.triton_ops.gemm_table import GemmConfig
-from sglang.srt.layers.triton_ops.head_linear import head_linear
+from sglang.srt.layers.ops.activation.op import GATED
+from sglang.srt.layers.ops.head_linear.op import head_linear_ref
+from sglang.srt.layers.ops.head_linear.triton import head_linear
+from sglang.srt.layers.ops.linear import triton as gemm
+from sglang.srt.layers.ops.linear import triton_table as gemm_table
+from sglang.srt.layers.ops.linear.triton_table import GemmConfig
 from sglang.srt.utils import triton_launch
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 

@@ -23,15 +23,15 @@ from hopper_ahead import assert_all_fit, compile_for_hopper
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
-from sglang.srt.layers.attention.triton_ops.extend_hopper import STAGES, serves
-from sglang.srt.layers.attention.triton_ops.extend_hopper_plan import (
+from sglang.srt.layers.ops.attention.extend.launch import extend_attention
+from sglang.srt.layers.ops.attention.extend_hopper.launch import STAGES, serves
+from sglang.srt.layers.ops.attention.extend_hopper.plan import (
     BLOCK,
     ExtendPlan,
     plan_extend,
     plan_size,
 )
-from sglang.srt.layers.ops.attention import extend_attention_ref
+from sglang.srt.layers.ops.attention.op import extend_attention_ref
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=12, suite="cpu")
@@ -220,7 +220,7 @@ def test_it_compiles_without_spilling() -> None:
 
 def compile_all() -> list[dict[str, Any]]:
     """Compile the kernel for each head size."""
-    from sglang.srt.layers.attention.triton_ops.extend_hopper_kernels import (
+    from sglang.srt.layers.ops.attention.extend_hopper.kernels import (
         extend_hopper_kernel,
     )
 

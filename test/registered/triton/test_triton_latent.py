@@ -24,21 +24,24 @@ from attention_problem import (
 )
 
 from sglang.srt.configs.latent_config import LatentConfig
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode
 from sglang.srt.layers.attention.paged_backend import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.layers.attention.triton_ops.extend_split import extend_workspace
-from sglang.srt.layers.attention.triton_ops.latent_attention import (
+from sglang.srt.layers.latent_attention import LatentAttention
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang.srt.layers.ops.attention.extend_split.launch import extend_workspace
+from sglang.srt.layers.ops.attention.latent.launch import (
     latent_decode_attention,
     latent_extend_attention,
 )
-from sglang.srt.layers.latent_attention import LatentAttention
-from sglang.srt.layers.layernorm import RMSNorm
-from sglang.srt.layers.ops.attention import decode_attention_ref, extend_attention_ref
-from sglang.srt.layers.ops.latent import latent_store_ref
-from sglang.srt.layers.triton_ops.latent_store import latent_store
+from sglang.srt.layers.ops.attention.op import (
+    decode_attention_ref,
+    extend_attention_ref,
+)
+from sglang.srt.layers.ops.latent_store.op import latent_store_ref
+from sglang.srt.layers.ops.latent_store.triton import latent_store
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.mla_memory_pool import MLATokenToKVPool
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=6, suite="cpu")

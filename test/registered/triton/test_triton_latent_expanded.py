@@ -19,22 +19,23 @@ from kv_canary.op import force_reference
 from sglang.srt.configs import latent_form
 from sglang.srt.configs.latent_config import LatentConfig
 from sglang.srt.configs.latent_form import pays_to_expand
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode, HostLens
 from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
-from sglang.srt.layers.attention.triton_ops import latent_expanded_table
-from sglang.srt.layers.attention.triton_ops.latent_expanded import (
+from sglang.srt.layers.ops.attention.latent_expanded import (
+    table as latent_expanded_table,
+)
+from sglang.srt.layers.ops.attention.latent_expanded.launch import (
     Expansion,
     expanded_extend_attention,
     prefix_blocks,
 )
-from sglang.srt.layers.attention.triton_ops.latent_expanded_table import TileChoice
-from sglang.srt.layers.ops.attention import decode_attention_ref, extend_attention_ref
-from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardBatch,
-    ForwardMode,
-    HostLens,
+from sglang.srt.layers.ops.attention.latent_expanded.table import TileChoice
+from sglang.srt.layers.ops.attention.op import (
+    decode_attention_ref,
+    extend_attention_ref,
 )
+from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.harness import EngineHarness

@@ -11,11 +11,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sglang.srt.layers.ops import moe as moe_ops
-from sglang.srt.layers.ops import moe_routing as routing_ops
-from sglang.srt.layers.ops.moe_routing import RoutingRule
-from sglang.srt.layers.triton_ops import moe, moe_routing, moe_sort
-from sglang.srt.layers.triton_ops.moe_table import lookup, max_blocks
+from sglang.srt.layers.ops.moe import op as moe_ops
+from sglang.srt.layers.ops.moe import triton as moe
+from sglang.srt.layers.ops.moe import triton_sort as moe_sort
+from sglang.srt.layers.ops.moe.triton_table import lookup, max_blocks
+from sglang.srt.layers.ops.moe_routing import op as routing_ops
+from sglang.srt.layers.ops.moe_routing import triton as moe_routing
+from sglang.srt.layers.ops.moe_routing.op import RoutingRule
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.moe_problem import oracle, random_choice, random_experts
 

@@ -18,10 +18,10 @@ from attention_problem import (
     make_sinks,
 )
 
-from sglang.srt.layers.attention.triton_ops import extend_dense as dense_module
-from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
-from sglang.srt.layers.attention.triton_ops.extend_dense import reads_new
-from sglang.srt.layers.ops.attention import extend_attention_ref
+from sglang.srt.layers.ops.attention.extend.launch import extend_attention
+from sglang.srt.layers.ops.attention.extend_dense import launch as dense_module
+from sglang.srt.layers.ops.attention.extend_dense.launch import reads_new
+from sglang.srt.layers.ops.attention.op import extend_attention_ref
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import is_full, sampled
 

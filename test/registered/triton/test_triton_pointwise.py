@@ -13,11 +13,13 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from sglang.srt.layers.ops import activation as activation_ops
-from sglang.srt.layers.ops import norm as norm_ops
-from sglang.srt.layers.ops import rope as rope_ops
-from sglang.srt.layers.triton_ops import activation, norm, rope
-from sglang.srt.mem_cache.triton_ops import move_kv
+from sglang.srt.layers.ops.activation import op as activation_ops
+from sglang.srt.layers.ops.activation import triton as activation
+from sglang.srt.layers.ops.norm import op as norm_ops
+from sglang.srt.layers.ops.norm import triton as norm
+from sglang.srt.layers.ops.rope import op as rope_ops
+from sglang.srt.layers.ops.rope import triton as rope
+from sglang.srt.mem_cache.ops.move_kv import triton as move_kv
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import sampled
 

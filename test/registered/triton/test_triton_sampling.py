@@ -7,8 +7,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from sglang.srt.sampling import noise, row_ops
-from sglang.srt.sampling.triton_ops.choose_tokens import choose_tokens
+from sglang.srt.sampling.ops import noise, row_ops
+from sglang.srt.sampling.ops.choose_tokens.triton import choose_tokens
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=10, suite="cpu")

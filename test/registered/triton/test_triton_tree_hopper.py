@@ -21,13 +21,13 @@ from attention_problem import (
 )
 from hopper_ahead import assert_all_fit, compile_for_hopper
 
-from sglang.srt.layers.attention.triton_ops.extend_tree_hopper import (
+from sglang.srt.layers.ops.attention.extend_tree_hopper.launch import (
     BLOCK,
     STAGES,
     extend_tree_hopper,
     serves_tree,
 )
-from sglang.srt.layers.ops.attention import extend_attention_ref
+from sglang.srt.layers.ops.attention.op import extend_attention_ref
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=10, suite="cpu")
@@ -186,11 +186,11 @@ def test_it_compiles_without_spilling() -> None:
 
 def compile_all() -> list[dict[str, Any]]:
     """Compile the kernel for each head size, with full and short tiles."""
-    from sglang.srt.layers.attention.triton_ops.args import Pages
-    from sglang.srt.layers.attention.triton_ops.extend_hopper_kernels import Softmax
-    from sglang.srt.layers.attention.triton_ops.extend_tree_hopper_kernels import (
+    from sglang.srt.layers.ops.attention.extend_hopper.kernels import Softmax
+    from sglang.srt.layers.ops.attention.extend_tree_hopper.kernels import (
         extend_tree_hopper_kernel,
     )
+    from sglang.srt.layers.ops.attention.shared.args import Pages
 
     types = {
         "out": "*bf16",

@@ -6,12 +6,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from sglang.srt.layers.attention.triton_ops.window_table import window_table
 from sglang.srt.layers.attention.window_tables import (
     new_window_rows,
     window_columns,
     window_table_ref,
 )
+from sglang.srt.layers.ops.attention.tables.window_table import window_table
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=5, suite="cpu")

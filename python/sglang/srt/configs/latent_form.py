@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from sglang.srt.configs.latent_config import LatentConfig
-    from sglang.srt.model_executor.forward_batch_info import HostLens
+    from sglang.srt.forward.batch import HostLens
 
 MIN_TOKENS = 1024
 """New tokens below which a forward is not expanded: it is bound by launches, which CUDA

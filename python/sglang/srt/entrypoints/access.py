@@ -11,8 +11,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sglang.srt.entrypoints.api_keys import ApiKeys, Role
 from sglang.srt.entrypoints.http_io import error_response, wait_disconnect
 from sglang.srt.entrypoints.page_files import wants_page
-from sglang.srt.managers.caller import CALLER, LEAVING, PEER
-from sglang.srt.managers.errors import ApiError, BadRequest
+from sglang.srt.managers.front.caller import CALLER, LEAVING, PEER
+from sglang.srt.managers.messages.errors import ApiError, BadRequest
 from sglang.srt.utils.quoting import quoted
 
 # For probes and scrapers, as in SGLang; they show neither prompts nor answers. Pages

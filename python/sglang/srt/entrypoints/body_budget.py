@@ -7,7 +7,7 @@ from collections import deque
 
 from starlette.types import Scope
 
-from sglang.srt.managers.errors import Unavailable
+from sglang.srt.managers.messages.errors import Unavailable
 
 WAIT_SECONDS = 2.0
 # Bodies up to this size are not counted: a connection buffers as much anyway, and large

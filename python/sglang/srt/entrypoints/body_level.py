@@ -7,7 +7,7 @@ from typing import Any
 
 from sglang.srt.entrypoints.neutral_fields import ANY, Neutral
 from sglang.srt.entrypoints.unknown_fields import UNKNOWN_FIELDS
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
 # Type of a part, which holds its text in a field of that name.

@@ -25,8 +25,8 @@ from sglang.srt.entrypoints.http_io import (
 )
 from sglang.srt.entrypoints.openai.chat_submit import SubmittedChat
 from sglang.srt.function_call.core_types import CallDelta
-from sglang.srt.managers.errors import ApiError
-from sglang.srt.managers.request_state import Update
+from sglang.srt.managers.front.request_state import Update
+from sglang.srt.managers.messages.errors import ApiError
 from sglang.srt.parser.output_parser import OutputParser, Piece
 from sglang.srt.parser.reasoning_detector import Reasoning
 

@@ -28,10 +28,10 @@ from sglang.srt.entrypoints.generate_api import (
 )
 from sglang.srt.entrypoints.neutral_fields import GENERATE, without_neutral
 from sglang.srt.entrypoints.scoring import ScoreRequest
-from sglang.srt.managers.engine_core import EngineCore, start_engine
-from sglang.srt.managers.errors import BadRequest
-from sglang.srt.managers.scheduler_process import SchedulerDied, available_cores
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.front.engine_core import EngineCore, start_engine
+from sglang.srt.managers.front.scheduler_process import SchedulerDied, available_cores
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logging import configure_embedded_logging
 from sglang.version import __version__

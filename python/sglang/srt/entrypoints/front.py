@@ -9,9 +9,9 @@ from typing import Any
 
 from sglang.srt.entrypoints.http_io import EventStream
 from sglang.srt.entrypoints.output_share import OutputShare
-from sglang.srt.managers.errors import NotFound
-from sglang.srt.managers.request_state import RequestGroup
-from sglang.srt.managers.tokenizer_manager import Phase, TokenizerManager
+from sglang.srt.managers.front.request_state import RequestGroup
+from sglang.srt.managers.front.tokenizer_manager import Phase, TokenizerManager
+from sglang.srt.managers.messages.errors import NotFound
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.quoting import quoted
 

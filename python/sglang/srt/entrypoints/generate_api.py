@@ -14,15 +14,15 @@ from sglang.srt.entrypoints.neutral_fields import (
     refuse_others,
     with_neutral,
 )
-from sglang.srt.managers.errors import BadRequest
-from sglang.srt.managers.io_struct import FinishReason, TokenLogprob
-from sglang.srt.managers.prompt_request import (
+from sglang.srt.managers.front.prompt_request import (
     PromptRequest,
     cache_namespace,
     prompt_rids,
     sampling_error,
 )
-from sglang.srt.managers.request_state import Update
+from sglang.srt.managers.front.request_state import Update
+from sglang.srt.managers.messages.errors import BadRequest
+from sglang.srt.managers.messages.io_struct import FinishReason, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 

@@ -20,7 +20,7 @@ from uvicorn.server import ServerState
 
 from sglang.srt.entrypoints.http_parser import StrictParser
 from sglang.srt.entrypoints.spare_place import SparePlace
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.quoting import MAX_QUOTED_CHARS, clipped
 
 if TYPE_CHECKING:

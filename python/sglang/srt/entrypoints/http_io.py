@@ -27,14 +27,14 @@ from sglang.srt.entrypoints.unknown_fields import (
     lenient,
     unknown_names,
 )
-from sglang.srt.managers.errors import (
+from sglang.srt.managers.front.request_state import RequestGroup, Update
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.messages.errors import (
     ApiError,
     BadRequest,
     ClientDisconnected,
     log_failure,
 )
-from sglang.srt.managers.request_state import RequestGroup, Update
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.utils.quoting import clipped, quoted
 
 logger = logging.getLogger(__name__)

@@ -50,10 +50,10 @@ from sglang.srt.entrypoints.start_message import serving, starting
 from sglang.srt.entrypoints.tokenize_api import TokenizeApi
 from sglang.srt.entrypoints.unknown_fields import UnknownFields
 from sglang.srt.entrypoints.web_server import WebServer
-from sglang.srt.managers.engine_core import EngineCore, start_engine
-from sglang.srt.managers.errors import ApiError, BadRequest, NotFound
-from sglang.srt.managers.io_struct import SchedulerReady
-from sglang.srt.managers.scheduler_process import SchedulerDied, available_cores
+from sglang.srt.managers.front.engine_core import EngineCore, start_engine
+from sglang.srt.managers.front.scheduler_process import SchedulerDied, available_cores
+from sglang.srt.managers.messages.errors import ApiError, BadRequest, NotFound
+from sglang.srt.managers.messages.io_struct import SchedulerReady
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logging import configure_logging
 from sglang.srt.utils.malloc import return_large_blocks

@@ -18,10 +18,9 @@ from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import json_response
 from sglang.srt.entrypoints.page_files import PageFiles
 from sglang.srt.entrypoints.viewer_stream import Turns, ViewerStream
-from sglang.srt.managers.caller import client_tag
-from sglang.srt.managers.errors import BadRequest, NotFound, Unavailable
-from sglang.srt.managers.incident_board import IncidentBoard, Incidents
-from sglang.srt.managers.snapshot_feed import (
+from sglang.srt.managers.front.caller import client_tag
+from sglang.srt.managers.front.incident_board import IncidentBoard, Incidents
+from sglang.srt.managers.front.snapshot_feed import (
     INTERVAL,
     End,
     Snapshot,
@@ -29,7 +28,8 @@ from sglang.srt.managers.snapshot_feed import (
     Source,
     Trouble,
 )
-from sglang.srt.managers.tokenizer_manager import Phase
+from sglang.srt.managers.front.tokenizer_manager import Phase
+from sglang.srt.managers.messages.errors import BadRequest, NotFound, Unavailable
 from sglang.srt.utils.quoting import quoted
 from sglang.version import __version__
 

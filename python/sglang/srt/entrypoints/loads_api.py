@@ -13,8 +13,8 @@ from starlette.routing import BaseRoute
 from sglang.srt.entrypoints.endpoint import Endpoint
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import json_response
-from sglang.srt.managers.errors import BadRequest
-from sglang.srt.managers.io_struct import SchedulerStats
+from sglang.srt.managers.messages.errors import BadRequest
+from sglang.srt.managers.messages.io_struct import SchedulerStats
 from sglang.version import __version__
 
 # There is one replica, whose rank is 0.

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang.srt.entrypoints.body_budget import BodyBudget, BodyLease
 from sglang.srt.entrypoints.http_io import error_response
-from sglang.srt.managers.errors import (
+from sglang.srt.managers.messages.errors import (
     ApiError,
     BadRequest,
     ClientDisconnected,

@@ -41,10 +41,15 @@ from sglang.srt.entrypoints.http_io import (
     read_body,
     whole_results,
 )
-from sglang.srt.managers.errors import ApiError, BadRequest, NotFound, Unavailable
-from sglang.srt.managers.health_probe import HealthProbe
-from sglang.srt.managers.request_state import RequestGroup
-from sglang.srt.managers.tokenizer_manager import Phase
+from sglang.srt.managers.front.health_probe import HealthProbe
+from sglang.srt.managers.front.request_state import RequestGroup
+from sglang.srt.managers.front.tokenizer_manager import Phase
+from sglang.srt.managers.messages.errors import (
+    ApiError,
+    BadRequest,
+    NotFound,
+    Unavailable,
+)
 from sglang.srt.metrics.front_metrics import CONTENT_TYPE
 from sglang.version import __version__
 

@@ -14,7 +14,7 @@ from typing import Annotated, Any, TypeVar, cast
 
 import msgspec
 
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.messages.errors import BadRequest
 
 T = TypeVar("T", bound=msgspec.Struct)
 

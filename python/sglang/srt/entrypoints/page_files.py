@@ -9,7 +9,7 @@ from starlette.types import Scope
 
 from sglang.srt.entrypoints.endpoint import HTML
 from sglang.srt.entrypoints.page_headers import page_headers
-from sglang.srt.managers.errors import NotFound
+from sglang.srt.managers.messages.errors import NotFound
 from sglang.srt.utils.paths import page_folders
 from sglang.srt.utils.quoting import quoted
 

@@ -22,7 +22,7 @@ from sglang.srt.entrypoints.neutral_fields import (
     refuse_others,
     with_neutral,
 )
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.messages.errors import BadRequest
 
 if TYPE_CHECKING:
     _Profile = msgspec.Struct

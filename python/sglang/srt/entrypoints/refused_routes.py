@@ -7,7 +7,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from sglang.srt.entrypoints.endpoint import Endpoint
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.messages.errors import BadRequest
 
 _NO_EMBEDDINGS = "the model generates text and gives no embeddings"
 _NO_SCORES = "the model generates text; probabilities of tokens are in /v1/score"

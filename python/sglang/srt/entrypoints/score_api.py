@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.http_io import (
 )
 from sglang.srt.entrypoints.neutral_fields import SCORE, refuse_others
 from sglang.srt.entrypoints.scoring import ScoreRequest
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.messages.errors import BadRequest
 
 # Field of `/generate` -> field of this body.
 _FIELDS = {

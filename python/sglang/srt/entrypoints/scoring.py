@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sglang.srt.entrypoints.neutral_fields import SCORE, with_neutral
-from sglang.srt.managers.errors import BadRequest
-from sglang.srt.managers.prompt_request import PromptRequest
-from sglang.srt.managers.request_state import Update
+from sglang.srt.managers.front.prompt_request import PromptRequest
+from sglang.srt.managers.front.request_state import Update
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

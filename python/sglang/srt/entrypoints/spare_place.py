@@ -7,7 +7,7 @@ import asyncio
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang.srt.entrypoints.http_io import error_response
-from sglang.srt.managers.errors import Unavailable
+from sglang.srt.managers.messages.errors import Unavailable
 
 # Asked by whoever decides whether the server is restarted or gets clients.
 PROBE_PATHS = frozenset({"/health", "/readyz", "/livez"})

@@ -9,7 +9,7 @@ from sglang.srt.configs.sampling_defaults import describe
 from sglang.version import __version__
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import SchedulerReady
+    from sglang.srt.managers.messages.io_struct import SchedulerReady
     from sglang.srt.server_args import ServerArgs
 
 

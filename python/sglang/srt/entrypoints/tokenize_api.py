@@ -22,8 +22,8 @@ from sglang.srt.entrypoints.neutral_fields import (
 from sglang.srt.entrypoints.openai.chat_submit import template_variables
 from sglang.srt.entrypoints.openai.logprobs import need_tokenizer
 from sglang.srt.entrypoints.openai.tools import read_tool_use
-from sglang.srt.managers.errors import BadRequest, Unavailable
-from sglang.srt.managers.prompt_request import Limits
+from sglang.srt.managers.front.prompt_request import Limits
+from sglang.srt.managers.messages.errors import BadRequest, Unavailable
 
 # Of all texts of one call: their ids are Python integers until they are answered. Ids
 # in a body are bounded by --max-body-values.

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.quoting import clipped, quoted
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from sglang.srt.entrypoints.http_io import STREAM_HEADERS, wait_disconnect
-from sglang.srt.managers.errors import Unavailable
-from sglang.srt.managers.snapshot_feed import Viewer
+from sglang.srt.managers.front.snapshot_feed import Viewer
+from sglang.srt.managers.messages.errors import Unavailable
 
 
 class ViewerStream(Response):

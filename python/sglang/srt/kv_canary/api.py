@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kv_canary.attended import SUM_BYTES, AttendedBytes, attended_bytes
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.kv_canary.capacities import bytes_per_slot
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.pool_patcher.api import (
@@ -23,7 +24,6 @@ from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
 from sglang.srt.kv_canary.single_forward_manager.window_launches import WindowGroup
 from sglang.srt.kv_canary.token_oracle import InputOracle
 from sglang.srt.mem_cache.groups.window_slots import WindowSlots
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 if TYPE_CHECKING:
     from torch import nn

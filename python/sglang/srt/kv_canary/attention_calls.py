@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kv_canary.view import KVReadView
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.layers.ops.decoder_stack import StackRun
     from sglang.srt.mem_cache.memory_pool import KVCache
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 AttentionOp = Callable[..., None]
 LayerArgs = tuple[dict[str, Any], dict[str, Any]]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kv_canary.records import RECORD_WORDS, RING_WORDS
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.forward.batch import ForwardBatch
 
 WORD_BYTES = 8
 # Head and tail.

@@ -16,8 +16,8 @@ from sglang.srt.kv_canary.kernels import check_carried, note_carried
 
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState
-    from sglang.srt.speculative.ops.buffers import DraftCandidates
-    from sglang.srt.speculative.workspace import WorkspaceRows
+    from sglang.srt.draft_trees.buffers import DraftCandidates
+    from sglang.srt.draft_trees.workspace import WorkspaceRows
 
 
 class DraftState:

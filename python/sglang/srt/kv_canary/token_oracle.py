@@ -17,7 +17,7 @@ from kv_canary.hashing import MASK64, mix64, mix64_int
 from kv_canary.kernels.reference.report import Report
 from kv_canary.records import Launch, Ring, pack_word0_tensor
 from kv_canary.view import NO_MANAGER
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode
 
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState

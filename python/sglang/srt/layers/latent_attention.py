@@ -12,17 +12,17 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sglang.srt.forward.context import get_forward_context
 from sglang.srt.layers.linear import LoadableParameter
 from sglang.srt.layers.module import Module
-from sglang.srt.layers.ops.head_linear import PackedHeads, head_linear, pack_heads
+from sglang.srt.layers.ops.head_linear.op import PackedHeads, head_linear, pack_heads
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.model_executor.forward_context import get_forward_context
 
 if TYPE_CHECKING:
     from sglang.srt.configs.latent_config import LatentConfig
     from sglang.srt.distributed.partition import Part
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.layernorm import RMSNorm
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class OverLatents(RadixAttention):

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from sglang.srt.layers.linear import LoadableParameter
 from sglang.srt.layers.module import Module
-from sglang.srt.layers.ops.norm import fused_add_rmsnorm, norm_add_rmsnorm, rmsnorm
+from sglang.srt.layers.ops.norm.op import fused_add_rmsnorm, norm_add_rmsnorm, rmsnorm
 
 
 class RMSNorm(Module):

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import Part, divide, divide_kv_heads
 from sglang.srt.layers.module import Module
-from sglang.srt.layers.ops.activation import GATED
-from sglang.srt.layers.ops.linear import (
+from sglang.srt.layers.ops.activation.op import GATED
+from sglang.srt.layers.ops.linear.op import (
     PackedWeight,
     linear,
     linear_add,

@@ -8,17 +8,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang.srt.layers.logprobs import (
-    LogprobResult,
-    concat_logprobs,
-    prompt_logprobs,
-)
-from sglang.srt.model_executor.forward_batch_info import (
+from sglang.srt.forward.batch import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,
     InputLogprobSpan,
 )
+from sglang.srt.sampling.logprobs import LogprobResult, concat_logprobs, prompt_logprobs
 
 # Prompt logits are made in slices of this many rows, so that a long prompt over a large
 # vocabulary does not need [T, vocab] floats at once.

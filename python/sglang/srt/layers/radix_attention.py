@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sglang.srt.forward.context import get_forward_context
 from sglang.srt.layers.module import Module
-from sglang.srt.model_executor.forward_context import get_forward_context
 
 if TYPE_CHECKING:
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.ops.decoder_stack import StackInput, StackPlan, StackRun
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class RadixAttention(Module):

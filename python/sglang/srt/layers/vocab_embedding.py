@@ -14,7 +14,7 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import divide_padded, padded_size
 from sglang.srt.layers.linear import Linear, LoadableParameter
 from sglang.srt.layers.module import Module
-from sglang.srt.layers.ops.linear import PackedWeight, unpack_weight
+from sglang.srt.layers.ops.linear.op import PackedWeight, unpack_weight
 
 
 class VocabEmbedding(Module):

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from sglang.srt.mem_cache.groups.kv_group import FULL, KVGroup
-from sglang.srt.mem_cache.ops import move_kv_cache
+from sglang.srt.mem_cache.ops.move_kv.op import move_kv_cache
 from sglang.srt.mem_cache.page_ledger import IntArray
 from sglang.srt.utils.memory import host_zeros
 from sglang.srt.utils.vectors import padded_vectors

@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import (
     KVCache,
     zeros_for_kv,
 )
-from sglang.srt.mem_cache.ops import move_kv_cache
+from sglang.srt.mem_cache.ops.move_kv.op import move_kv_cache
 
 
 class MLATokenToKVPool(KVCache):

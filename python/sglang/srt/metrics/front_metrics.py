@@ -16,7 +16,7 @@ from sglang.srt.arg_groups.canary_hook import KV_CANARY_MODES
 from sglang.srt.metrics.scheduler_series import MODEL_NAME, SchedulerSeries
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import RequestOutput, SchedulerStats
+    from sglang.srt.managers.messages.io_struct import RequestOutput, SchedulerStats
     from sglang.srt.server_args import ServerArgs
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"

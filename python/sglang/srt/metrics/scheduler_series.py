@@ -19,7 +19,7 @@ from prometheus_client.core import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.io_struct import HistogramStats, SchedulerStats
+    from sglang.srt.managers.messages.io_struct import HistogramStats, SchedulerStats
 
 MODEL_NAME = "model_name"
 # Of rank 0, which answers for all ranks.

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sglang.srt.model_executor.graph_capture import eager_break, is_capturing
+from sglang.srt.forward.graph_capture import eager_break, is_capturing
 
 if TYPE_CHECKING:
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 @dataclass(slots=True, kw_only=True)

@@ -17,25 +17,21 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from sglang.srt.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.forward.context import ForwardContext, forward_context
 from sglang.srt.model_executor.attention_breaks import LiveAttention
 from sglang.srt.model_executor.cuda_graph_runner import (
     CapturedRunner,
     cuda_graph_backend,
 )
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    ForwardMode,
-)
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.model_executor.graph_set import GraphSet, WarmUp, level_of
 from sglang.srt.model_executor.input_buffers import PrefillInputs
 from sglang.srt.model_executor.memory_plan import whole_token_counts
 from sglang.srt.models.stack import StackOutput
 
 if TYPE_CHECKING:
+    from sglang.srt.forward.graph_capture import BreakableGraph, SegmentBackend
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.model_executor.graph_capture import BreakableGraph, SegmentBackend
 
 WARM_UPS = 1
 # Above it the device computes longer than the host launches: padding beyond a percent

@@ -8,20 +8,16 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from sglang.srt.forward.batch import CaptureHiddenMode, ForwardBatch, HostLens
+from sglang.srt.forward.graph_backends import CudaGraphBackend, GraphMemoryPool
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-    HostLens,
-)
-from sglang.srt.model_executor.graph_backends import CudaGraphBackend, GraphMemoryPool
 from sglang.srt.model_executor.graph_set import GraphSet, WarmUp, level_of
 from sglang.srt.model_executor.input_buffers import GraphInputBuffers, GraphInputs
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.forward.graph_capture import BreakableGraph, SegmentBackend
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-    from sglang.srt.model_executor.graph_capture import BreakableGraph, SegmentBackend
     from sglang.srt.models.registry import CausalLM
     from sglang.srt.models.stack import Stack
 

@@ -15,7 +15,7 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from sglang.srt.model_executor.graph_capture import (
+from sglang.srt.forward.graph_capture import (
     BreakableGraph,
     RehearsalBackend,
     SegmentBackend,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from sglang.srt.model_executor.forward_batch_info import (
+from sglang.srt.forward.batch import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,

@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.forward.batch import CaptureHiddenMode, ForwardBatch
+from sglang.srt.forward.context import ForwardContext, forward_context
+from sglang.srt.forward.graph_capture import RehearsalBackend, SegmentBackend
+from sglang.srt.forward.scopes import ForwardScopes, NullScopes
 from sglang.srt.layers.attention.attention_registry import (
     create_attention_backend,
     needs_of,
@@ -23,13 +27,6 @@ from sglang.srt.model_executor.cuda_graph_runner import (
     CudaGraphRunner,
     cuda_graph_backend,
 )
-from sglang.srt.model_executor.forward_batch_info import (
-    CaptureHiddenMode,
-    ForwardBatch,
-)
-from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.model_executor.forward_scopes import ForwardScopes, NullScopes
-from sglang.srt.model_executor.graph_capture import RehearsalBackend, SegmentBackend
 from sglang.srt.model_executor.memory_plan import (
     NO_DRAFT_MEMORY,
     DraftMemory,

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from sglang.srt.arg_groups.draft_slots import decode_reserve, region_columns
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import divide_kv_heads
-from sglang.srt.managers.utils import decode_reserve, region_columns
 from sglang.srt.mem_cache.allocator import BaseAllocator, create_allocator
 from sglang.srt.mem_cache.draft_region import DraftRegion, region_size
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool

@@ -21,7 +21,7 @@ from sglang.srt.layers.latent_attention import (
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from sglang.srt.layers.module import Module
-from sglang.srt.layers.ops.moe_routing import RoutingRule
+from sglang.srt.layers.ops.moe_routing.op import RoutingRule
 from sglang.srt.models.llama import DecoderMLP, DecoderTraits, LlamaForCausalLM
 from sglang.srt.models.moe import moe_feed_forward, require_experts
 from sglang.srt.utils.json_file import shown
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from sglang.srt.configs.latent_config import LatentConfig
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.configs.moe_config import MoeConfig
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.moe.feed_forward import MoeFeedForward
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 # Of the norms of compressed queries and latents, whatever rms_norm_eps is.
 LATENT_EPS = 1e-6

@@ -17,8 +17,8 @@ from sglang.srt.models.llama import LoadableModel, check_activation
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.models.stack import StackOutput
 
 # Some checkpoints put all names below a module of this name.

@@ -19,8 +19,8 @@ from sglang.srt.models.llama import (
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.layernorm import RMSNorm
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class SandwichLayer(Module):

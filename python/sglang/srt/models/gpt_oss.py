@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 from sglang.srt.layers.moe.experts import Experts, StackLayout
 from sglang.srt.layers.moe.feed_forward import MoeFeedForward
 from sglang.srt.layers.moe.router import Router
-from sglang.srt.layers.ops.moe import SwiGLUClamp
-from sglang.srt.layers.ops.moe_routing import RoutingRule
+from sglang.srt.layers.ops.moe.op import SwiGLUClamp
+from sglang.srt.layers.ops.moe_routing.op import RoutingRule
 from sglang.srt.models.llama import DecoderTraits, LlamaForCausalLM
 from sglang.srt.models.moe import require_experts
 

@@ -25,7 +25,7 @@ from sglang.srt.layers.linear import (
 )
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
 from sglang.srt.layers.module import Module
-from sglang.srt.layers.ops.activation import GATED
+from sglang.srt.layers.ops.activation.op import GATED
 from sglang.srt.layers.ops.decoder_stack import StackInput
 from sglang.srt.layers.radix_attention import RadixAttention, run_stack
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
@@ -36,8 +36,8 @@ from sglang.srt.models.whole_stack import PlainLayer, plan_of
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.ops.decoder_stack import StackPlan, StackRun
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class DecoderMLP(Module):

@@ -32,8 +32,8 @@ from sglang.srt.models.whole_stack import PlainLayer, plan_of
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.ops.decoder_stack import StackPlan
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 FIRST_LAYER = "layers.0."
 MIDLAYER = "midlayer."

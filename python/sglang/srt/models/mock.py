@@ -26,7 +26,7 @@ from sglang.srt.models.stack import StackedModel, StackOutput
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.forward.batch import ForwardBatch
 
 
 def load_codes(module: VocabEmbedding | LMHead, codes: Tensor) -> None:

@@ -19,7 +19,7 @@ from sglang.srt.models.stack import StackOutput
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.forward.batch import ForwardBatch
 
 
 class MockForCausalLMEagle(DraftModel):

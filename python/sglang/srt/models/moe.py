@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.layers.moe.experts import Experts
 from sglang.srt.layers.moe.feed_forward import MoeFeedForward, SharedExpert
 from sglang.srt.layers.moe.router import Router
-from sglang.srt.layers.ops.moe_routing import RoutingRule
+from sglang.srt.layers.ops.moe_routing.op import RoutingRule
 from sglang.srt.models.llama import DecoderMLP, check_activation
 
 if TYPE_CHECKING:

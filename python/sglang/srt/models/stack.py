@@ -15,8 +15,8 @@ from torch import Tensor
 from sglang.srt.layers.module import Module
 
 if TYPE_CHECKING:
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class StackOutput(NamedTuple):

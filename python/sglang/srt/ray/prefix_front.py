@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from sglang.srt.entrypoints.body_budget import BodyBudget
 from sglang.srt.entrypoints.middleware import BodyLimitMiddleware, ErrorMiddleware
-from sglang.srt.managers.errors import Unavailable
+from sglang.srt.managers.messages.errors import Unavailable
 from sglang.srt.ray.http_call import HttpCall
 
 # Of a request of which nothing was answered: its replica was lost. One whose engine has

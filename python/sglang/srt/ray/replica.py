@@ -13,10 +13,10 @@ from starlette.types import ASGIApp, Message
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.environ import envs
-from sglang.srt.managers.engine_core import EngineCore, start_engine
-from sglang.srt.managers.errors import ApiError
-from sglang.srt.managers.scheduler_process import SchedulerDied
-from sglang.srt.managers.tokenizer_manager import Phase
+from sglang.srt.managers.front.engine_core import EngineCore, start_engine
+from sglang.srt.managers.front.scheduler_process import SchedulerDied
+from sglang.srt.managers.front.tokenizer_manager import Phase
+from sglang.srt.managers.messages.errors import ApiError
 from sglang.srt.ray.http_call import HttpCall, answer_messages
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logging import configure_embedded_logging

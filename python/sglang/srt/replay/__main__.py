@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from sglang.srt.replay.command import main
+from sglang.srt.replay.playing.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from sglang.srt.layers.logprobs import LogprobRequest, LogprobResult, compute_logprobs
-from sglang.srt.sampling import row_ops
-from sglang.srt.sampling.noise import uniform
-from sglang.srt.sampling.ops import choose_tokens
+from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult, compute_logprobs
+from sglang.srt.sampling.ops import row_ops
+from sglang.srt.sampling.ops.choose_tokens.op import choose_tokens
+from sglang.srt.sampling.ops.noise import uniform
 from sglang.srt.sampling.penalties import (
     TokenHistory,
     apply_logit_bias,

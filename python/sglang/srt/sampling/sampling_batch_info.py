@@ -15,7 +15,7 @@ from operator import or_
 
 import torch
 
-from sglang.srt.sampling.noise import mix_seed
+from sglang.srt.sampling.ops.noise import mix_seed
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 # Needs of a row, as bits, so that a batch's needs are one OR over its rows.

@@ -11,8 +11,8 @@ from sglang.srt.model_executor.cuda_graph_runner import WARM_UPS, cuda_graph_bac
 from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
 
 if TYPE_CHECKING:
-    from sglang.srt.model_executor.graph_capture import BreakableGraph
-    from sglang.srt.speculative.workspace import EagleWorkspace, WorkspaceRows
+    from sglang.srt.draft_trees.workspace import EagleWorkspace, WorkspaceRows
+    from sglang.srt.forward.graph_capture import BreakableGraph
 
 
 class Drafter(Protocol):

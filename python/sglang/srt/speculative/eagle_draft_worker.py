@@ -21,24 +21,33 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from sglang.srt.arg_groups.draft_slots import branch_region
 from sglang.srt.configs.draft_config import layers_to_capture
-from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
-from sglang.srt.mem_cache.branch_slots import (
-    branch_shifts,
-    draft_out_cache_loc,
-    tail_cache_loc,
+from sglang.srt.configs.draft_layout import BranchLayout
+from sglang.srt.draft_trees.draft_input import (
+    BranchColumns,
+    EagleDraftInput,
+    duplicate_prefix_tail_to_draft_branches,
 )
-from sglang.srt.model_executor.forward_batch_info import (
+from sglang.srt.draft_trees.ops.tree.op import build_tree, select_top_k
+from sglang.srt.draft_trees.relay import DraftRelay
+from sglang.srt.draft_trees.workspace import EagleWorkspace, RowIdentity, WorkspaceRows
+from sglang.srt.forward.batch import (
     CaptureHiddenMode,
     ForwardBatch,
     ForwardMode,
     HostLens,
 )
+from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
+from sglang.srt.mem_cache.ops.branch_slots.op import (
+    branch_shifts,
+    draft_out_cache_loc,
+    tail_cache_loc,
+)
 from sglang.srt.model_executor.memory_plan import DraftMemory, draft_graph_bytes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import SharedPools
 from sglang.srt.models.draft import DraftModel
-from sglang.srt.speculative.draft_layout import BranchLayout, branch_region
 from sglang.srt.speculative.draft_model import (
     check_top_k,
     load_token_map,
@@ -50,27 +59,19 @@ from sglang.srt.speculative.eagle_draft_cuda_graph_runner import (
 from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
     EAGLEDraftExtendCudaGraphRunner,
 )
-from sglang.srt.speculative.eagle_info_v2 import (
-    BranchColumns,
-    EagleDraftInput,
-    duplicate_prefix_tail_to_draft_branches,
-)
 from sglang.srt.speculative.eagle_utils import (
     EAGLE3,
     get_draft_hidden_dim,
     propose,
 )
-from sglang.srt.speculative.ops.tree import build_tree, select_top_k
-from sglang.srt.speculative.relay import DraftRelay
-from sglang.srt.speculative.workspace import EagleWorkspace, RowIdentity, WorkspaceRows
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.kv_canary.draft_state import DraftState
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.managers.tp_worker import SampledForward
+    from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.worker.tp_worker import SampledForward
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.server_args import ServerArgs
 

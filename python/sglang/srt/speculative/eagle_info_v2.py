@@ -1,114 +1,15 @@
-"""The draft's side of an iteration: its input, its slots on the host, its prefix tails.
-
-Knows rows, lengths and slots; no scheduler and no model.
-"""
+"""An old path that other code imports; see `docs/adr/0033-rooms.md`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from sglang.srt.draft_trees.draft_input import (
+    BranchColumns,
+    EagleDraftInput,
+    duplicate_prefix_tail_to_draft_branches,
+)
 
-import numpy as np
-from torch import Tensor
-
-from sglang.srt.mem_cache.branch_slots import SlotRows, duplicate_prefix_tail
-from sglang.srt.mem_cache.common import extend_rows
-
-if TYPE_CHECKING:
-    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-    from sglang.srt.mem_cache.memory_pool import KVCache
-    from sglang.srt.mem_cache.page_ledger import IntArray
-    from sglang.srt.speculative.draft_layout import BranchLayout
-
-
-class BranchColumns(NamedTuple):
-    """Columns of the KV elements of draft branches in their request's row, int64
-    [b * K] each: element e in column e below `shift_from`, else in e + `shift`."""
-
-    shift_from: Tensor
-    shift: Tensor
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleDraftInput:
-    """Input of a draft forward beside the batch.
-
-    Fields:
-        hidden_states: [T, width], the target's in an extend, the draft's own in a draft
-            step; None where the draft is a language model of its own.
-        columns: of the branches, in a draft step.
-        accept_lens: int64 [R], new tokens that stay, in the extend after verification;
-            None: all.
-    """
-
-    hidden_states: Tensor | None
-    columns: BranchColumns | None = None
-    accept_lens: Tensor | None = None
-
-    @staticmethod
-    def prepare_for_decode(
-        cache: BasePrefixCache,
-        *,
-        req_pool_indices: IntArray,
-        committed: IntArray,
-        allocated: IntArray,
-        reserve: int,
-    ) -> IntArray | None:
-        """Give every request the slots of one more iteration, in whole pages.
-
-        Args:
-            req_pool_indices: int64 [b], rows of `req_to_token`.
-            committed: int64 [b], tokens that the host knows to have KV; the device may
-                be one iteration ahead, for which `reserve` has room.
-            allocated: int64 [b], columns that hold slots already.
-            reserve: columns after `committed` that are needed (`decode_reserve`).
-
-        Returns:
-            int64 [b], columns that hold slots now; None, with nothing taken, where the
-            slots do not suffice even after eviction.
-
-        Raises:
-            RuntimeError: a row is too narrow. Checked before anything is taken, in
-                every configuration: a slot that no row records cannot be freed, and a
-                write beyond the end of a row lands in another request's.
-        """
-        page, width = cache.page_size, cache.req_to_token_pool.row_width
-        ends = np.maximum(allocated, -(-(committed + reserve) // page) * page)
-        longest = int(ends.max())
-        if longest > width:
-            raise RuntimeError(
-                f"speculative decoding needs {longest} columns of a request row "
-                f"({int(committed[ends.argmax()])} tokens and a reserve of {reserve}, "
-                f"page size {page}), but a row has {width}: rows must be widened by "
-                "the reserve and a page"
-            )
-        if bool((ends == allocated).all()):
-            return allocated
-        slots = extend_rows(
-            cache, rows=req_pool_indices, prefix_lens=allocated, seq_lens=ends
-        )
-        return None if slots is None else ends
-
-
-def duplicate_prefix_tail_to_draft_branches(
-    kv_pool: KVCache,
-    rows: SlotRows,
-    *,
-    layout: BranchLayout,
-    src: Tensor,
-    dst: Tensor,
-) -> None:
-    """Copy the prefix's last, partial page to every branch that lacks it: all but the
-    first, which has it unless the branches lie in a draft region.
-
-    For attention that reads whole pages per branch. One move of fixed shape: pairs
-    after the tail are (0, 0), so the host need not know its length.
-
-    Args:
-        kv_pool: the draft's.
-        src, dst: int64 [b * `layout.tail_moves`], scratch for the moves.
-    """
-    if not layout.tail_moves:
-        return
-    duplicate_prefix_tail(rows, layout=layout, src=src, dst=dst)
-    kv_pool.move_kv_cache(dst, src)
+__all__ = [
+    "BranchColumns",
+    "EagleDraftInput",
+    "duplicate_prefix_tail_to_draft_branches",
+]

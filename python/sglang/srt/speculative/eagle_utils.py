@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 
 from sglang.srt.configs.draft_config import hidden_source_size, num_hidden_sources
-from sglang.srt.layers.logprobs import LogprobRequest, LogprobResult, compute_logprobs
-from sglang.srt.sampling.penalties import TokenHistory
-from sglang.srt.sampling.sampler import node_choices, target_weights
-from sglang.srt.speculative.ops.buffers import DraftCandidates, DraftTree, VerifyResult
-from sglang.srt.speculative.ops.tree import top_k_probs
-from sglang.srt.speculative.ops.verify import (
+from sglang.srt.draft_trees.buffers import DraftCandidates, DraftTree, VerifyResult
+from sglang.srt.draft_trees.ops.tree.op import top_k_probs
+from sglang.srt.draft_trees.ops.verify.op import (
     verify_tree_greedy,
     verify_tree_target_only,
 )
+from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult, compute_logprobs
+from sglang.srt.sampling.penalties import TokenHistory
+from sglang.srt.sampling.sampler import node_choices, target_weights
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

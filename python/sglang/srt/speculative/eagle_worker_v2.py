@@ -19,15 +19,12 @@ from torch import Tensor
 
 from kv_canary.accepted import AcceptedPath
 from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.draft_trees.ops.verify.op import gather_accepted
 from sglang.srt.environ import envs
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode, HostLens
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
-from sglang.srt.managers.tp_worker import TpModelWorker, to_host
-from sglang.srt.mem_cache.branch_slots import accepted_moves
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardBatch,
-    ForwardMode,
-    HostLens,
-)
+from sglang.srt.managers.worker.tp_worker import TpModelWorker, to_host
+from sglang.srt.mem_cache.ops.branch_slots.op import accepted_moves
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.speculative.draft_model import draft_model_config
 from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
@@ -39,20 +36,19 @@ from sglang.srt.speculative.eagle_utils import (
     node_history,
     simulate_acceptance,
 )
-from sglang.srt.speculative.ops.verify import gather_accepted
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.draft_trees.workspace import WorkspaceRows
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-    from sglang.srt.managers.grammar_masks import GrammarMasks
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.managers.utils import GenerationBatchResult
+    from sglang.srt.managers.batch.forward_result import GenerationBatchResult
+    from sglang.srt.managers.batch.grammar_masks import GrammarMasks
+    from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
     from sglang.srt.sampling.penalties import TokenHistory
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.server_args import ServerArgs
-    from sglang.srt.speculative.workspace import WorkspaceRows
 
 __all__ = ["EAGLEWorkerV2", "EagleDraftWorker", "EagleWorkerV2"]
 

@@ -9,7 +9,7 @@ from sglang.srt.speculative import eagle_worker_v2
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sglang.srt.speculative.ops.buffers import DraftCandidates, VerifyResult
+    from sglang.srt.draft_trees.buffers import DraftCandidates, VerifyResult
     from sglang.test.holes.site import Fault, Site
 
 

@@ -7,13 +7,13 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sglang.srt.managers.schedule_batch import ScheduleBatch
+from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
 from sglang.test.holes.site import Fault, Site, changed, runs_on
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.req import Req
-    from sglang.srt.managers.schedule_batch import BatchEnvironment
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+    from sglang.srt.forward.batch import ForwardBatch, ForwardMode
+    from sglang.srt.managers.batch.req import Req
+    from sglang.srt.managers.batch.schedule_batch import BatchEnvironment
 
 # Given a batch and a row, the fields that are wrong.
 Change: TypeAlias = "Callable[[ForwardBatch, int], dict[str, Any]]"

@@ -11,8 +11,8 @@ from torch import Tensor
 from sglang.test.holes.site import Fault, Site, changed
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.forward.batch import ForwardBatch
+    from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
 
 # -- without speculation ---------------------------------------------------------------
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sglang.srt.managers.req import Req
-from sglang.srt.managers.schedule_batch import ScheduleBatch
-from sglang.srt.speculative.workspace import RowIdentity
+from sglang.srt.draft_trees.workspace import RowIdentity
+from sglang.srt.managers.batch.req import Req
+from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
 from sglang.test.holes.site import Fault, Site, runs_on
 
 if TYPE_CHECKING:
-    from sglang.srt.managers.utils import GenerationBatchResult
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.speculative.workspace import WorkspaceRows
+    from sglang.srt.draft_trees.workspace import WorkspaceRows
+    from sglang.srt.forward.batch import ForwardBatch
+    from sglang.srt.managers.batch.forward_result import GenerationBatchResult
 
 # -- rows and their requests -----------------------------------------------------------
 

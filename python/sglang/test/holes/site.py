@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     import random
 
     from kv_canary.checks import Reason
-    from sglang.srt.managers.req import Req
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.managers.scheduler import Scheduler
+    from sglang.srt.managers.batch.req import Req
+    from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.scheduler.scheduler import Scheduler
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 # Called with the wrapped method and its arguments.

@@ -7,14 +7,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from sglang.srt.draft_trees.draft_input import EagleDraftInput
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
-from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sglang.srt.forward.batch import ForwardBatch, ForwardMode
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
     from sglang.test.holes.site import Fault, Site
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.speculative.ops.buffers import DraftTree
+    from sglang.srt.draft_trees.buffers import DraftTree
     from sglang.test.holes.site import Fault, Site
 
 # Changes the tree of a row; returns whether it could.

@@ -160,8 +160,8 @@ enum class Gate : int32_t {
   clamped,  // gate * sigmoid(alpha * gate) * (up + 1), gate <= limit, |up| <= limit
 };
 
-// x [rows, k] times a packed weight (see pack_weight in ops/linear.py), plus bias. Where
-// it is gated, a panel is 16 columns of the gate and the same 16 of up, `bias` is in the
+// x [rows, k] times a packed weight (see pack_weight in layers/ops/linear/op.py), plus
+// bias. Where it is gated, a panel is 16 columns of the gate and the same 16 of up, `bias` is in the
 // order of the panels, and n counts the results.
 struct LinearArgs {
   const float* x;

@@ -1,5 +1,5 @@
 // Columns of draft branches in a row of req_to_token. Torch-free; mirrors
-// sglang/srt/speculative/draft_layout.py, where the rule is drawn.
+// sglang/srt/configs/draft_layout.py, where the rule is drawn.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // Draft trees: selection of candidates, tree building, verification. Torch-free; mirrors
-// the references in sglang/srt/speculative/ops/{tree,verify}.py. Knows nothing of threads.
+// the references in sglang/srt/draft_trees/ops/{tree,verify}.py. Knows nothing of threads.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace sglk::tree {
 
 constexpr uint64_t kBonusStream = 0x5851F42D4C957F2Dull;
 
-// The uniform number of (key, position), as sampling/noise.py makes it.
+// The uniform number of (key, position), as sampling/ops/noise.py makes it.
 inline double uniform(uint64_t key, int64_t position) {
   uint64_t word = key + (uint64_t(position) + 1) * 0x9E3779B97F4A7C15ull;
   word = (word ^ (word >> 30)) * 0xBF58476D1CE4E5B9ull;

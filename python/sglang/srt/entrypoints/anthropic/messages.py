@@ -30,7 +30,7 @@ from sglang.srt.entrypoints.openai.chat_submit import (
     render_chat,
     submit_chat,
 )
-from sglang.srt.managers.errors import ContextOverflow
+from sglang.srt.managers.messages.errors import ContextOverflow
 
 EXAMPLES = {
     "text": {

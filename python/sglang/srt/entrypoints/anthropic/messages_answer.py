@@ -18,8 +18,12 @@ from sglang.srt.entrypoints.chat_blocks import (
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import named_event
 from sglang.srt.entrypoints.openai.chat_submit import SubmittedChat
-from sglang.srt.managers.errors import CLIENT_ABORT_STATUS, ApiError, BadRequest
-from sglang.srt.managers.request_state import Update
+from sglang.srt.managers.front.request_state import Update
+from sglang.srt.managers.messages.errors import (
+    CLIENT_ABORT_STATUS,
+    ApiError,
+    BadRequest,
+)
 from sglang.srt.utils.hashing import digest
 
 Events = list[dict[str, Any]]

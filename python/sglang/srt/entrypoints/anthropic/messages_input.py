@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.neutral_fields import ANY, EMPTY, NOTHING, OFF, Neut
 from sglang.srt.entrypoints.openai.common import ClientNames
 from sglang.srt.entrypoints.openai.protocol import ChatRequest
 from sglang.srt.entrypoints.openai.thinking import THINKING_TYPES
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
 # Between two messages of one role, which are one turn.

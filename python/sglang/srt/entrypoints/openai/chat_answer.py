@@ -17,8 +17,8 @@ from sglang.srt.entrypoints.openai.common import (
 from sglang.srt.entrypoints.openai.logprobs import chat_logprobs
 from sglang.srt.function_call.core_types import CallDelta
 from sglang.srt.function_call.function_call_parser import Call
-from sglang.srt.managers.prompt_request import PromptRequest
-from sglang.srt.managers.request_state import Update
+from sglang.srt.managers.front.prompt_request import PromptRequest
+from sglang.srt.managers.front.request_state import Update
 from sglang.srt.parser.output_parser import (
     OutputFormat,
     OutputParser,

@@ -28,12 +28,12 @@ from sglang.srt.function_call.base_detector import CallFormat
 from sglang.srt.function_call.call_formats import JSON_ARRAY
 from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
 from sglang.srt.function_call.strict_calls import BOUND_CALLS
-from sglang.srt.managers.chat_messages import KNOWN_FIELDS
-from sglang.srt.managers.errors import BadRequest
-from sglang.srt.managers.prompt_request import PromptRequest
-from sglang.srt.managers.request_state import RequestGroup
-from sglang.srt.managers.template_manager import continued_text
-from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.front.chat_messages import KNOWN_FIELDS
+from sglang.srt.managers.front.prompt_request import PromptRequest
+from sglang.srt.managers.front.request_state import RequestGroup
+from sglang.srt.managers.front.template_manager import continued_text
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.parser.output_parser import OutputFormat
 from sglang.srt.parser.reasoning_parser import DETECTORS as REASONING_DETECTORS
 from sglang.srt.sampling.sampling_params import SamplingParams

@@ -14,9 +14,9 @@ from sglang.srt.entrypoints.generate_api import parse_sampling_params
 from sglang.srt.entrypoints.openai.guided import read_guide
 from sglang.srt.entrypoints.openai.protocol import SAMPLING_FIELDS, Sampled
 from sglang.srt.entrypoints.openai.response_format import response_constraint
-from sglang.srt.managers.errors import BadRequest
-from sglang.srt.managers.io_struct import FinishReason
-from sglang.srt.managers.request_state import Update
+from sglang.srt.managers.front.request_state import Update
+from sglang.srt.managers.messages.errors import BadRequest
+from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.srt.sampling.sampling_params import (
     GRAMMAR_FIELDS,
     MAX_SEED,

@@ -32,9 +32,9 @@ from sglang.srt.entrypoints.openai.common import (
 )
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs, need_tokenizer
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
-from sglang.srt.managers.errors import BadRequest
-from sglang.srt.managers.prompt_request import PromptRequest, prompt_rids
-from sglang.srt.managers.request_state import RequestGroup, Update
+from sglang.srt.managers.front.prompt_request import PromptRequest, prompt_rids
+from sglang.srt.managers.front.request_state import RequestGroup, Update
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 DEFAULT_MAX_TOKENS = 16

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from sglang.srt.entrypoints.body_level import BodyLevel
 from sglang.srt.entrypoints.neutral_fields import ANY, EMPTY, OFF, Neutral
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.messages.errors import BadRequest
 
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.openai.protocol import Sampled

@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.managers.errors import BadRequest
-from sglang.srt.managers.io_struct import LogprobDelta, TokenLogprob
+from sglang.srt.managers.messages.errors import BadRequest
+from sglang.srt.managers.messages.io_struct import LogprobDelta, TokenLogprob
 from sglang.srt.utils.detokenizer import IncrementalDetokenizer
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 

@@ -16,7 +16,7 @@ from sglang.srt.entrypoints.http_io import json_response, read_body
 from sglang.srt.entrypoints.openai.tools import read_tools
 from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
 from sglang.srt.function_call.function_call_parser import Call
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.parser.reasoning_parser import DETECTORS as REASONING_DETECTORS
 from sglang.srt.utils.quoting import quoted
 

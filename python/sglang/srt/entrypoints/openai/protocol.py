@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.neutral_fields import (
     UNSET,
     with_neutral,
 )
-from sglang.srt.managers.prompt_request import cache_namespace
+from sglang.srt.managers.front.prompt_request import cache_namespace
 
 # Field of the body -> name in SamplingParams, where both mean the same.
 SAMPLING_FIELDS: dict[str, str] = {

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
 _FIELD = "response_format"

@@ -27,7 +27,7 @@ from sglang.srt.entrypoints.openai.responses_types import (
     ResponseEvent,
     ResponseObject,
 )
-from sglang.srt.managers.errors import BadRequest, NotFound
+from sglang.srt.managers.messages.errors import BadRequest, NotFound
 
 # Path of one stored response -> methods of clients.
 STORED_PATHS = {

@@ -29,8 +29,8 @@ from sglang.srt.entrypoints.openai.responses_items import (
     text_part,
 )
 from sglang.srt.entrypoints.openai.responses_protocol import ResponsesRequest
-from sglang.srt.managers.errors import ApiError
-from sglang.srt.managers.request_state import Update
+from sglang.srt.managers.front.request_state import Update
+from sglang.srt.managers.messages.errors import ApiError
 
 Events = list[dict[str, Any]]
 

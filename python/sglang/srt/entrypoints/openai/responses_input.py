@@ -26,8 +26,8 @@ from sglang.srt.entrypoints.neutral_fields import (
 from sglang.srt.entrypoints.openai.common import ClientNames
 from sglang.srt.entrypoints.openai.protocol import ChatRequest
 from sglang.srt.entrypoints.openai.responses_protocol import ResponsesRequest
-from sglang.srt.managers.chat_messages import ROLES
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.front.chat_messages import ROLES
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
 LOGPROBS = "message.output_text.logprobs"

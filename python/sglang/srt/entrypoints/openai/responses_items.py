@@ -7,7 +7,7 @@ from typing import Any
 from sglang.srt.entrypoints.chat_blocks import Block, BlockKind
 from sglang.srt.entrypoints.openai.chat_submit import SubmittedChat
 from sglang.srt.entrypoints.openai.responses_protocol import ResponsesRequest
-from sglang.srt.managers.errors import ApiError
+from sglang.srt.managers.messages.errors import ApiError
 
 PREFIXES = {
     BlockKind.REASONING: "rs_",

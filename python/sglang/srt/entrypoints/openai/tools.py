@@ -12,7 +12,7 @@ import msgspec
 from sglang.srt.function_call.call_schema import calls_schema
 from sglang.srt.function_call.core_types import Tool
 from sglang.srt.function_call.strict_calls import strict_tag
-from sglang.srt.managers.errors import BadRequest
+from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
 MAX_TOOLS = 512

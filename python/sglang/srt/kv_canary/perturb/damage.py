@@ -15,6 +15,7 @@ from sglang.srt.kv_canary.pool_patcher.api import FULL
 
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
     from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
     from sglang.srt.kv_canary.single_forward_manager.window_launches import WindowGroup
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.mem_cache.tree_node import TreeNode
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

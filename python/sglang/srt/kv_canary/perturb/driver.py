@@ -18,11 +18,11 @@ from sglang.srt.kv_canary.pool_patcher.api import FULL, SWA
 from sglang.srt.kv_canary.token_oracle import oracle_tokens
 
 if TYPE_CHECKING:
+    from sglang.srt.draft_trees.workspace import RowIdentity
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.speculative.workspace import RowIdentity
 
 SEED = 20_260_101
 

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from sglang.srt.arg_groups.draft_slots import decode_reserve
 from sglang.srt.environ import envs
 from sglang.srt.kv_canary.perturb.historical_faults import (
     Method,
@@ -31,8 +32,7 @@ from sglang.srt.kv_canary.perturb.historical_faults import (
 )
 from sglang.srt.layers.attention.branch_lists import BranchLists
 from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
-from sglang.srt.managers.tp_worker import TpModelWorker
-from sglang.srt.managers.utils import decode_reserve
+from sglang.srt.managers.worker.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import ROW_HEADROOM
 from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker

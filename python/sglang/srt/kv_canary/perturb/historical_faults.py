@@ -15,13 +15,13 @@ from torch import Tensor
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import ROW_HEADROOM
 
 if TYPE_CHECKING:
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.attention.branch_lists import BranchLists
     from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.managers.tp_worker import SampledForward, TpModelWorker
-    from sglang.srt.managers.utils import GenerationBatchResult
-    from sglang.srt.mem_cache.branch_slots import SlotRows
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.managers.batch.forward_result import GenerationBatchResult
+    from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.worker.tp_worker import SampledForward, TpModelWorker
+    from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.server_args import ServerArgs

@@ -13,13 +13,13 @@ import torch
 
 from kv_canary import perturb
 from kv_canary.records import POISON_WORD
+from sglang.srt.draft_trees.draft_input import EagleDraftInput
+from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.kv_canary.kernels import move_records, poison
 from sglang.srt.kv_canary.perturb.damage import Damage, Scene
 from sglang.srt.kv_canary.perturb.injector import STALE
 from sglang.srt.kv_canary.perturb.tables import places_of, repoint
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 
 
 def flip_used_kv(scene: Scene) -> Damage | None:

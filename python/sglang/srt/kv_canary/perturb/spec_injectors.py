@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kv_canary.checks import Reason
 from kv_canary.records import unpack_word0, unpack_word3
+from sglang.srt.draft_trees.draft_input import EagleDraftInput
+from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.kv_canary.kernels import poison
 from sglang.srt.kv_canary.perturb.damage import Damage, Scene, Victim
 from sglang.srt.kv_canary.perturb.injector import STALE, Injector, When
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 
 _WRONG_RECORD = (
     Reason.VERIFY_LINEAGE

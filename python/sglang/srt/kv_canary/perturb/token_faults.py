@@ -12,13 +12,13 @@ from sglang.srt.kv_canary.token_oracle import oracle_logits
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
 if TYPE_CHECKING:
+    from sglang.srt.draft_trees.workspace import WorkspaceRows
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.perturb.driver import PerturbDriver
-    from sglang.srt.managers.schedule_batch import ScheduleBatch
-    from sglang.srt.managers.worker import Worker
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.worker.interface import Worker
     from sglang.srt.sampling.sampler import SamplerOutput
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
-    from sglang.srt.speculative.workspace import WorkspaceRows
 
 Sample: TypeAlias = "Callable[[ScheduleBatch, ForwardBatch, Tensor], SamplerOutput]"
 

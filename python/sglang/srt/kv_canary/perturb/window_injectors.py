@@ -24,9 +24,9 @@ from sglang.srt.kv_canary.perturb.kv_injectors import (
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
 
 if TYPE_CHECKING:
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.mem_cache.page_ledger import IntArray
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 def stale_mapping(scene: Scene) -> Damage | None:

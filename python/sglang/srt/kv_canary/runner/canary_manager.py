@@ -37,6 +37,9 @@ from kv_canary.records import (
 from kv_canary.reporter import Finding, OwnerOf, ViolationReporter, as_error
 from kv_canary.serials import SerialMap
 from kv_canary.violation import POOLS, Violation
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode
+from sglang.srt.forward.context import get_forward_context
+from sglang.srt.forward.graph_capture import SideStream
 from sglang.srt.kv_canary.attention_calls import AttentionCalls
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.draft_state import DraftState
@@ -56,9 +59,6 @@ from sglang.srt.kv_canary.single_forward_manager.manager import (
     SingleForwardManager,
 )
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.model_executor.forward_context import get_forward_context
-from sglang.srt.model_executor.graph_capture import SideStream
 
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState

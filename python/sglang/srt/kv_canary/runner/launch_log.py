@@ -11,7 +11,7 @@ from kv_canary.records import Launch
 
 if TYPE_CHECKING:
     from kv_canary.violation import Violation
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.forward.batch import ForwardMode
 
 REMEMBERED_LAUNCHES = 1024
 

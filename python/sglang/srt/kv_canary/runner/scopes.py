@@ -6,8 +6,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 def context_tuple(

@@ -25,12 +25,12 @@ from sglang.srt.kv_canary.single_forward_manager.window_launches import combine
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.runner.window_canary import WindowCanary
     from sglang.srt.kv_canary.single_forward_manager.manager import (
         CanaryTarget,
         SingleForwardManager,
     )
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class StepEnd:

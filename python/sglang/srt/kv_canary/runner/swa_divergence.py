@@ -22,9 +22,9 @@ from kv_canary.records import Counter
 
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
     from sglang.srt.kv_canary.single_forward_manager.window_launches import WindowGroup
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,13 @@ from kv_canary.findings import STATUS_WORDS
 from kv_canary.pool_checks import GroupForward, PoolChecks
 from kv_canary.records import WriterKind
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
+from sglang.srt.draft_trees.draft_input import EagleDraftInput
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode
 from sglang.srt.kv_canary.kernels import before_model, write_tail
 from sglang.srt.kv_canary.single_forward_manager.window_launches import (
     WindowGroup,
     WindowLaunches,
 )
-from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
-from sglang.srt.speculative.eagle_info_v2 import EagleDraftInput
 
 if TYPE_CHECKING:
     from sglang.srt.kv_canary.config import CanaryConfig

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
     from kv_canary.attended import AttendedBytes
     from kv_canary.view import KVReadView
+    from sglang.srt.configs.draft_layout import BranchLayout
     from sglang.srt.configs.latent_config import LatentConfig
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.layers.ops.decoder_stack import StackInput, StackPlan, StackRun
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.mem_cache.branch_slots import SlotRows
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.speculative.draft_layout import BranchLayout
+    from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
 
 CallWrapper = Callable[[Callable[..., None]], Callable[..., None]]
 """Takes an op, returns one with the same arguments."""

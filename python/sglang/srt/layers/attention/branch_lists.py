@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang.srt.mem_cache.branch_slots import SlotRows, branch_token_indices
+from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows, branch_token_indices
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.draft_layout import BranchLayout
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-    from sglang.srt.speculative.draft_layout import BranchLayout
 
 GUARD_WORDS = 64
 # No slot: a list that has grown into the guard words shows.

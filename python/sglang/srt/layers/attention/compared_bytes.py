@@ -7,16 +7,16 @@ from typing import TYPE_CHECKING
 from kv_canary.kernels.triton.args import state_args
 from kv_canary.records import Launch, ring_tag
 from kv_canary.view import NO_MANAGER
-from sglang.srt.layers.attention.triton_ops.args import Check, Compares
-from sglang.srt.layers.attention.triton_ops.decode_attention import ComparedLayer
+from sglang.srt.layers.ops.attention.decode.launch import ComparedLayer
+from sglang.srt.layers.ops.attention.shared.args import Check, Compares
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kv_canary.attended import AttendedBytes
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.attention.paged_backend import AttendedRows
     from sglang.srt.mem_cache.memory_pool import KVCache
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class ComparedBytes:

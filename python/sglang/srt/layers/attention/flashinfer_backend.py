@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from kv_canary.view import KVReadView
+from sglang.srt.forward.batch import ForwardBatch, ForwardMode
 from sglang.srt.layers.attention.base_attn_backend import (
     AttentionBackend,
     DraftDecodeBackend,
@@ -37,18 +38,14 @@ from sglang.srt.layers.attention.flashinfer_wrappers import (
     Workspaces,
 )
 from sglang.srt.layers.attention.paged_backend import store_kv
-from sglang.srt.layers.attention.triton_ops.page_indices import page_indices
-from sglang.srt.layers.attention.triton_ops.tree_mask import pack_tree_mask
-from sglang.srt.layers.ops.rope import rope_store_kv
-from sglang.srt.model_executor.forward_batch_info import (
-    ForwardBatch,
-    ForwardMode,
-)
+from sglang.srt.layers.ops.attention.tables.page_indices import page_indices
+from sglang.srt.layers.ops.attention.tables.tree_mask import pack_tree_mask
+from sglang.srt.layers.ops.rope.op import rope_store_kv
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.draft_layout import BranchLayout
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
-    from sglang.srt.speculative.draft_layout import BranchLayout
 
 logger = logging.getLogger(__name__)
 

@@ -21,14 +21,14 @@ from sglang.srt.layers.attention.flashinfer_wrappers import (
     Workspaces,
 )
 from sglang.srt.layers.attention.paged_backend import store_kv
-from sglang.srt.layers.ops.rope import rope_store_kv
+from sglang.srt.layers.ops.rope.op import rope_store_kv
 
 if TYPE_CHECKING:
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.attention.branch_lists import BranchLists, HostOffsets
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.mem_cache.branch_slots import SlotRows
     from sglang.srt.mem_cache.memory_pool import KVCache
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
 
 
 class FlashInferDraftDecode:

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 # Query heads per KV head up to which the CUDA cores keep up with the memory.
 _CUDA_CORE_GROUP = 2

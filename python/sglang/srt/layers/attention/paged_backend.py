@@ -28,24 +28,24 @@ from sglang.srt.layers.attention.window_tables import (
     WindowTables,
     tables_of,
 )
-from sglang.srt.layers.ops.attention import (
+from sglang.srt.layers.ops.attention.op import (
     decode_attention,
     decode_attention_ref,
     extend_attention,
     extend_attention_ref,
 )
 from sglang.srt.layers.ops.decoder_stack import run_stack
-from sglang.srt.layers.ops.latent import latent_store, latent_store_ref
-from sglang.srt.layers.ops.rope import rope_store_kv, rope_store_kv_ref
-from sglang.srt.mem_cache.branch_slots import SlotRows, branch_table
+from sglang.srt.layers.ops.latent_store.op import latent_store, latent_store_ref
+from sglang.srt.layers.ops.rope.op import rope_store_kv, rope_store_kv_ref
+from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows, branch_table
 
 if TYPE_CHECKING:
     from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
+    from sglang.srt.configs.draft_layout import BranchLayout
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.ops.decoder_stack import StackInput, StackPlan, StackRun
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
-    from sglang.srt.speculative.draft_layout import BranchLayout
 
 
 def store_kv(
@@ -63,7 +63,7 @@ def store_kv(
     """Norm and rotate q and k in place, write k and v to the slots of the new tokens.
 
     Args:
-        store_op: `layers.ops.rope.rope_store_kv`, or `latent_store`, whose arguments
+        store_op: `layers.ops.rope.op.rope_store_kv`, or `latent_store`, whose arguments
             are the same.
         q, k, v: as in `AttentionBackend.forward`.
         out_cache_loc: slots in this layer's pool; None: the batch's.
@@ -90,7 +90,7 @@ def store_kv(
 
 
 class AttendedRows(NamedTuple):
-    """The rows as attention of one layer takes them; as in `layers.ops.attention`.
+    """The rows as attention of one layer takes them; as in `layers.ops.attention.op`.
     `first_position`: int64 [R], of element 0 of each; None: 0."""
 
     page_table: Tensor | None
@@ -104,8 +104,8 @@ class AttendedRows(NamedTuple):
 class PagedAttnBackend(AttentionBackend):
     """Base of the paged backends, which differ in the ops they call.
 
-    All ops take the arguments of `layers.ops.attention` and `layers.ops.rope`; latents
-    are written by `latent_store_op`.
+    All ops take the arguments of `layers.ops.attention.op` and `layers.ops.rope.op`;
+    `latent_store_op` writes latents.
     """
 
     store_op: Callable[..., None]

@@ -1,4 +1,4 @@
-"""Attention on CUDA with the Triton kernels of `triton_ops`.
+"""Attention on CUDA with the Triton kernels of `layers.ops.attention`.
 
 Imported only where Triton is installed: `attention_registry` sees to that.
 """
@@ -12,46 +12,46 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sglang.srt.configs import latent_form
+from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.layers.attention.compared_bytes import ComparedBytes
 from sglang.srt.layers.attention.paged_backend import (
     AttendedRows,
     PagedAttnBackend,
     store_kv,
 )
-from sglang.srt.layers.attention.triton_ops.decode_attention import (
+from sglang.srt.layers.latent_attention import ExpandedAttention
+from sglang.srt.layers.ops.attention.decode.launch import (
     DecodeWorkspace,
     decode_attention,
     decode_workspace,
 )
-from sglang.srt.layers.attention.triton_ops.extend_attention import extend_attention
-from sglang.srt.layers.attention.triton_ops.extend_dense import reads_new
-from sglang.srt.layers.attention.triton_ops.extend_hopper import MIN_TOKENS
-from sglang.srt.layers.attention.triton_ops.extend_hopper import serves as hopper_serves
-from sglang.srt.layers.attention.triton_ops.extend_hopper_plan import (
+from sglang.srt.layers.ops.attention.extend.launch import extend_attention
+from sglang.srt.layers.ops.attention.extend_dense.launch import reads_new
+from sglang.srt.layers.ops.attention.extend_hopper.launch import MIN_TOKENS
+from sglang.srt.layers.ops.attention.extend_hopper.launch import serves as hopper_serves
+from sglang.srt.layers.ops.attention.extend_hopper.plan import (
     ExtendPlan,
     gathered_elements,
     plan_extend,
     plan_size,
 )
-from sglang.srt.layers.attention.triton_ops.extend_split import (
+from sglang.srt.layers.ops.attention.extend_split.launch import (
     ExtendWorkspace,
     extend_workspace,
 )
-from sglang.srt.layers.attention.triton_ops.latent_attention import (
+from sglang.srt.layers.ops.attention.latent.launch import (
     latent_decode_attention,
     latent_extend_attention,
 )
-from sglang.srt.layers.attention.triton_ops.latent_expanded import (
+from sglang.srt.layers.ops.attention.latent_expanded.launch import (
     Expansion,
     PrefixBlock,
     expanded_extend_attention,
     prefix_blocks,
 )
-from sglang.srt.layers.attention.triton_ops.latent_expanded_table import serves
-from sglang.srt.layers.latent_attention import ExpandedAttention
-from sglang.srt.layers.ops.latent import latent_store
-from sglang.srt.layers.ops.rope import rope_store_kv
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.layers.ops.attention.latent_expanded.table import serves
+from sglang.srt.layers.ops.latent_store.op import latent_store
+from sglang.srt.layers.ops.rope.op import rope_store_kv
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -61,10 +61,10 @@ if TYPE_CHECKING:
     from kv_canary.attended import AttendedBytes
     from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
     from sglang.srt.configs.latent_config import LatentConfig
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.attention.base_attn_backend import CallWrapper, StackWrapper
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 class TritonAttnBackend(PagedAttnBackend):

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.mem_cache.groups.window_slots import WindowSlots
-from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.utils.dispatch import Op
 
 if TYPE_CHECKING:
     from kv_canary.view import KVReadView
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.mem_cache.groups.kv_group import KVGroup
     from sglang.srt.mem_cache.memory_pool import KVCache
-    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
 
 
 ROW_ALIGNMENT = 16
@@ -86,7 +86,7 @@ def window_table_ref(
 
 window_table = Op(
     reference=window_table_ref,
-    triton="sglang.srt.layers.attention.triton_ops.window_table:window_table",
+    triton="sglang.srt.layers.ops.attention.tables.window_table:window_table",
     place="mapping",
 )
 

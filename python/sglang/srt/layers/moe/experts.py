@@ -16,7 +16,7 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import Part, divide
 from sglang.srt.layers.linear import LoadableParameter, Shard, copy_part, shards_of
 from sglang.srt.layers.module import Module
-from sglang.srt.layers.ops.moe import (
+from sglang.srt.layers.ops.moe.op import (
     ExpertWeights,
     SwiGLUClamp,
     moe_experts,

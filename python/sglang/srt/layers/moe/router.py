@@ -7,8 +7,8 @@ from torch import Tensor
 
 from sglang.srt.layers.linear import LoadableParameter
 from sglang.srt.layers.module import Module
-from sglang.srt.layers.ops.linear import PackedWeight, pack_weight
-from sglang.srt.layers.ops.moe_routing import RoutingRule, choose_experts
+from sglang.srt.layers.ops.linear.op import PackedWeight, pack_weight
+from sglang.srt.layers.ops.moe_routing.op import RoutingRule, choose_experts
 
 
 class Router(Module):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.ops.linear import PackedWeight
+    from sglang.srt.layers.ops.linear.op import PackedWeight
 
 _ACTIVATIONS = {"silu": 0, "gelu_pytorch_tanh": 1}
 
@@ -170,8 +170,8 @@ class StackPlan:
                 number of layers means the output of the last one.
             k_caches, v_caches: of each layer, [slots, Hkv, D] float32.
             read_lens: of a decode, else None: then `prefix_lens` and `qo_indptr` are
-                given. These and the rest are as in `layers.ops.attention` and
-                `layers.ops.rope`.
+                given. These and the rest are as in `layers.ops.attention.op` and
+                `layers.ops.rope.op`.
 
         Raises:
             RuntimeError: an argument is not as described, or a slot is outside of the

@@ -1,0 +1,72 @@
+"""KV slots and row columns that one decode iteration needs, by the flags."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
+from sglang.srt.configs.draft_layout import BranchRegion, alloc_len_per_decode
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+
+def get_alloc_len_per_decode(server_args: ServerArgs) -> int:
+    """KV slots that one decode iteration of one request may write.
+
+    1 without speculation. Reserve sizes and row widths follow from it.
+    """
+    if server_args.speculative_algorithm is None:
+        return 1
+    shape = server_args.tree_shape
+    assert server_args.page_size is not None
+    return alloc_len_per_decode(
+        page_size=server_args.page_size,
+        topk=shape.topk,
+        num_steps=shape.num_steps,
+        num_draft_tokens=shape.num_draft_tokens,
+        draft_lead=server_args.draft_lead,
+        has_region=branch_unit(server_args) > 0,
+    )
+
+
+def region_columns(server_args: ServerArgs) -> int:
+    """Columns of a row's draft region; 0: there is none."""
+    region = branch_region(server_args, begin=0)
+    if region is None:
+        return 0
+    shape = server_args.tree_shape
+    return shape.topk * region.span(shape.num_steps)
+
+
+def decode_reserve(server_args: ServerArgs) -> int:
+    """KV slots that a request keeps beyond those the host knows to be written.
+
+    One iteration's writes, after the tokens that the iteration in flight may gain,
+    whose number the host does not know yet. 0 without speculation: slots are taken as
+    they are written.
+    """
+    if server_args.speculative_algorithm is None:
+        return 0
+    gained = server_args.tree_shape.accept_width
+    return gained + get_alloc_len_per_decode(server_args)
+
+
+def branch_unit(server_args: ServerArgs) -> int:
+    """`BranchRegion.unit` of the draft region; 0: there is none, because nothing is
+    drafted in branches or the flags want them after the prefix."""
+    args = server_args
+    if args.speculative_algorithm is None or args.tree_shape.topk == 1:
+        return 0
+    if args.speculative_draft_layout == "paged":
+        return 0
+    assert args.attention_backend is not None and args.page_size is not None
+    capabilities = ATTENTION_BACKENDS[args.attention_backend]
+    return args.page_size if capabilities.needs_paged_draft_rows else 1
+
+
+def branch_region(server_args: ServerArgs, *, begin: int) -> BranchRegion | None:
+    """The draft region of rows whose tokens have `begin` columns; None: see
+    `branch_unit`."""
+    unit = branch_unit(server_args)
+    return BranchRegion(begin=begin, unit=unit) if unit else None

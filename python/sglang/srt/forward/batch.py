@@ -1,0 +1,135 @@
+"""The batch that one model forward works on.
+
+`ForwardBatch` is immutable for the forward that runs it, and carries the same canonical
+fields in every mode. Owns no memory and knows no requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.forward.spec_input import SpecInput
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+
+class ForwardMode(IntEnum):
+    EXTEND = 1
+    DECODE = 2
+    IDLE = 3
+    TARGET_VERIFY = 4
+    DRAFT_EXTEND_V2 = 5
+
+    @property
+    def is_decode(self) -> bool:
+        return self is ForwardMode.DECODE
+
+
+class CaptureHiddenMode(IntEnum):
+    """Hidden states that a forward returns: none, the rows with logits, or all rows."""
+
+    NULL = 0
+    LAST = 1
+    FULL = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostLens:
+    """Host copies of the lengths: of prefills, which are known there, and of others for
+    backends that declare `needs_cpu_seq_lens`."""
+
+    prefix_lens: list[int]
+    extend_lens: list[int]
+
+    def padded(self, bs: int, *, prefix_len: int, extend_len: int) -> HostLens:
+        """The lengths of `bs` rows: after the live ones, padding with these lengths."""
+        missing = bs - len(self.extend_lens)
+        return HostLens(
+            prefix_lens=self.prefix_lens + [prefix_len] * missing,
+            extend_lens=self.extend_lens + [extend_len] * missing,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputLogprobSpan:
+    """Prompt logprobs of one row: new tokens `[start, stop)` of the row's extension.
+
+    The logits of new token j score `next_tokens[j - start]`, with `top_k` alternatives
+    and the token ids `named`.
+    """
+
+    row: int
+    start: int
+    stop: int
+    next_tokens: list[int]
+    top_k: int
+    named: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InputEmbeds:
+    """Embeddings that requests brought instead of tokens.
+
+    Fields:
+        rows: int64 [N]; the new tokens that they replace, of T, ascending.
+        values: floating point [N, H].
+    """
+
+    rows: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """A batch of R rows (requests, or requests x top-k in draft decode) with T new
+    tokens. `batch_size` is R.
+
+    Fields:
+        input_ids, positions, out_cache_loc: int64 [T]; row after row.
+        req_pool_indices: int64 [R]; row of `req_to_token`, 0 is padding.
+        prefix_lens, extend_lens: int64 [R]; tokens already in KV, tokens written now;
+            `seq_lens` is their sum in every mode.
+        qo_indptr: int64 [R + 1]; offsets of the rows in [T]; None in DECODE (one each).
+        lens_cpu: host copies, of prefills, else only if the backend needs them.
+        parent_index: int64 [T] or None; parent of a new token among the new tokens, -1
+            for the last prefix token (trees).
+        tree_mask: bool [R, D, D] or None; the new tokens that a new token sees (trees).
+        req_serial, salt, rids_int: int64 [R]; request identity.
+        logits_rows: int64 [R] or None; token rows that need logits, None: all.
+        input_logprobs: prompt spans that need logprobs.
+        input_embeds: embeddings that replace those of some tokens, or None.
+    """
+
+    forward_mode: ForwardMode
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    out_cache_loc: torch.Tensor
+    req_pool_indices: torch.Tensor
+    prefix_lens: torch.Tensor
+    extend_lens: torch.Tensor
+    seq_lens: torch.Tensor
+    req_serial: torch.Tensor
+    salt: torch.Tensor
+    rids_int: torch.Tensor
+    qo_indptr: torch.Tensor | None = None
+    lens_cpu: HostLens | None = None
+    parent_index: torch.Tensor | None = None
+    tree_mask: torch.Tensor | None = None
+    logits_rows: torch.Tensor | None = None
+    input_logprobs: tuple[InputLogprobSpan, ...] = ()
+    input_embeds: InputEmbeds | None = None
+    capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
+    spec_info: SpecInput | None = None
+    sampling_info: SamplingBatchInfo | None = None
+
+    @property
+    def batch_size(self) -> int:
+        return self.req_pool_indices.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.input_ids.shape[0]

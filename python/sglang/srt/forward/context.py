@@ -1,0 +1,66 @@
+"""The attention backend of the forward that runs now, and how attention is captured.
+
+A plain module global is safe: one process runs one forward at a time, on one thread.
+Entering twice is an error, so that a forgotten exit cannot go unnoticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sglang.srt.forward.batch import ForwardBatch
+    from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+
+class AttentionBreaks(Protocol):
+    """Takes attention out of a layer stack that is being captured."""
+
+    def qkv_buffer(self, layer: RadixAttention, tokens: int) -> Tensor:
+        """[tokens, qkv_width]: where q, k and v of `layer` should be written."""
+
+    def attend(
+        self, layer: RadixAttention, qkv: Tensor, forward_batch: ForwardBatch
+    ) -> Tensor:
+        """As `RadixAttention.forward`, with `forward_batch` the static batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardContext:
+    """The state that layers read from the forward that runs.
+
+    Fields:
+        attn_backend: backend of its attention.
+        attention_breaks: set while the stack is captured with attention outside of it.
+    """
+
+    attn_backend: AttentionBackend
+    attention_breaks: AttentionBreaks | None = None
+
+
+_current: ForwardContext | None = None
+
+
+@contextmanager
+def forward_context(context: ForwardContext) -> Iterator[None]:
+    """Make `context` current; forwards do not nest."""
+    global _current
+    if _current is not None:
+        raise RuntimeError("a forward is already running: forwards do not nest")
+    _current = context
+    try:
+        yield
+    finally:
+        _current = None
+
+
+def get_forward_context() -> ForwardContext:
+    if _current is None:
+        raise RuntimeError("no forward is running: enter forward_context first")
+    return _current

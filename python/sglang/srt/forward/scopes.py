@@ -1,0 +1,62 @@
+"""Hooks around model forwards.
+
+`ModelRunner.scopes` is `NullScopes` until something that watches forwards, such as the
+KV canary, is installed in its place, so that no caller asks whether anything is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from sglang.srt.forward.batch import ForwardBatch
+
+
+class ForwardScopes(Protocol):
+    """Watches the forwards of one model runner."""
+
+    def with_ops_outside_graph(
+        self,
+        *,
+        single_forward_indices: Sequence[int],
+        maybe_inaccurate_forward_batch: ForwardBatch,
+    ) -> AbstractContextManager[None]:
+        """Scope around a whole launch, outside any graph.
+
+        Args:
+            single_forward_indices: forwards that the launch will run.
+            maybe_inaccurate_forward_batch: the live batch; a graph reads its own
+                padded copy.
+        """
+
+    def with_active_single_forward_manager(
+        self, index: int
+    ) -> AbstractContextManager[None]:
+        """Scope around one model forward of a launch, graph capture included."""
+
+    def on_replay(self) -> None:
+        """Note that a graph runs all forwards of the launch, without their scopes."""
+
+
+class NullScopes:
+    """Watches nothing."""
+
+    _nothing = nullcontext()
+
+    def with_ops_outside_graph(
+        self,
+        *,
+        single_forward_indices: Sequence[int],
+        maybe_inaccurate_forward_batch: ForwardBatch,
+    ) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def with_active_single_forward_manager(
+        self, index: int
+    ) -> AbstractContextManager[None]:
+        return self._nothing
+
+    def on_replay(self) -> None:
+        """Nothing to note."""

@@ -1,0 +1,248 @@
+"""Bytes that decode attention on Hopper has in shared memory, compared with kept sums.
+
+`decode_checked` in Gluon. A tile of K and V that was copied for the products is read
+once more, as bytes, and multiplied by the digits of their factors in int8 products of
+the matrix unit (`kv_canary.head_sums`):
+
+    columns of the digits   0    1     2     3        4    5     6     7
+    of the factors of       K    K     K     K        V    V     V     V
+    weight of the product   1   2^8  2^16  2^24       1   2^8  2^16  2^24
+
+The sum of a slot's products is compared with the sum kept of the slot, which is
+loaded one tile ahead. Only a program that saw a difference looks again, element by
+element.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-calls
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from kv_canary.kernels.triton.hash import POISON, pack_word0
+from kv_canary.kernels.triton.report import ENTRY_WORDS, Finding
+from kv_canary.kernels.triton.sums import V_PLACE, byte_factors, sum_bytes
+from sglang.srt.layers.ops.attention.decode.checked import (
+    LAYER_SHIFT,
+    LINEAGE_WORD,
+    NAMED_WORD,
+    PLACE_SHIFT,
+    REAL_KV,
+    RECORD_WORDS,
+    REHASHED,
+    WORD3,
+    passing_finding,
+)
+from sglang.srt.layers.ops.attention.decode_hopper.reads import slots_of
+
+# Digits of a factor, and of those of K and V together.
+_DIGITS = gl.constexpr(4)
+_COLUMNS = gl.constexpr(8)
+# Added to a factor, it makes the digits of 0 .. 255 those of -128 .. 127, plus 128.
+_BALANCE = gl.constexpr(0x80808080)
+
+
+class Watch(NamedTuple):
+    """The comparison of a split on its way through the tiles.
+
+    Fields:
+        digits: int8 [bytes of a head, 8], operand of the products.
+        limit: element after the last that is compared.
+        kept: uint32 [N], sums kept of the elements of the next tile.
+        changed: uint32 [N], bits in which sums of the tiles before differed.
+    """
+
+    digits: Any
+    limit: Any
+    kept: Any
+    changed: Any
+
+
+@gluon.constexpr_function
+def sums_layout(warps):
+    """Of int8 products: elements by columns of digits."""
+    return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, _COLUMNS.value])
+
+
+@gluon.jit
+def digits_of(BYTES: gl.constexpr, LAYOUT: gl.constexpr):
+    """Digits of the factors of K's and V's bytes, as an operand of LAYOUT's parent."""
+    ROWS: gl.constexpr = gl.BlockedLayout(
+        [1, _COLUMNS], [32, 1], [gl.num_warps(), 1], [1, 0]
+    )
+    byte = gl.expand_dims(gl.arange(0, BYTES, layout=gl.SliceLayout(1, ROWS)), 1)
+    column = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, ROWS))
+    column = gl.expand_dims(column, 0)
+    factor = byte_factors(byte + column // _DIGITS * V_PLACE) + _BALANCE
+    digit = (factor >> (8 * (column % _DIGITS)).to(gl.uint32)) ^ 0x80
+    return gl.convert_layout(digit.to(gl.int8), LAYOUT)
+
+
+@gluon.jit
+def start_watch(reads, begin, of, SHAPE: gl.constexpr, N: gl.constexpr):
+    """The `Watch` before the first tile, which begins at an element."""
+    SUMS: gl.constexpr = sums_layout(gl.num_warps())
+    ITEMSIZE: gl.constexpr = reads.k.dtype.element_ty.primitive_bitwidth // 8
+    check, row, _, _ = of
+    prefix = gl.load(check.prefix_lens + row).to(gl.int32)
+    # A padded row has no prefix.
+    prefix = gl.where(gl.load(check.req_rows + row) != 0, prefix, 0)
+    limit = gl.minimum(reads.end, prefix)
+    element = elements_of(begin, N)
+    slot = slots_of(reads, element, SHAPE.page_size)
+    return Watch(
+        digits=digits_of(SHAPE.head_dim * ITEMSIZE, gl.DotOperandLayout(1, SUMS, 4)),
+        limit=limit,
+        kept=load_kept(slot, element < limit, of, SHAPE),
+        changed=gl.zeros([N], gl.uint32, gl.SliceLayout(1, SUMS)),
+    )
+
+
+@gluon.jit
+def elements_of(begin, N: gl.constexpr):
+    """Elements [N] of the tile that begins at one."""
+    ROWS: gl.constexpr = gl.SliceLayout(1, sums_layout(gl.num_warps()))
+    return begin + gl.arange(0, N, layout=ROWS)
+
+
+@gluon.jit
+def load_kept(slot, mask, of, SHAPE: gl.constexpr):
+    """The sums kept of slots [N], uint32; 0 where none is due."""
+    at = of.check.sums + slot.to(gl.int64) * of.check.slot_stride
+    kept = gl.load(at + (of.layer * SHAPE.kv_heads + of.kv_head), mask=mask, other=0)
+    return kept.to(gl.uint32, bitcast=True)
+
+
+@gluon.jit
+def products_of(place, digits):
+    """Bytes of a tile in shared memory times digits, int32 [elements, columns]."""
+    N: gl.constexpr = place.shape[0]
+    BYTES: gl.constexpr = digits.shape[0]
+    SUMS: gl.constexpr = digits.type.layout.parent
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+    data = place._reinterpret(gl.int8, [N, BYTES], SHARED)
+    data = data.load(gl.DotOperandLayout(0, SUMS, 4))
+    return mma_v2(data, digits, gl.zeros([N, _COLUMNS], gl.int32, SUMS))
+
+
+@gluon.jit
+def watch_tile(watch, keys, values, begin, next_slot, of, SHAPE: gl.constexpr):
+    """The `Watch` after a tile of K and V in shared memory that begins at an element,
+    before one with these slots [N]."""
+    digits, limit, kept, changed = watch
+    SUMS: gl.constexpr = digits.type.layout.parent
+    N: gl.constexpr = keys.shape[0]
+    column = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, SUMS))
+    column = gl.expand_dims(column, 0)
+    products = gl.where(
+        column < _DIGITS, products_of(keys, digits), products_of(values, digits)
+    ).to(gl.uint32, bitcast=True)
+    sums = gl.sum(products << (8 * (column % _DIGITS)).to(gl.uint32), 1)
+    element = elements_of(begin, N)
+    changed = changed | gl.where(element < limit, sums ^ kept, 0)
+    kept = load_kept(next_slot, element + N < limit, of, SHAPE)
+    return Watch(digits, limit, kept, changed)
+
+
+@gluon.jit
+def end_watch(watch, reads, begin, of, SHAPE: gl.constexpr, IN_TURN: gl.constexpr):
+    """Count the elements that were compared, and look again if any sum differed; all
+    warps take the same branch. IN_TURN: no other layer of the forward compares."""
+    count = gl.maximum(watch.limit - begin, 0)
+    # In one layer of a forward, for one head.
+    if (gl.program_id(0) == 0) & (IN_TURN | (of.layer == 0)):
+        gl.atomic_add(of.check.state.counters + REHASHED, count.to(gl.int64))
+    if gl.max((watch.changed != 0).to(gl.int32), 0) != 0:
+        report_changed(reads, begin, watch.limit, of, SHAPE)
+
+
+@gluon.jit
+def agreed(at, lane):
+    """The word at a pointer, as one thread sees it: warps run apart."""
+    return gl.sum(gl.load(at + lane * 0, mask=lane == 0, other=0), 0)
+
+
+@gluon.jit
+def report_changed(reads, begin, limit, of, SHAPE: gl.constexpr):
+    """`decode_checked.report_changed`, one element after the other."""
+    WORDS: gl.constexpr = SHAPE.head_dim // 2
+    # No fewer lanes than threads, so that no two warps load the same word.
+    LANES: gl.constexpr = max(WORDS, 32 * gl.num_warps())
+    LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    lane = gl.arange(0, LANES, layout=LINE)
+    is_word = lane < WORDS
+    check, row, layer, kv_head = of
+    k_words = reads.k.to(gl.pointer_type(gl.uint32), bitcast=True)
+    v_words = reads.v.to(gl.pointer_type(gl.uint32), bitcast=True)
+    clock = agreed(check.state.clock, lane)
+    req = agreed(check.req_rows + row, lane)
+    serial = agreed(check.serials + row, lane)
+    is_flagged = (agreed(check.state.verdict + req, lane) & REAL_KV) != 0
+    first = clock * 0
+    if check.first_position is not None:
+        first = agreed(check.first_position + row, lane)
+    place = ((layer << LAYER_SHIFT) | kv_head).to(gl.int64) << PLACE_SHIFT
+    sums = check.sums + (layer * SHAPE.kv_heads + kv_head)
+    seen = begin * 0
+    for element in range(begin, limit):
+        column = (element // SHAPE.page_size).to(gl.int64)
+        page = agreed(reads.table + column * reads.column_stride, lane)
+        number = (page + element % SHAPE.page_size).to(gl.int64)
+        k = gl.load(
+            k_words + number * (reads.k_stride // 2) + lane, mask=is_word, other=0
+        )
+        v = gl.load(
+            v_words + number * (reads.v_stride // 2) + lane, mask=is_word, other=0
+        )
+        found = sum_bytes(k, 4 * lane) + sum_bytes(v, 4 * lane + V_PLACE)
+        computed = gl.sum(found, 0)
+        kept = agreed(sums + number * check.slot_stride, lane)
+        kept = kept.to(gl.uint32, bitcast=True)
+        if computed != kept:
+            seen += 1
+            record = check.state.tail + number * RECORD_WORDS
+            word0 = agreed(record, lane)
+            if word0 != POISON:
+                head = check.state.head + number * RECORD_WORDS
+                named = gl.atomic_xchg(head + NAMED_WORD, clock)
+                if (named != clock) | (is_flagged == 0):
+                    lineage = agreed(record + LINEAGE_WORD, lane)
+                    position = first + element
+                    finding = Finding(
+                        reasons=REAL_KV,
+                        req_row=req,
+                        serial=serial,
+                        slot=number,
+                        position=position,
+                        expected_word0=pack_word0(position * 0 - 1, position),
+                        found_word0=word0,
+                        expected_lineage=lineage,
+                        found_lineage=lineage,
+                        found_word3=agreed(record + WORD3, lane),
+                        clock=clock,
+                        batch_row=row,
+                        expected_slot=number,
+                        found_fingerprint=place | kept.to(gl.int64),
+                        computed_fingerprint=place | computed.to(gl.int64),
+                        tag=check.tag,
+                    )
+                    append(check.state, finding, lane)
+    if seen == 0:
+        passing = passing_finding(of, first + begin, req, serial, clock, place)
+        append(check.state, passing, lane)
+
+
+@gluon.jit
+def append(state, finding, lane):
+    """`report_one` of the canary's kernels."""
+    place = gl.atomic_add(state.ring_count, 1)
+    entry = lane.to(gl.int64) * 0
+    for word in gl.static_range(ENTRY_WORDS):
+        if finding[word] is not None:
+            entry = gl.where(lane == word, finding[word], entry)
+    keep = (lane < ENTRY_WORDS) & (place < state.capacity)
+    gl.store(state.ring + place * ENTRY_WORDS + lane, entry, mask=keep)
+    gl.atomic_or(state.verdict + finding.req_row, finding.reasons)

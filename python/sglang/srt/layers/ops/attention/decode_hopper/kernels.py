@@ -1,0 +1,325 @@
+"""Gluon kernel of decode attention on Hopper: copies of tiles run ahead of products.
+
+The split kernel of `decode_kernels` with a pipeline of its own: K and V of a tile of
+elements are copied from the pool to shared memory, slot by slot, while the tiles before
+are multiplied; slots of a tile are looked up one tile before its copy begins.
+
+    tile        0      1      2      3
+    slots       |......|......|......|
+    copy        |-----------|-----------|      STAGES - 1 tiles in flight
+    products           |======|======|======|
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+# mypy: allow-untyped-calls
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents
+
+from sglang.srt.layers.ops.attention.decode.checked import Compared
+from sglang.srt.layers.ops.attention.decode_hopper.checked import (
+    elements_of,
+    end_watch,
+    start_watch,
+    watch_tile,
+)
+from sglang.srt.layers.ops.attention.decode_hopper.reads import Reads, slots_of
+from sglang.srt.layers.ops.attention.decode_hopper.results import put_result
+from sglang.srt.layers.ops.attention.shared.args import Compares
+from sglang.srt.layers.ops.attention.shared.attend import Sums
+
+_LOG2_E = gl.constexpr(1.4426950408889634)
+# Queries of a tile: the rows of the matrix unit's instruction.
+_QUERIES = gl.constexpr(16)
+_NEVER = gl.constexpr(int(Compares.NEVER))
+_IN_TURN = gl.constexpr(int(Compares.IN_TURN))
+
+
+@gluon.jit
+def reads_of(pool, pages, row, kv_head, end):
+    """`Reads` of a row up to an element."""
+    table_row = row
+    if pages.row_index is not None:
+        table_row = gl.load(pages.row_index + row)
+    return Reads(
+        pool.k + kv_head.to(gl.int64) * pool.k_head_stride,
+        pool.v + kv_head.to(gl.int64) * pool.v_head_stride,
+        pool.k_slot_stride,
+        pool.v_slot_stride,
+        pages.table + table_row * pages.row_stride,
+        pages.column_stride,
+        end,
+    )
+
+
+@gluon.jit
+def copy_tile(at, stride, slot, is_read, place, LAYOUT: gl.constexpr):
+    """Start the copy of K or V of slots; elements that are not read become zero."""
+    D: gl.constexpr = place.shape[1]
+    channel = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    cells = at + gl.expand_dims(slot.to(gl.int64) * stride, 1)
+    cells = cells + gl.expand_dims(channel, 0)
+    mask = gl.expand_dims(is_read, 1)
+    async_copy.async_copy_global_to_shared(place, cells, mask=mask)
+
+
+@gluon.jit
+def copy_elements(reads, slot, element, keys, values, LAYOUT: gl.constexpr):
+    """Start the copies of a tile, as one group."""
+    is_read = element < reads.end
+    copy_tile(reads.k, reads.k_stride, slot, is_read, keys, LAYOUT)
+    copy_tile(reads.v, reads.v_stride, slot, is_read, values, LAYOUT)
+    async_copy.commit_group()
+
+
+@gluon.jit
+def start_copies(
+    reads, element, keys, values, PAGE: gl.constexpr, LAYOUT: gl.constexpr
+):
+    """Start the copies of all tiles but one that have room; (elements of the tile after
+    them, their slots)."""
+    for stage in gl.static_range(keys.shape[0] - 1):
+        slot = slots_of(reads, element, PAGE)
+        copy_elements(
+            reads, slot, element, keys.index(stage), values.index(stage), LAYOUT
+        )
+        element += keys.shape[1]
+    return element, slots_of(reads, element, PAGE)
+
+
+@gluon.jit
+def scores_of(product, scale):
+    """`attend.scores_of`."""
+    score = product * scale.factor
+    if scale.cap is not None:
+        power = gl.exp2(gl.abs(score) * (-2.0 * _LOG2_E))
+        size = (1.0 - power) / (1.0 + power)
+        score = gl.where(score < 0.0, -size, size) * scale.cap
+    return score
+
+
+@gluon.jit
+def fold(score, top, total):
+    """Softmax sums with one more tile: (weights, what shrinks earlier results, largest
+    score, sum of weights)."""
+    new_top = gl.maximum(top, gl.max(score, 1))
+    shrink = gl.exp2(top - new_top)
+    weight = gl.exp2(score - gl.expand_dims(new_top, 1))
+    return weight, shrink, new_top, total * shrink + gl.sum(weight, 1)
+
+
+@gluon.jit
+def load_queries(q, row, head, is_member, D: gl.constexpr, LAYOUT: gl.constexpr):
+    """Queries of a row as an operand of LAYOUT's parent: [heads, channels]."""
+    WARPS: gl.constexpr = gl.num_warps()
+    ROWS: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 * 8 // D, D // 8], [WARPS, 1], [1, 0]
+    )
+    channel = gl.arange(0, D, layout=gl.SliceLayout(0, ROWS))
+    head = gl.convert_layout(head, gl.SliceLayout(1, ROWS))
+    is_member = gl.convert_layout(is_member, gl.SliceLayout(1, ROWS))
+    cells = gl.expand_dims(row * q.stride + head * D, 1) + gl.expand_dims(channel, 0)
+    query = gl.load(q.at + cells, mask=gl.expand_dims(is_member, 1), other=0.0)
+    return gl.convert_layout(query, LAYOUT)
+
+
+@gluon.jit
+def split_plan(read_len, window, TILE: gl.constexpr):
+    """`decode_kernels.split_plan`."""
+    begin = read_len * 0
+    if window is not None:
+        begin = gl.maximum(read_len - window, 0)
+    tiles = (read_len - begin + TILE.block_n - 1) // TILE.block_n
+    tiles_per_split = gl.maximum(
+        (tiles + TILE.splits - 1) // TILE.splits, TILE.least_tiles
+    )
+    active = (tiles + tiles_per_split - 1) // tiles_per_split
+    return begin, tiles_per_split * TILE.block_n, active
+
+
+class Work(NamedTuple):
+    """A split of one row's elements, whose first copies are under way.
+
+    Fields:
+        query: operand of the products. reads: `Reads`. keys, values: tiles in shared
+            memory [stages, elements, channels].
+        slot, element: of the tile whose copy starts next. begin, tiles: first element
+            and tiles of the split. scale: `args.Scale`.
+    """
+
+    query: Any
+    reads: Any
+    keys: Any
+    values: Any
+    slot: Any
+    element: Any
+    begin: Any
+    tiles: Any
+    scale: Any
+
+
+@gluon.jit
+def attend_tiles(
+    work,
+    of,
+    SHAPE: gl.constexpr,
+    MMA: gl.constexpr,
+    COPY: gl.constexpr,
+    COMPARES: gl.constexpr,
+):
+    """Softmax and result of a split, as a `Sums`.
+
+    Args:
+        of: the `Compared` whose bytes are compared, unless COMPARES is NEVER.
+    """
+    query, reads, keys, values, slot, element, begin, tiles, scale = work
+    STAGES: gl.constexpr = keys.shape[0]
+    N: gl.constexpr = keys.shape[1]
+    D: gl.constexpr = keys.shape[2]
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    if COMPARES != _NEVER:
+        watch = start_watch(reads, begin, of, SHAPE, N)
+    column = gl.arange(0, N, layout=gl.SliceLayout(0, MMA))
+    top = gl.full([_QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
+    total = gl.zeros([_QUERIES], gl.float32, gl.SliceLayout(1, MMA))
+    acc = gl.zeros([_QUERIES, D], gl.float32, MMA)
+    for tile in range(0, tiles):
+        async_copy.wait_group(STAGES - 2)
+        if COMPARES != _NEVER:
+            # Their kept sums are on the way while this tile is multiplied.
+            next_element = elements_of(begin + (tile + 1) * N, N)
+            next_slot = slots_of(reads, next_element, SHAPE.page_size)
+        ahead = (tile + STAGES - 1) % STAGES
+        copy_elements(
+            reads, slot, element, keys.index(ahead), values.index(ahead), COPY
+        )
+        element += N
+        slot = slots_of(reads, element, SHAPE.page_size)
+
+        if COMPARES != _NEVER:
+            watch = watch_tile(
+                watch,
+                keys.index(tile % STAGES),
+                values.index(tile % STAGES),
+                begin + tile * N,
+                next_slot,
+                of,
+                SHAPE,
+            )
+        key = keys.index(tile % STAGES).permute((1, 0)).load(RIGHT)
+        product = mma_v2(query, key, gl.zeros([_QUERIES, N], gl.float32, MMA))
+        is_read = begin + tile * N + column < reads.end
+        score = gl.where(
+            gl.expand_dims(is_read, 0), scores_of(product, scale), float("-inf")
+        )
+        weight, shrink, top, total = fold(score, top, total)
+        acc = acc * gl.expand_dims(shrink, 1)
+        value = values.index(tile % STAGES).load(RIGHT)
+        acc = mma_v2(gl.convert_layout(weight.to(value.dtype), LEFT), value, acc)
+    async_copy.wait_group(0)
+    if COMPARES != _NEVER:
+        end_watch(watch, reads, begin, of, SHAPE, COMPARES == _IN_TURN)
+    return Sums(acc, top, total)
+
+
+@gluon.jit(do_not_specialize=["window", "layer"])
+def decode_hopper_kernel(
+    q,
+    out,
+    partials,
+    counters,
+    pool,
+    pages,
+    read_lens,
+    sinks,
+    scale,
+    window,
+    check,
+    layer,
+    SHAPE: gl.constexpr,
+    TILE: gl.constexpr,
+    STAGES: gl.constexpr,
+    COMPARES: gl.constexpr,
+    ADDED: gl.constexpr,
+    LETS_NEXT_START: gl.constexpr,
+):
+    """`decode_split_kernel` for half precision: same grid, arguments and results, but
+    for splits that its programs add up themselves.
+
+    Args:
+        counters: int32 [rows * programs of a row and split], zero; left so.
+        SHAPE: `args.Shape`, of at least 64 channels, a power of two.
+        TILE: `args.DecodeTile` of 16 query heads. STAGES: tiles in shared memory.
+        COMPARES: of `args.Compares`, as there.
+        ADDED: partial results of a head that are read at once; 0: another kernel adds
+            them up.
+        LETS_NEXT_START: the kernel after this one, if it may start early, does so once
+            all programs run: a product asks for its weights meanwhile.
+    """
+    if LETS_NEXT_START:
+        gdc_launch_dependents()
+    WARPS: gl.constexpr = gl.num_warps()
+    D: gl.constexpr = SHAPE.head_dim
+    N: gl.constexpr = TILE.block_n
+    PAGE: gl.constexpr = SHAPE.page_size
+    COPY: gl.constexpr = gl.BlockedLayout(
+        [1, 8], [32 * 8 // D, D // 8], [WARPS, 1], [1, 0]
+    )
+    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
+    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
+    dtype: gl.constexpr = pool.k.dtype.element_ty
+
+    HEAD_BLOCKS: gl.constexpr = (SHAPE.group + _QUERIES - 1) // _QUERIES
+    kv_head = gl.program_id(0) // HEAD_BLOCKS
+    split = gl.program_id(1)
+    row = gl.program_id(2).to(gl.int64)
+    read_len = gl.load(read_lens + row).to(gl.int32)
+    first, per_split, active = split_plan(read_len, window, TILE)
+    if split >= gl.maximum(active, 1):
+        return
+    begin = first + split * per_split
+    end = gl.minimum(begin + per_split, read_len)
+    tiles = (end - begin + N - 1) // N
+
+    reads = reads_of(pool, pages, row, kv_head, end)
+    keys = gl.allocate_shared_memory(dtype, [STAGES, N, D], SHARED)
+    values = gl.allocate_shared_memory(dtype, [STAGES, N, D], SHARED)
+    element = begin + gl.arange(0, N, layout=gl.SliceLayout(1, COPY))
+    element, slot = start_copies(reads, element, keys, values, PAGE, COPY)
+
+    member = gl.program_id(0) % HEAD_BLOCKS * _QUERIES
+    member += gl.arange(0, _QUERIES, layout=gl.SliceLayout(1, MMA))
+    is_member = member < SHAPE.group
+    head = kv_head * SHAPE.group + member
+    query = load_queries(q, row, head, is_member, D, LEFT)
+    of = Compared(check=check, row=row, layer=layer, kv_head=kv_head)
+    work = Work(query, reads, keys, values, slot, element, begin, tiles, scale)
+    if COMPARES == _IN_TURN:
+        if gl.load(check.state.clock) % check.layers == layer:
+            sums = attend_tiles(work, of, SHAPE, MMA, COPY, COMPARES)
+        else:
+            sums = attend_tiles(work, of, SHAPE, MMA, COPY, _NEVER)
+    else:
+        sums = attend_tiles(work, of, SHAPE, MMA, COPY, COMPARES)
+
+    put_result(
+        out,
+        partials,
+        counters,
+        sinks,
+        sums,
+        row,
+        head,
+        is_member,
+        split,
+        active,
+        SHAPE,
+        TILE,
+        ADDED,
+    )

@@ -1,0 +1,148 @@
+"""How `decode_hopper_kernel` is launched: which inputs it serves, tiles and splits."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+import triton
+
+from sglang.srt.layers.ops.attention.extend_hopper.launch import serves
+from sglang.srt.layers.ops.attention.shared.args import (
+    Compares,
+    decode_tile,
+    shape_args,
+)
+from sglang.srt.layers.ops.attention.shared.launch import Launch
+from sglang.srt.utils.triton_launch import MULTIPROCESSORS
+
+QUERIES = 16
+"""Query heads of a tile, padded."""
+
+
+class HopperTile(NamedTuple):
+    """A tile of KV elements.
+
+    Fields:
+        block_n: elements. warps: of a program.
+        resident: programs that a multiprocessor holds at once, by their registers and
+            shared memory.
+    """
+
+    block_n: int
+    warps: int
+    resident: int
+
+
+_NARROW_IN_TURN = (HopperTile(64, 2, 6), HopperTile(32, 2, 8))
+# By head size, in order of preference; smaller tiles are slower, but more of their
+# programs run at once. Of heads of 128 whose bytes are compared in every launch a warp
+# has 16 elements, so that its threads have room for the digits of factors.
+TILES: dict[Compares, dict[int, tuple[HopperTile, ...]]] = {
+    Compares.NEVER: {
+        64: (HopperTile(64, 2, 6), HopperTile(32, 2, 9), HopperTile(32, 1, 12)),
+        128: (
+            HopperTile(32, 4, 4),
+            HopperTile(32, 2, 6),
+            HopperTile(16, 2, 8),
+            HopperTile(16, 1, 12),
+        ),
+    },
+    Compares.IN_TURN: {
+        64: _NARROW_IN_TURN,
+        128: (HopperTile(32, 4, 4), HopperTile(16, 2, 6), HopperTile(16, 1, 8)),
+    },
+    Compares.ALWAYS: {
+        64: (*_NARROW_IN_TURN, HopperTile(32, 1, 12)),
+        128: (HopperTile(32, 2, 4), HopperTile(16, 1, 8)),
+    },
+}
+STAGES = 2
+"""Tiles in shared memory."""
+# Programs of a launch in splits that run at once; with more, some wait for the others'
+# places.
+_PLACES = 4 * MULTIPROCESSORS
+MANY_PROGRAMS = 16 * MULTIPROCESSORS
+"""Of more than these the last wave is a small part: they have the largest tile."""
+# The product after attention has that many columns where its weights are worth asking
+# for before the attention of a single row has ended.
+_WIDE = 4096
+# Registers of a thread that hold partial results while they are added up: the tiles'
+# products, whose registers they take, need more.
+ADDED_REGISTERS = 64
+# Reads one after the other of a program that adds up a row's splits; where there were
+# more a program per head is faster.
+MAX_READS = 8
+
+
+def splits_that_fit(splits: int, programs: int) -> int:
+    """A power of two of splits, or fewer, of which all programs run at once: `programs`
+    of each split."""
+    while splits > 1 and splits * programs > _PLACES:
+        splits //= 2
+    return splits
+
+
+@functools.cache
+def choose_tile(*, head_dim: int, compares: Compares, programs: int) -> HopperTile:
+    """The tile whose programs fill the device best: a last wave of few programs takes
+    as long as a full one. Of equals the one with the fewest waves."""
+    tiles = TILES[compares][head_dim]
+
+    def fill(tile: HopperTile) -> tuple[float, int]:
+        places = MULTIPROCESSORS * tile.resident
+        waves = -(-programs // places)
+        return programs / (waves * places), -waves
+
+    return tiles[0] if programs > MANY_PROGRAMS else max(tiles, key=fill)
+
+
+def added_splits(*, group: int, head_dim: int, warps: int, splits: int) -> int:
+    """Splits that the last program of a row and head block adds up at once, a power of
+    two; 0: another kernel adds them up, or there is one split."""
+    heads = int(triton.next_power_of_2(min(group, QUERIES)))
+    threads = 32 * warps
+    at_once = ADDED_REGISTERS * threads // (heads * head_dim)
+    # Of a head or two the threads share out the splits.
+    least = max(4 * threads // (heads * head_dim), 1)
+    at_once = max(min(at_once, int(triton.next_power_of_2(splits))), least)
+    return at_once if 1 < splits <= MAX_READS * at_once else 0
+
+
+def serves_decode(
+    *, group: int, head_dim: int, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether the kernel computes these heads on this device."""
+    return group <= QUERIES and serves(head_dim=head_dim, dtype=dtype, device=device)
+
+
+def decode_hopper_launch(
+    *,
+    rows: int,
+    q_heads: int,
+    kv_heads: int,
+    head_dim: int,
+    page_size: int,
+    splits: int,
+    compares: Compares = Compares.NEVER,
+) -> Launch:
+    """Compile-time parameters of the kernel, chosen from shapes alone."""
+    shape = shape_args(q_heads, kv_heads, head_dim, page_size)
+    programs = rows * splits * kv_heads * -(-shape.group // QUERIES)
+    tile = choose_tile(head_dim=head_dim, compares=compares, programs=programs)
+    added = added_splits(
+        group=shape.group, head_dim=head_dim, warps=tile.warps, splits=splits
+    )
+    return Launch(
+        constants={
+            "SHAPE": shape,
+            "TILE": decode_tile(QUERIES, tile.block_n, splits),
+            "STAGES": STAGES,
+            "COMPARES": int(compares),
+            "ADDED": added,
+            "LETS_NEXT_START": rows > 1 or q_heads * head_dim >= _WIDE,
+        },
+        num_warps=tile.warps,
+        num_stages=STAGES,
+    )

@@ -1,0 +1,124 @@
+"""Causal extend attention on Hopper: launcher of `extend_hopper_kernel`.
+
+The new K and V are read where the model left them; those of prefixes are gathered from
+the pool first, so that the copy engine can fetch whole blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from sglang.srt.layers.ops.attention.extend_hopper.kernels import extend_hopper_kernel
+from sglang.srt.layers.ops.attention.extend_hopper.plan import BLOCK, ExtendPlan
+from sglang.srt.utils.triton_launch import compute_capability
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.ops.attention.extend.inputs import ExtendInputs
+
+# By head size: blocks of K, and of V, in shared memory.
+STAGES = {64: 4, 128: 2}
+# New tokens of a forward below which too few tiles of 128 queries exist.
+MIN_TOKENS = 1024
+_HOPPER = (9, 0)
+
+
+def serves(*, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether the kernel computes heads of this size on this device.
+
+    The instructions are those of compute capability 9.0 alone.
+    """
+    return (
+        head_dim in STAGES
+        and dtype in _ELEMENTS
+        and device.type == "cuda"
+        and compute_capability(device.index or 0) == _HOPPER
+    )
+
+
+def extend_hopper(
+    inputs: ExtendInputs, k_new: Tensor, v_new: Tensor, plan: ExtendPlan
+) -> None:
+    """`extend_attention` without window, cap and tree mask, where `serves` says so.
+
+    NaN in K or V of a token can reach tokens of the same request that share its tile of
+    128, but no other request.
+
+    Args:
+        k_new, v_new: as in `extend_attention`, rows aligned to 16 bytes.
+        plan: of the forward's lengths.
+
+    Raises:
+        ValueError: a window, a cap or a tree mask.
+        RuntimeError: heads and channels of a tensor are not contiguous.
+    """
+    if inputs.window > 0 or inputs.logit_cap > 0 or inputs.tree_mask is not None:
+        raise ValueError(
+            f"window={inputs.window}, logit_cap={inputs.logit_cap}, tree_mask="
+            f"{'none' if inputs.tree_mask is None else 'given'}: this kernel is causal "
+            "without a cap; leave out the plan"
+        )
+    q, out = inputs.q, inputs.out
+    tokens, q_heads, head_dim = q.shape
+    kv_heads = k_new.shape[1]
+    new = [rows_of_heads(tensor[:tokens]) for tensor in (k_new, v_new)]
+    prefix = new
+    if plan.prefix_slots is not None:
+        caches = (inputs.k_cache, inputs.v_cache)
+        prefix = [
+            rows_of_heads(cache.index_select(0, plan.prefix_slots)) for cache in caches
+        ]
+    items = len(plan.tiles) * q_heads
+    programs = min(items, multiprocessors(q.device.index or 0))
+    extend_hopper_kernel[(programs,)](
+        descriptor(rows_of_heads(q), BLOCK // 2, head_dim),
+        descriptor(rows_of_heads(out), BLOCK // 2, head_dim),
+        *(descriptor(rows, BLOCK, head_dim) for rows in (*new, *prefix)),
+        out,
+        out.stride(0),
+        plan.tiles,
+        inputs.sinks,
+        items,
+        inputs.sm_scale * math.log2(math.e),
+        HEADS=q_heads,
+        GROUP=q_heads // kv_heads,
+        D=head_dim,
+        BLOCK=BLOCK,
+        STAGES=STAGES[head_dim],
+        num_warps=4,
+        launch_pdl=True,
+    )
+
+
+def rows_of_heads(tensor: Tensor) -> Tensor:
+    """[rows, heads, channels] -> [rows, heads * channels], a view."""
+    rows, heads, channels = tensor.shape
+    return tensor.view(rows, heads * channels)
+
+
+def descriptor(rows: Tensor, block: int, channels: int) -> TensorDescriptor:
+    """Of `rows_of_heads` in tiles of `block` rows of one head."""
+    layout = _layout(block, channels, rows.dtype)
+    return TensorDescriptor(
+        rows, list(rows.shape), list(rows.stride()), [block, channels], layout
+    )
+
+
+_ELEMENTS = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16}
+
+
+@functools.cache
+def _layout(block: int, channels: int, dtype: torch.dtype) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for([block, channels], _ELEMENTS[dtype])
+
+
+@functools.cache
+def multiprocessors(index: int) -> int:
+    """Of a CUDA device."""
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)

@@ -1,0 +1,35 @@
+"""Compile-time parameters of a Triton launch, apart from the tensors it reads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """How a kernel is compiled.
+
+    Fields:
+        constants: values of its `constexpr` parameters, by name: numbers, and the
+            named tuples of `args`.
+        num_warps: warps of a program.
+        num_stages: depth of the software pipeline over its loads.
+        launch_pdl: it may start while the kernel before it runs (see
+            `utils.triton_launch`).
+    """
+
+    constants: dict[str, Any]
+    num_warps: int
+    num_stages: int
+    launch_pdl: bool = False
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of a launch, the constants among them."""
+        options = {
+            **self.constants,
+            "num_warps": self.num_warps,
+            "num_stages": self.num_stages,
+        }
+        # The interpreter does not know the option.
+        return {**options, "launch_pdl": True} if self.launch_pdl else options

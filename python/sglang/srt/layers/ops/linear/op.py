@@ -1,0 +1,216 @@
+"""Matrix product with a weight that is packed once for the CPU.
+
+Owns the packed format; knows nothing of layers or sharding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from kv_canary.op import native_available
+from sglang.srt.layers.ops.activation.op import GATED
+from sglang.srt.utils.dispatch import Op
+
+_TRITON = "sglang.srt.layers.ops.linear.triton:"
+
+ADD_ROWS = 1024
+"""Rows from which cuBLAS adds the residual. With few rows it gives up splitting the sum
+over K for that: a decode step of 256 rows of the 8B shape took 16.95 ms instead of 16.5
+(H200)."""
+
+PANEL = 32
+"""Output columns per panel of the native format."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedWeight:
+    """A weight [N, K] in the order in which the CPU product reads it.
+
+    Fields:
+        n, k: outputs and inputs.
+        panel: output columns per panel; `n` (one panel) in the torch fallback.
+        data: [ceil(n / panel), k, panel]; columns beyond n are zero. float32, or
+            bfloat16 when every weight is exactly a bfloat16. A native bfloat16 panel
+            alternates columns j and j + panel / 2, so that one 32-bit lane holds both.
+    """
+
+    n: int
+    k: int
+    panel: int
+    data: Tensor
+
+
+def pack_weight(weight: Tensor) -> PackedWeight:
+    """Pack weight [N, K] (float32, bfloat16 or float16) for `linear`; copies it.
+
+    Raises:
+        ValueError: the weight is not a floating-point matrix, or it has no elements.
+    """
+    if weight.dim() != 2 or not weight.is_floating_point() or weight.numel() == 0:
+        raise ValueError(
+            f"pack_weight: got {weight.dtype} {tuple(weight.shape)}, expected a "
+            "non-empty floating-point [N, K]"
+        )
+    n, k = weight.shape
+    weight = weight.detach()
+    if not (weight.is_cpu and native_available()):
+        wide = weight.float().t().contiguous()
+        return PackedWeight(n=n, k=k, panel=n, data=wide[None])
+    data = pack_panels(weight, torch.bfloat16)
+    if data is None:
+        data = pack_panels(weight, torch.float32)
+    assert data is not None
+    return PackedWeight(n=n, k=k, panel=PANEL, data=data)
+
+
+def pack_panels(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """`PackedWeight.data` of a weight [N, K] in the native format.
+
+    None where a weight is not exactly of `dtype`, bfloat16 or float32.
+    """
+    n, k = weight.shape
+    panels = -(-n // PANEL)
+    if dtype == torch.bfloat16 and weight.dtype != dtype:
+        # A float32 is a bfloat16 where the lower half of its bits is zero.
+        weight = weight.float()
+        if bool((weight.view(torch.int32) & 0xFFFF).any()):
+            return None
+    padded = functional.pad(weight.to(dtype), (0, 0, 0, panels * PANEL - n))
+    if dtype == torch.float32:
+        return padded.view(panels, PANEL, k).transpose(1, 2).contiguous()
+    halves = padded.view(panels, 2, PANEL // 2, k).permute(0, 3, 2, 1)
+    return halves.reshape(panels, k, PANEL)
+
+
+def unpack_weight(weight: PackedWeight) -> Tensor:
+    """The float32 weight [N, K] that was packed."""
+    data = weight.data
+    if data.dtype == torch.bfloat16:
+        pairs = data.view(data.shape[0], weight.k, weight.panel // 2, 2)
+        data = pairs.transpose(2, 3).reshape(data.shape).float()
+    return data.transpose(1, 2).reshape(-1, weight.k)[: weight.n]
+
+
+def linear_ref(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """out = x @ weight.T + bias.
+
+    With a `PackedWeight` on the native kernels every output is one float32 sum in
+    ascending order of k, so that a row's result is bitwise independent of how many rows
+    the batch has; in torch it is a float32 product, rounded to the dtype of `x`. A
+    plain weight promises no such thing: a few rows of half precision go to kernels of
+    their own where those were measured to be faster, everything else goes to torch.
+
+    Args:
+        x: [..., K]; float32, bfloat16 or float16.
+        weight: [N, K] of the dtype of `x`, or packed.
+        bias: [N] of the dtype of `x`, or None.
+        out: [..., N] of the dtype of `x`, contiguous. Allocated if None.
+
+    Returns:
+        `out`.
+    """
+    if isinstance(weight, PackedWeight):
+        # In the fallback format this is a view: torch is fastest with [K, N] in memory.
+        result = torch.matmul(x.float(), unpack_weight(weight).t())
+        if bias is not None:
+            result = result + bias.float()
+        result = result.to(x.dtype)
+        return result if out is None else out.copy_(result)
+    if out is None:
+        return functional.linear(x, weight, bias)
+    rows, target = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
+    if bias is None:
+        torch.mm(rows, weight.t(), out=target)
+    else:
+        torch.addmm(bias, rows, weight.t(), out=target)
+    return out
+
+
+linear = Op(
+    reference=linear_ref,
+    native="sglang.srt.layers.ops.linear.native:linear",
+    triton=_TRITON + "linear",
+)
+
+
+def linear_into(
+    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, residual: Tensor
+) -> Tensor | None:
+    """residual += x @ weight.T + bias, where the library adds while it multiplies.
+
+    That saves a pass over the residual wherever cuBLAS multiplies many rows; the sum is
+    then rounded once instead of twice.
+
+    Args:
+        x: [T, K]. weight: [N, K] of the dtype of `x`, or packed. bias: [N] or None.
+        residual: [T, N] of the dtype of `x`, contiguous; overwritten or left alone.
+
+    Returns:
+        None where the product was added; else the product [T, N], still to be added.
+    """
+    if isinstance(weight, PackedWeight):
+        return linear(x, weight, bias)
+    if bias is None and x.is_cuda and x.shape[0] >= ADD_ROWS:
+        residual.addmm_(x, weight.t())
+        return None
+    return linear(x, weight, bias)
+
+
+def linear_add_ref(
+    x: Tensor, weight: Tensor | PackedWeight, residual: Tensor
+) -> Tensor:
+    """residual += x @ weight.T, in place.
+
+    One launch on CUDA where `linear` would use the weight-streaming kernels, which
+    round the product before they add, and where cuBLAS adds, which does not.
+
+    Args:
+        x: [T, K]; float32, bfloat16 or float16.
+        weight: [N, K] of the dtype of `x`, or packed.
+        residual: [T, N] of the dtype of `x`, contiguous.
+
+    Returns:
+        `residual`.
+    """
+    pending = linear_into(x, weight, None, residual)
+    return residual if pending is None else residual.add_(pending)
+
+
+linear_add = Op(reference=linear_add_ref, triton=_TRITON + "linear_add")
+
+
+def linear_gated_ref(
+    x: Tensor,
+    weight: Tensor | PackedWeight,
+    activation: str,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """out = activation(x @ gate.T) * (x @ up.T), where `weight` is [gate | up] rows.
+
+    One launch on CUDA where `linear` would use the weight-streaming kernels too; two
+    ops everywhere else.
+
+    Args:
+        x: [T, K]; float32, bfloat16 or float16.
+        weight: [2 * I, K] of the dtype of `x`, or packed.
+        activation: of `GATED`.
+        out: [T, I] of the dtype of `x`, contiguous. Allocated if None.
+
+    Returns:
+        `out`; equal to the activation of `linear(x, weight)` but for rounding.
+    """
+    return GATED[activation](linear(x, weight), out=out)
+
+
+linear_gated = Op(reference=linear_gated_ref, triton=_TRITON + "linear_gated")

@@ -1,0 +1,251 @@
+"""Triton kernels of the weight-streaming matrix product for few rows.
+
+Both read every weight once, in long row segments, and sum in float32. Weights do not
+depend on the kernel before, so their first bytes are asked for before
+`wait_for_inputs`. `gemm.py` chooses and launches.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.ops.activation.triton import activated
+from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
+
+LINE = tl.constexpr(64)  # elements of 2 bytes in a cache line
+
+
+class Product(NamedTuple):
+    """Constants that a kernel is compiled for; the argument PRODUCT of both.
+
+    Fields:
+        k: of the weight [N, K].
+        block_m, block_n, block_k: rows, weight rows and columns of a tile.
+        gated: the activation of the gate half times the up half; else the product.
+        gelu: the activation is GELU in its tanh form; else SiLU.
+        has_bias, has_residual: whether they are added.
+    """
+
+    k: int
+    block_m: int
+    block_n: int
+    block_k: int
+    gated: bool
+    gelu: bool
+    has_bias: bool
+    has_residual: bool
+
+
+@triton.jit
+def _weight_rows(tile, outputs, PRODUCT: tl.constexpr):
+    """Weight row of each of the tile's rows; rows past the end repeat the last.
+
+    Gated: gate and up rows alternate, so that a pair is reduced by one program.
+    """
+    row = tile * PRODUCT.block_n + tl.arange(0, PRODUCT.block_n)
+    if PRODUCT.gated:
+        row = tl.minimum(row // 2, outputs - 1) + (row % 2) * outputs
+    else:
+        row = tl.minimum(row, outputs - 1)
+    return row.to(tl.int64)
+
+
+@triton.jit
+def prefetch(address):
+    """Bring the cache line at each int64 address to L2."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+        "=r,l",
+        [address],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
+@triton.jit
+def _finish(
+    total,
+    tile,
+    bias,
+    residual,
+    out,
+    rows,
+    outputs,
+    residual_stride,
+    out_stride,
+    PRODUCT: tl.constexpr,
+):
+    """Epilogue and store of a tile of sums, [block_n, block_m] float32."""
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    m = tl.arange(0, BLOCK_M)[None, :]
+    if PRODUCT.gated:
+        pairs = total.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1)
+        gate, up = tl.split(pairs)
+        # The activation sees the product as it would be stored.
+        gate = gate.to(out.dtype.element_ty).to(tl.float32)
+        up = up.to(out.dtype.element_ty).to(tl.float32)
+        result = activated(gate, up, PRODUCT.gelu)
+        n = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)[:, None]
+    else:
+        result = total
+        n = tile * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
+    mask = (n < outputs) & (m < rows)
+    if PRODUCT.has_bias:
+        result += tl.load(bias + n, mask=n < outputs, other=0.0).to(tl.float32)
+    if PRODUCT.has_residual:
+        result = result.to(out.dtype.element_ty).to(tl.float32)
+        added = tl.load(residual + m * residual_stride + n, mask=mask, other=0.0)
+        result += added.to(tl.float32)
+    tl.store(out + m * out_stride + n, result.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def gemv_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    outputs,
+    PRODUCT: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One row of x. Tiles go to registers; the next one is loaded before the current
+    one is used."""
+    K: tl.constexpr = PRODUCT.k
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    BLOCK_K: tl.constexpr = PRODUCT.block_k
+    tile = tl.program_id(0)
+    let_next_start(PDL)
+    k = tl.arange(0, BLOCK_K)
+    start = weight + _weight_rows(tile, outputs, PRODUCT)[:, None] * K
+    ahead = tl.load(start + k[None, :], mask=(k < K)[None, :], other=0.0)
+    wait_for_inputs(PDL)
+    total = tl.zeros([BLOCK_N, BLOCK_K], dtype=tl.float32)
+    for first in range(0, K, BLOCK_K):
+        current = ahead
+        here = first + k
+        later = here + BLOCK_K
+        ahead = tl.load(start + later[None, :], mask=(later < K)[None, :], other=0.0)
+        value = tl.load(x + here, mask=here < K, other=0.0).to(tl.float32)
+        total += current.to(tl.float32) * value[None, :]
+    _finish(
+        tl.sum(total, axis=1)[:, None],
+        tile,
+        bias,
+        residual,
+        out,
+        1,
+        outputs,
+        0,
+        0,
+        PRODUCT,
+    )
+
+
+@triton.jit(do_not_specialize=["rows"])
+def gemm_kernel(
+    x,
+    weight,
+    bias,
+    residual,
+    out,
+    partial,
+    counters,
+    rows,
+    outputs,
+    x_stride,
+    residual_stride,
+    out_stride,
+    PRODUCT: tl.constexpr,
+    SPLIT_K: tl.constexpr,
+    STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Up to block_m rows of x, on the matrix units with the weight as the tall operand.
+
+    K is split over SPLIT_K programs; the last of them to arrive adds the partial sums
+    in the order of the splits, so that the result does not depend on who is last.
+    """
+    K: tl.constexpr = PRODUCT.k
+    BLOCK_M: tl.constexpr = PRODUCT.block_m
+    BLOCK_N: tl.constexpr = PRODUCT.block_n
+    BLOCK_K: tl.constexpr = PRODUCT.block_k
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
+    first = BLOCKS * split // SPLIT_K
+    last = BLOCKS * (split + 1) // SPLIT_K
+    let_next_start(PDL)
+    start = weight + _weight_rows(tile, outputs, PRODUCT)[:, None] * K
+    if PDL:
+        lines = tl.arange(0, BLOCK_K // LINE)[None, :] * LINE
+        for ahead in tl.static_range(PREFETCH):
+            column = tl.minimum((first + ahead) * BLOCK_K + lines, K - 1)
+            prefetch((start + column).to(tl.int64, bitcast=True))
+    wait_for_inputs(PDL)
+    k = tl.arange(0, BLOCK_K)[None, :]
+    m = tl.arange(0, BLOCK_M)[:, None]
+    x_start = x + m * x_stride
+    total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    for block in tl.range(first, last, num_stages=STAGES):
+        here = block * BLOCK_K + k
+        if K % BLOCK_K == 0:
+            w_tile = tl.load(start + here)
+            x_tile = tl.load(x_start + here, mask=m < rows, other=0.0)
+        else:
+            w_tile = tl.load(start + here, mask=here < K, other=0.0)
+            x_tile = tl.load(x_start + here, mask=(m < rows) & (here < K), other=0.0)
+        total = tl.dot(w_tile, tl.trans(x_tile), total)
+    if SPLIT_K > 1:
+        n = tl.arange(0, BLOCK_N)[:, None]
+        column = tl.arange(0, BLOCK_M)[None, :]
+        mine = partial + (tile * SPLIT_K) * (BLOCK_M * BLOCK_N) + column * BLOCK_N + n
+        inside = (column < rows) & (n < BLOCK_N)
+        tl.store(mine + split * (BLOCK_M * BLOCK_N), total, mask=inside)
+        # All threads' stores before the one thread that says so.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+        if arrived == SPLIT_K - 1:
+            tl.store(counters + tile, 0)
+            total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+            for other in tl.static_range(SPLIT_K):
+                total += tl.load(
+                    mine + other * (BLOCK_M * BLOCK_N),
+                    mask=(column < rows) & (n < BLOCK_N),
+                    other=0.0,
+                    cache_modifier=".cg",
+                )
+            _finish(
+                total,
+                tile,
+                bias,
+                residual,
+                out,
+                rows,
+                outputs,
+                residual_stride,
+                out_stride,
+                PRODUCT,
+            )
+    else:
+        _finish(
+            total,
+            tile,
+            bias,
+            residual,
+            out,
+            rows,
+            outputs,
+            residual_stride,
+            out_stride,
+            PRODUCT,
+        )

@@ -1,0 +1,93 @@
+"""The result of a forward, and the slots that a decode iteration needs: shared by
+scheduler and workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from sglang.srt.sampling.logprobs import LogprobResult
+
+
+@dataclass(slots=True, kw_only=True)
+class GenerationBatchResult:
+    """The results of one forward that the host needs, there once `copy_done` is
+    reached.
+
+    Fields:
+        packed: int64 words: `stride` tokens of each request, accept lengths if there
+            are any, then the findings of the KV canary, pool by pool
+            (`kv_canary/findings.py`), then its marks. On the CPU a list.
+        bs: requests.
+        stride: tokens per request (1 without speculation).
+        has_accept_lens: False where each request got one token.
+        num_pools: KV pools with findings: the target's, and the draft's where it
+            worked. has_marks: whether there are marks.
+        logprobs: of the sampled tokens, for requests that asked.
+        input_logprobs: of prompt tokens, by index in the batch, for requests that
+            asked.
+        hidden: [T, H], where a request asked; with accept lengths `stride` rows of each
+            request, like its tokens.
+        copy_done: event of the copy to the host; None: already there.
+    """
+
+    packed: torch.Tensor | list[int]
+    bs: int
+    stride: int = 1
+    has_accept_lens: bool = False
+    num_pools: int = 1
+    has_marks: bool = False
+    logprobs: LogprobResult | None = None
+    input_logprobs: dict[int, LogprobResult] = field(default_factory=dict)
+    hidden: torch.Tensor | None = None
+    copy_done: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Block until the host copies are complete."""
+        if self.copy_done is not None:
+            self.copy_done.synchronize()
+
+    @property
+    def tokens(self) -> list[int]:
+        """[b * stride]; request r owns `[r * stride, r * stride + accept_lens[r])`."""
+        return self._unpacked()[: self.bs * self.stride]
+
+    @property
+    def accept_lens(self) -> list[int] | None:
+        """[b], or None where each request got one token."""
+        if not self.has_accept_lens:
+            return None
+        begin = self.bs * self.stride
+        return self._unpacked()[begin : begin + self.bs]
+
+    @property
+    def findings(self) -> list[list[int]]:
+        """Words of the KV canary's findings by pool; none while it is off."""
+        words = self._unpacked()
+        begin = self.bs * (self.stride + self.has_accept_lens)
+        end = len(words) - 2 * self.bs * self.has_marks
+        if begin == end:
+            return []
+        each = (end - begin) // self.num_pools
+        return [words[i : i + each] for i in range(begin, end, each)]
+
+    @property
+    def marks(self) -> tuple[list[int], list[int]] | None:
+        """(serials, words 0 of the last tokens), [b] each, as the KV canary noted them
+        on the device; None while it is off."""
+        if not self.has_marks:
+            return None
+        words, bs = self._unpacked(), self.bs
+        begin = len(words) - 2 * bs
+        return words[begin : begin + bs], words[begin + bs :]
+
+    def _unpacked(self) -> list[int]:
+        """`packed` on the host; waits for the copy."""
+        if isinstance(self.packed, torch.Tensor):
+            self.wait()
+            # Once: slicing small tensors would take longer.
+            self.packed = self.packed.tolist()
+        return self.packed

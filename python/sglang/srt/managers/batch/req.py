@@ -1,0 +1,327 @@
+"""One request while the scheduler holds it: tokens, memory, finish, what was sent."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang.srt.managers.messages.io_struct import FinishReason, GenerateReq
+from sglang.srt.sampling.sampling_batch_info import SamplingRow
+from sglang.srt.utils.hashing import hash_string
+
+if TYPE_CHECKING:
+    from sglang.srt.constrained.base_grammar import Grammar
+    from sglang.srt.mem_cache.groups.slots import GroupHold
+    from sglang.srt.mem_cache.tree_node import TreeNode
+    from sglang.srt.sampling.logprobs import HostLogprob
+    from sglang.srt.utils.stop_matcher import EndMatcher
+
+_serials = itertools.count(1)
+
+# A request whose grammar grows to its limits goes on with another one, but not for less
+# than so many tokens.
+MIN_TOKENS_PER_GRAMMAR = 32
+
+
+class Req:
+    """A request in the scheduler; also the `CacheableReq` of the prefix cache.
+
+    Token positions, half-open:
+    ```
+    0 ............ prompt_len ............ committed_len .... len(tokens)
+    |  prompt       |  output, KV written   |  sampled, no KV yet (at most one)
+    ```
+    Under speculation a result moves `committed_len`; without, the launch does.
+    While its prompt is prefilled in chunks, `committed_len` moves through the prompt.
+    After a retraction all of `tokens` is prefilled again.
+
+    Args:
+        tokens: `request.input_ids`; the request appends to it.
+
+    Attributes:
+        serial: number of the request in this process, never reused.
+        arrived: when this process took it, in seconds of the monotonic clock.
+        finished_len: output tokens that count; set with `finish_reason`.
+        stop_ids: tokens that end the output; one set for all copies of a prompt.
+        max_total_len: prompt plus output at most.
+        input_embeds: float32 [prompt_len, hidden_size] in place of the prompt's tokens,
+            which are then all 0. Such a prompt shares no prefix with anybody.
+        score_from: next position whose logits score a prompt token; None: none left.
+        is_chunked: the prefill that runs now does not reach the end of `tokens`.
+        grammar_failure: why it has lost its grammar, until it has another one. It
+            keeps nothing of the step in which that happened, or its first tokens.
+    """
+
+    def __init__(
+        self,
+        request: GenerateReq,
+        *,
+        tokens: array[int],
+        stop_ids: frozenset[int],
+        seed: int,
+        max_total_len: int,
+        stop_matcher: EndMatcher | None,
+        input_embeds: npt.NDArray[np.float32] | None = None,
+    ) -> None:
+        params = request.sampling_params
+        self.rid = request.rid
+        self.serial = next(_serials)
+        self.arrived = time.monotonic()
+        self.params = params
+        self.tokens = tokens
+        self.prompt_len = len(self.tokens)
+        self.input_embeds = input_embeds
+        self.stream = request.stream
+        self.max_total_len = min(self.prompt_len + params.max_new_tokens, max_total_len)
+        self.stop_ids = stop_ids
+        self.stop_matcher = stop_matcher
+        self.grammar: Grammar | None = None
+        self.grammar_failure: str | None = None
+        self._grammar_lost_at: int | None = None
+        self.client = request.client
+        self.priority = request.priority
+        self.sampling_row = SamplingRow(
+            params=params,
+            seed=seed,
+            prompt_len=self.prompt_len,
+            stop_ids=stop_ids,
+        )
+        self.rid_hash = hash_string(self.rid)
+        self.salt = hash_string(request.extra_key) if request.extra_key else 0
+
+        # Read and written by the prefix cache (see CacheableReq).
+        self.namespace = request.extra_key
+        self.req_pool_idx = 0
+        self.no_cache = input_embeds is not None
+        self.committed_len = 0
+        self.allocated_len = 0
+        self.cache_protected_len = 0
+        self.prefix_slots = torch.empty(0, dtype=torch.int64)
+        self.last_node: TreeNode | None = None
+        self.holds: tuple[GroupHold, ...] = ()
+
+        # Prefill.
+        self.is_chunked = False
+        self.was_admitted = False
+        self.cached_tokens = 0
+        self.num_restarts = 0
+        # Healings since its last new token.
+        self.num_heals = 0
+        self.healed_len = 0
+
+        # Speculation: verifications, and output tokens that they yielded.
+        self.spec_verify_ct = 0
+        self.spec_accept_tokens = 0
+
+        # Seconds of the monotonic clock; only shown.
+        self.first_token_at: float | None = None
+
+        # Finish.
+        self.finish_reason: FinishReason | None = None
+        self.finished_len: int | None = None
+        self.abort_message: str | None = None
+
+        # Logprobs and hidden states.
+        self.return_logprob = request.return_logprob
+        self.top_logprobs_num = request.top_logprobs_num
+        self.token_ids_logprob = tuple(request.token_ids_logprob)
+        self.logprob_start_len = request.logprob_start_len
+        self.score_from: int | None = None
+        if request.return_logprob and 0 <= request.logprob_start_len < self.prompt_len:
+            self.score_from = max(request.logprob_start_len - 1, 0)
+        self.input_logprobs: list[HostLogprob] = []
+        self.output_logprobs: list[HostLogprob] = []
+        self.return_hidden_states = request.return_hidden_states
+        self.only_last_hidden_state = request.only_last_hidden_state
+        # Of positions from `hidden_from` on; those below `hidden_until` came already.
+        self.hidden_states: list[list[float]] = []
+        self.hidden_from = 0
+        self.hidden_until = 0
+
+        # Sent already.
+        self.sent_tokens = 0
+        self.sent_input_logprobs = False
+        self.sent_hidden_states = 0
+
+    def fill_ids(self) -> Sequence[int]:
+        """All tokens so far."""
+        return self.tokens
+
+    def output_tokens(self) -> list[int]:
+        """The sampled tokens so far."""
+        return self.tokens[self.prompt_len :].tolist()
+
+    @property
+    def is_finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def decodes_on(self) -> bool:
+        """Whether it needs one more forward than were prepared for it."""
+        return not self.is_finished and self.committed_len + 1 < self.max_total_len
+
+    @property
+    def output_len(self) -> int:
+        """Output tokens that count: after a finish inside a run, those up to it."""
+        if self.finished_len is not None:
+            return self.finished_len
+        return len(self.tokens) - self.prompt_len
+
+    @property
+    def remaining_new_tokens(self) -> int:
+        """Tokens that it may still sample."""
+        return max(self.max_total_len - len(self.tokens), 0)
+
+    def cacheable_prefix_len(self) -> int:
+        """Tokens that a prefix match may cover.
+
+        All but the last, whose logits are needed, and none whose logits score a prompt
+        token or whose hidden state is still owed; nothing of a prompt that is not made
+        of tokens.
+        """
+        if self.input_embeds is not None:
+            return 0
+        limit = len(self.tokens) - 1
+        if self.return_hidden_states and not self.only_last_hidden_state:
+            limit = min(limit, self.hidden_until)
+        return limit if self.score_from is None else min(limit, self.score_from)
+
+    def append(self, new_tokens: Sequence[int]) -> None:
+        """Take sampled tokens and finish if one of them ends the request."""
+        before = len(self.tokens) - self.prompt_len
+        self.tokens.extend(new_tokens)
+        self._check_finished(before, new_tokens)
+
+    def finish(self, reason: FinishReason, *, at: int) -> None:
+        """End the request with `at` output tokens."""
+        self.finish_reason = reason
+        self.finished_len = at
+
+    def finish_if_aborted(self) -> bool:
+        """Turn a pending abort into the finish; True where there was one."""
+        if self.abort_message is None or self.is_finished:
+            return False
+        self.abort(self.abort_message, status_code=499)
+        return True
+
+    def take_grammar(self, grammar: Grammar) -> None:
+        self.grammar, self.grammar_failure = grammar, None
+
+    def lose_grammar(self) -> bool:
+        """Let go of a grammar that has failed; False where the request fails with it,
+        because the grammar before it failed nearly at the same token."""
+        assert self.grammar_failure is not None
+        before, self._grammar_lost_at = self._grammar_lost_at, self.output_len
+        self.grammar = None
+        del self.output_logprobs[self.output_len :]
+        self.drop_hidden_states(len(self.tokens))
+        if before is None or self.output_len - before >= MIN_TOKENS_PER_GRAMMAR:
+            return True
+        self.abort(
+            f"constrained decoding failed: {self.grammar_failure}", status_code=500
+        )
+        return False
+
+    def abort(self, message: str, *, status_code: int) -> None:
+        reason = FinishReason(type="abort", message=message, status_code=status_code)
+        self.finish(reason, at=len(self.tokens) - self.prompt_len)
+
+    def finish_by_length(self) -> None:
+        """End at the length limit."""
+        at = self.max_total_len - self.prompt_len
+        self.finish(FinishReason(type="length", length=at), at=at)
+
+    def finish_by_grammar(self) -> None:
+        """End because nothing may follow; no token is to be trimmed."""
+        self.finish(FinishReason(type="stop"), at=len(self.tokens) - self.prompt_len)
+
+    def advance_scoring(self, end: int) -> None:
+        """Note that the prompt logprobs of a prefill up to position `end` are stored;
+        the first one that is asked for may come after it."""
+        if self.score_from is not None:
+            due = max(self.score_from, end)
+            self.score_from = due if due < self.prompt_len - 1 else None
+
+    def store_hidden_states(self, start: int, states: torch.Tensor) -> None:
+        """Keep `states` [n, H] of positions from `start` on, each position once: a
+        retracted request computes some of them again. One that asks for the last alone
+        keeps those of the newest known token and of accepted drafts: the output may end
+        at any of them.
+        """
+        end = start + len(states)
+        if self.only_last_hidden_state:
+            kept = states[max(len(self.tokens) - 1 - start, 0) :]
+            self.hidden_states, self.hidden_until = kept.tolist(), end
+            self.hidden_from = end - len(kept)
+            return
+        new = states[max(self.hidden_until - start, 0) :]
+        self.hidden_states += new.tolist()
+        self.hidden_until = max(self.hidden_until, end)
+
+    def drop_hidden_states(self, start: int) -> None:
+        """Forget those of positions from `start` on."""
+        del self.hidden_states[max(start - self.hidden_from, 0) :]
+        self.hidden_until = min(self.hidden_until, start)
+
+    @property
+    def hidden_end(self) -> int:
+        """Positions whose hidden states count: of all tokens but the newest, and of the
+        prompt."""
+        return self.prompt_len + max(self.output_len - 1, 0)
+
+    def _check_finished(self, before: int, new_tokens: Sequence[int]) -> None:
+        """Check the length first, then stop ids and stop strings token by token."""
+        is_long_enough = len(self.tokens) >= self.max_total_len
+        for i, token in enumerate(new_tokens):
+            at = before + i + 1
+            if self.prompt_len + at > self.max_total_len:
+                break
+            if token in self.stop_ids:
+                self.finish(FinishReason(type="stop", matched=token), at=at)
+                return
+            if self.stop_matcher is not None:
+                matched = self.stop_matcher.push(token)
+                if matched is not None and at >= self.params.min_new_tokens:
+                    self.finish(FinishReason(type="stop", matched=matched), at=at)
+                    return
+        if is_long_enough:
+            self.finish_by_length()
+
+    def prepare_again(self) -> None:
+        """Prepare for another prefill, its memory released; nothing is sent twice."""
+        self.num_restarts += 1
+        self.is_chunked = False
+        self.no_cache = self.input_embeds is not None
+
+    @property
+    def is_healed_in_vain(self) -> bool:
+        """Whether it has got no token since it was healed."""
+        return self.num_heals > 0 and len(self.tokens) == self.healed_len
+
+    def count_heal(self) -> None:
+        """Note that it is healed with the tokens that it has."""
+        self.num_heals = self.num_heals + 1 if self.is_healed_in_vain else 1
+        self.healed_len = len(self.tokens)
+
+    def rewind(self, num_tokens: int) -> None:
+        """Forget all tokens after the first `num_tokens`, and an end that followed.
+
+        A grammar cannot go back over its end: it is let go, to be made again.
+        """
+        del self.tokens[num_tokens:]
+        self.finish_reason = self.finished_len = None
+        kept = num_tokens - self.prompt_len
+        del self.output_logprobs[kept:]
+        self.drop_hidden_states(num_tokens)
+        if self.stop_matcher is not None:
+            self.stop_matcher = self.stop_matcher.at(self.tokens[self.prompt_len :])
+        if self.grammar is not None:
+            self.grammar = None
+            self.grammar_failure = "tokens were taken back"

@@ -1,0 +1,106 @@
+"""A request between two steps, as plain data: its memory and its progress."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+# msgspec resolves the annotations.
+from sglang.srt.mem_cache.page_ledger import IntArray  # noqa: TC001
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.batch.req import Req
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.tree_node import TreeNode
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedReq:
+    """An unfinished request between two steps.
+
+    Fields:
+        num_tokens: prompt and output so far.
+        row: of `req_to_token`; 0: it holds no memory.
+        run: index of the saved run whose path it has locked; -1: the root.
+        slots: int64 [allocated], of its row.
+        Others: of `Req`, by their names there.
+    """
+
+    serial: int
+    num_tokens: int
+    row: int
+    committed: int
+    protected: int
+    run: int
+    slots: IntArray
+    no_cache: bool
+    is_chunked: bool
+    was_admitted: bool
+    cached_tokens: int
+    num_restarts: int
+    num_heals: int
+    healed_len: int
+    score_from: int | None
+    hidden_until: int
+    abort_message: str | None
+    seed: int
+
+
+def save_req(req: Req, rows: ReqToTokenPool, runs: dict[int, int]) -> SavedReq:
+    """Save the state of `req`.
+
+    Args:
+        runs: index of each saved run by the serial of its node.
+    """
+    row, node = req.req_pool_idx, req.last_node
+    slots = np.empty(0, dtype=np.int64)
+    if row:
+        slots = rows.row_slots(row, 0, req.allocated_len).numpy()
+    return SavedReq(
+        serial=req.serial,
+        num_tokens=len(req.tokens),
+        row=row,
+        committed=req.committed_len,
+        protected=req.cache_protected_len,
+        run=-1 if node is None or node.parent is None else runs[node.serial],
+        slots=slots,
+        no_cache=req.no_cache,
+        is_chunked=req.is_chunked,
+        was_admitted=req.was_admitted,
+        cached_tokens=req.cached_tokens,
+        num_restarts=req.num_restarts,
+        num_heals=req.num_heals,
+        healed_len=req.healed_len,
+        score_from=req.score_from,
+        hidden_until=req.hidden_until,
+        abort_message=req.abort_message,
+        seed=req.sampling_row.seed,
+    )
+
+
+def load_req(req: Req, saved: SavedReq, *, node: TreeNode) -> None:
+    """Give a new request what a saved one held.
+
+    Args:
+        node: of the saved tree, the root where it has locked nothing.
+    """
+    req.req_pool_idx = saved.row
+    req.committed_len = saved.committed
+    req.allocated_len = len(saved.slots)
+    req.cache_protected_len = saved.protected
+    req.last_node = node if saved.row else None
+    req.no_cache = saved.no_cache
+    req.is_chunked = saved.is_chunked
+    req.was_admitted = saved.was_admitted
+    req.cached_tokens = saved.cached_tokens
+    req.num_restarts = saved.num_restarts
+    req.num_heals = saved.num_heals
+    req.healed_len = saved.healed_len
+    req.score_from = saved.score_from
+    req.hidden_from = req.hidden_until = saved.hidden_until
+    req.abort_message = saved.abort_message
+    # Sent before, to a client that is not here.
+    req.sent_tokens = req.output_len
+    req.return_logprob = False

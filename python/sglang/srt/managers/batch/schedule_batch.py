@@ -1,0 +1,542 @@
+"""A batch of requests as the scheduler keeps it: lengths on the host, tensors on the
+device.
+
+`prepare_for_extend` and `prepare_for_decode` take slots and write the rows;
+`forward_batch` then describes the forward. Knows nothing of queues or policies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from sglang.srt.draft_trees.draft_input import EagleDraftInput
+from sglang.srt.forward.batch import (
+    CaptureHiddenMode,
+    ForwardBatch,
+    ForwardMode,
+    HostLens,
+    InputEmbeds,
+    InputLogprobSpan,
+)
+from sglang.srt.mem_cache.common import extend_rows, release_unread
+from sglang.srt.sampling.logprobs import LogprobRequest
+from sglang.srt.sampling.penalties import TokenHistory
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.utils.vectors import padded_vectors
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.batch.req import Req
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.page_ledger import IntArray
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchEnvironment:
+    """Constants that every batch of a scheduler shares.
+
+    Fields:
+        decode_reserve: KV slots after the known ones that a speculative iteration
+            needs; 0: decode steps take one slot each.
+    """
+
+    cache: BasePrefixCache
+    vocab_size: int
+    needs_host_lens: bool
+    decode_reserve: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        return self.cache.req_to_token_pool.device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchRecord:
+    """A prepared batch as it was launched: the batch itself goes on changing.
+
+    Fields:
+        reqs: rows of the forward.
+        is_speculative: whether `is_decode` and the step verifies drafts.
+        is_chunked: rows whose prompt went on after this forward; they sampled nothing.
+        logprob_reqs: requests whose logprobs the result holds, in order.
+        starts, ends: int64 [R] on the host; tokens with KV before and after the
+            forward.
+        dropped: serials of requests that take nothing from this forward any more.
+    """
+
+    reqs: tuple[Req, ...]
+    is_decode: bool
+    is_speculative: bool
+    is_chunked: tuple[bool, ...]
+    has_grammar: bool
+    logprob_reqs: tuple[Req, ...]
+    starts: IntArray
+    ends: IntArray
+    dropped: set[int] = field(default_factory=set)
+
+    def live_rows(self) -> list[int]:
+        """Rows whose requests still take their part of the result."""
+        dropped = self.dropped
+        return [
+            row
+            for row, req in enumerate(self.reqs)
+            if not (req.is_finished or (dropped and req.serial in dropped))
+        ]
+
+
+class ScheduleBatch:
+    """Requests that run together.
+
+    Attributes:
+        reqs: in row order.
+        seq_lens_cpu: int64 [R], tokens with KV once the prepared forward has run.
+        req_pool_indices_cpu: int64 [R], rows of `req_to_token`.
+        serials: int64 [R] on the host; replaced, never changed.
+        seq_lens, req_pool_indices: the same on the device.
+        sampling_info: of the requests, without grammar masks.
+        starting_rows: int64, rows that hold slots for a speculative iteration and have
+            begun none since their prefill.
+    """
+
+    def __init__(self, reqs: list[Req], env: BatchEnvironment) -> None:
+        self.env = env
+        self.forward_mode = ForwardMode.DECODE
+        self.reqs = reqs
+        self.req_pool_indices_cpu: IntArray = np.fromiter(
+            (r.req_pool_idx for r in reqs), np.int64
+        )
+        self.seq_lens_cpu: IntArray = np.fromiter(
+            (r.committed_len for r in reqs), np.int64
+        )
+        self._rebuild_device_state()
+        # Filled by prepare_for_*, for `forward_batch`.
+        self._out_cache_loc = torch.empty(0, dtype=torch.int64)
+        self._prefix_lens: IntArray = self.seq_lens_cpu
+        self._num_decodes = 0
+        self.starting_rows: IntArray = _NO_ROWS
+        self._prefix_lens_device = self.seq_lens
+
+    def __len__(self) -> int:
+        return len(self.reqs)
+
+    def _rebuild_device_state(self) -> None:
+        env = self.env
+        self.req_pool_indices = self._upload(self.req_pool_indices_cpu)
+        self.seq_lens = self._upload(self.seq_lens_cpu)
+        identity = np.array(
+            [
+                [r.serial for r in self.reqs],
+                [r.salt for r in self.reqs],
+                [r.rid_hash for r in self.reqs],
+            ],
+            dtype=np.int64,
+        )
+        self.serials: IntArray = identity[0]
+        self._identity = self._upload_vectors(identity)
+        self.sampling_info = SamplingBatchInfo.from_rows(
+            [r.sampling_row for r in self.reqs],
+            vocab_size=env.vocab_size,
+            device=env.device,
+        )
+        asking = [i for i, r in enumerate(self.reqs) if r.return_logprob]
+        self.logprob_request: LogprobRequest | None = None
+        self.logprob_reqs = tuple(self.reqs[i] for i in asking)
+        if asking:
+            self.logprob_request = LogprobRequest.build(
+                asking,
+                [req.top_logprobs_num for req in self.logprob_reqs],
+                named=[req.token_ids_logprob for req in self.logprob_reqs],
+                device=env.device,
+            )
+        self.has_grammar = any(r.grammar is not None for r in self.reqs)
+        self.wants_hidden_states = any(r.return_hidden_states for r in self.reqs)
+
+    def _upload(self, array: IntArray | npt.NDArray[np.float32]) -> torch.Tensor:
+        host = torch.from_numpy(array.copy())
+        if self.env.device.type == "cpu":
+            return host
+        return host.pin_memory().to(self.env.device, non_blocking=True)
+
+    def _upload_vectors(self, vectors: IntArray) -> torch.Tensor:
+        """Int64 [n, length] in one upload, each vector as `padded_vectors` has it."""
+        return self._upload(padded_vectors(vectors))[:, : vectors.shape[1]]
+
+    # -- composition ---------------------------------------------------------------
+
+    def filter(self, keep: Sequence[int]) -> None:
+        """Keep the requests at these indices, in this order."""
+        if list(keep) != list(range(len(self.reqs))):
+            self._take(keep)
+
+    def filter_decoding(self) -> None:
+        """Keep the requests that decode on.
+
+        A request that ends by length in a forward still in flight is known already.
+        """
+        self.filter([i for i, r in enumerate(self.reqs) if r.decodes_on])
+
+    def sort_for_decode(self) -> None:
+        """Sort longest first: a GPU starts the programs of a launch in row order, and
+        with short rows at the end no multiprocessor is left alone with a long one.
+        """
+        self.filter(self._longest_first())
+
+    def merge(self, other: ScheduleBatch) -> None:
+        """Take in the requests of `other`; all of them then decode, longest first."""
+        self.reqs = self.reqs + other.reqs
+        self.req_pool_indices_cpu = np.concatenate(
+            [self.req_pool_indices_cpu, other.req_pool_indices_cpu]
+        )
+        self.seq_lens_cpu = np.concatenate([self.seq_lens_cpu, other.seq_lens_cpu])
+        self._take(self._longest_first())
+
+    def _longest_first(self) -> list[int]:
+        order: list[int] = np.argsort(-self.seq_lens_cpu, kind="stable").tolist()
+        return order
+
+    def _take(self, indices: Sequence[int]) -> None:
+        self.reqs = [self.reqs[i] for i in indices]
+        self.req_pool_indices_cpu, self.seq_lens_cpu = (
+            self.req_pool_indices_cpu[list(indices)],
+            self.seq_lens_cpu[list(indices)],
+        )
+        self._rebuild_device_state()
+
+    # -- memory --------------------------------------------------------------------
+
+    @classmethod
+    def prepare_for_extend(
+        cls, reqs: list[Req], extend_lens: Sequence[int], env: BatchEnvironment
+    ) -> ScheduleBatch | None:
+        """A batch that prefills the next `extend_lens` tokens of each request.
+
+        New requests (row 0) get a row, with their cached prefix and all their tokens.
+
+        Returns:
+            None, with nothing taken, where the slots do not suffice.
+
+        Raises:
+            RuntimeError: a request has no token to prefill, so that nothing would
+                yield its next one.
+        """
+        for req, length in zip(reqs, extend_lens, strict=True):
+            if length < 1:
+                raise RuntimeError(
+                    f"request {req.rid} was scheduled to prefill {length} tokens after "
+                    f"{req.committed_len} of {len(req.tokens)}"
+                )
+        cache, pool = env.cache, env.cache.req_to_token_pool
+        new = [r for r in reqs if r.req_pool_idx == 0]
+        rows = pool.alloc(len(new))
+        if rows is None:
+            return None
+        for req, row in zip(new, rows, strict=True):
+            req.req_pool_idx = row
+            req.committed_len = req.allocated_len = req.cache_protected_len
+        pool.write_rows(rows, [req.prefix_slots.numpy() for req in new])
+        release_unread(cache, reqs)
+        batch = cls(reqs, env)
+        batch.forward_mode = ForwardMode.EXTEND
+        ends = batch.seq_lens_cpu + np.asarray(extend_lens, dtype=np.int64)
+        slots = extend_rows(
+            cache,
+            rows=batch.req_pool_indices_cpu,
+            prefix_lens=batch.seq_lens_cpu,
+            seq_lens=ends,
+        )
+        if slots is None:
+            pool.free(rows)
+            for req in new:
+                req.req_pool_idx = 0
+            return None
+        pool.write_token_rows(rows, [np.array(req.tokens) for req in new])
+        batch._advance(slots, ends)
+        return batch
+
+    @classmethod
+    def prepare_for_refill(
+        cls, reqs: list[Req], extend_lens: Sequence[int], env: BatchEnvironment
+    ) -> ScheduleBatch:
+        """A batch that prefills the next `extend_lens` tokens of each request into the
+        slots that its row names already; takes nothing."""
+        batch = cls(reqs, env)
+        batch.forward_mode = ForwardMode.EXTEND
+        starts = batch.seq_lens_cpu
+        ends = starts + np.asarray(extend_lens, dtype=np.int64)
+        pool = env.cache.req_to_token_pool
+        slots = [
+            pool.row_slots(req.req_pool_idx, int(start), int(end))
+            for req, start, end in zip(reqs, starts, ends, strict=True)
+        ]
+        allocated = [req.allocated_len for req in reqs]
+        batch._advance(torch.cat(slots).to(env.device), ends)
+        for req, length in zip(reqs, allocated, strict=True):
+            req.allocated_len = length
+        is_started = [
+            not r.is_chunked and r.allocated_len > r.committed_len for r in reqs
+        ]
+        batch.starting_rows = np.flatnonzero(is_started)
+        return batch
+
+    def prepare_for_decode(self) -> bool:
+        """Take the slots of one decode step; False, with nothing taken, where they do
+        not suffice even after eviction.
+        """
+        self.forward_mode = ForwardMode.DECODE
+        self._update_groups()
+        if self.env.decode_reserve:
+            return self._prepare_for_speculation()
+        ends = self.seq_lens_cpu + 1
+        slots = extend_rows(
+            self.env.cache,
+            rows=self.req_pool_indices_cpu,
+            prefix_lens=self.seq_lens_cpu,
+            seq_lens=ends,
+        )
+        if slots is None:
+            return False
+        self._advance(slots, ends)
+        return True
+
+    def _update_groups(self) -> None:
+        """Now and then free what no token reads any more in the secondary groups, and
+        publish what changed in them."""
+        groups = self.env.cache.allocator.secondary
+        if not groups:
+            return
+        self._num_decodes += 1
+        release_unread(self.env.cache, self.reqs, step=self._num_decodes)
+        for group in groups:
+            group.sync()
+
+    def _prepare_for_speculation(self) -> bool:
+        """Take the slots of a speculative step, whose length only the device knows:
+        `seq_lens_cpu` counts what is known."""
+        reqs = self.reqs
+        committed = np.fromiter((r.committed_len for r in reqs), np.int64)
+        held = np.fromiter((r.allocated_len for r in reqs), np.int64)
+        allocated = EagleDraftInput.prepare_for_decode(
+            self.env.cache,
+            req_pool_indices=self.req_pool_indices_cpu,
+            committed=committed,
+            allocated=held,
+            reserve=self.env.decode_reserve,
+        )
+        if allocated is None:
+            return False
+        self.seq_lens_cpu = self._prefix_lens = committed
+        # A prefill takes the slots of its tokens and no more.
+        self.starting_rows = np.flatnonzero(held == committed)
+        for req, end in zip(reqs, allocated.tolist(), strict=True):
+            req.allocated_len = end
+        return True
+
+    def identity(self) -> torch.Tensor:
+        """int64 [4, R] on the device, the fields of `RowIdentity`."""
+        return torch.cat((self.req_pool_indices[None], self._identity))
+
+    def identity_of(self, rows: IntArray) -> torch.Tensor:
+        """The same of these rows, [4, len(rows)]."""
+        return self.identity().index_select(1, self._upload(rows))
+
+    def known_lens(self) -> list[int] | None:
+        """Tokens with KV, where attention needs them on the host; exact only while no
+        result is in flight."""
+        return self.seq_lens_cpu.tolist() if self.env.needs_host_lens else None
+
+    def _advance(self, slots: torch.Tensor, ends: IntArray) -> None:
+        self._out_cache_loc = slots
+        self._prefix_lens, self.seq_lens_cpu = self.seq_lens_cpu, ends
+        self._prefix_lens_device = self.seq_lens
+        if self.forward_mode.is_decode:
+            self.seq_lens = self.seq_lens + 1
+        else:
+            self.seq_lens = self._upload(ends)
+        for req, end in zip(self.reqs, ends.tolist(), strict=True):
+            req.committed_len = req.allocated_len = end
+
+    # -- the forward ---------------------------------------------------------------
+
+    def forward_batch(
+        self,
+        sampling_info: SamplingBatchInfo,
+        *,
+        capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
+    ) -> ForwardBatch:
+        """The prepared forward.
+
+        Args:
+            sampling_info: may carry this step's grammar masks.
+            capture_hidden_mode: hidden states that the worker needs in any case.
+        """
+        if self.forward_mode.is_decode:
+            return self._decode_forward_batch(sampling_info)
+        return self._extend_forward_batch(sampling_info, capture_hidden_mode)
+
+    def token_history(self) -> TokenHistory | None:
+        """Tokens of each row, where a penalty needs them."""
+        if not self.sampling_info.has_penalty:
+            return None
+        return TokenHistory(
+            token_table=self.env.cache.req_to_token_pool.token_table,
+            req_pool_indices=self.req_pool_indices,
+            lens=self.seq_lens,
+            max_len=int(self.seq_lens_cpu.max()),
+        )
+
+    def _decode_forward_batch(self, sampling_info: SamplingBatchInfo) -> ForwardBatch:
+        positions = self._prefix_lens_device
+        table = self.env.cache.req_to_token_pool.token_table
+        serial, salt, rids_int = self._identity.unbind()
+        return ForwardBatch(
+            forward_mode=ForwardMode.DECODE,
+            input_ids=table[self.req_pool_indices, positions].long(),
+            positions=positions,
+            out_cache_loc=self._out_cache_loc,
+            req_pool_indices=self.req_pool_indices,
+            prefix_lens=positions,
+            extend_lens=_ones(len(self.reqs), self.env.device),
+            seq_lens=self.seq_lens,
+            req_serial=serial,
+            salt=salt,
+            rids_int=rids_int,
+            lens_cpu=self._host_lens(),
+            capture_hidden_mode=self._capture_mode(CaptureHiddenMode.LAST),
+            sampling_info=sampling_info,
+        )
+
+    def _extend_forward_batch(
+        self, sampling_info: SamplingBatchInfo, hidden_mode: CaptureHiddenMode
+    ) -> ForwardBatch:
+        starts, ends = self._prefix_lens.tolist(), self.seq_lens_cpu.tolist()
+        spans = list(zip(self.reqs, starts, ends, strict=True))
+        # [input ids | positions] in one upload.
+        tokens = np.concatenate(
+            [
+                np.array(req.tokens[start:end], dtype=np.int64)
+                for req, start, end in spans
+            ]
+            + [np.arange(start, end, dtype=np.int64) for _, start, end in spans]
+        )
+        ids, positions = self._upload_vectors(tokens.reshape(2, -1)).unbind()
+        extend_lens = self.seq_lens_cpu - self._prefix_lens
+        qo_indptr = np.zeros(len(spans) + 1, dtype=np.int64)
+        np.cumsum(extend_lens, out=qo_indptr[1:])
+        serial, salt, rids_int = self._identity.unbind()
+        return ForwardBatch(
+            forward_mode=ForwardMode.EXTEND,
+            input_ids=ids,
+            positions=positions,
+            out_cache_loc=self._out_cache_loc,
+            req_pool_indices=self.req_pool_indices,
+            prefix_lens=self._prefix_lens_device,
+            extend_lens=self._upload(extend_lens),
+            seq_lens=self.seq_lens,
+            req_serial=serial,
+            salt=salt,
+            rids_int=rids_int,
+            qo_indptr=self._upload(qo_indptr),
+            lens_cpu=HostLens(prefix_lens=starts, extend_lens=extend_lens.tolist()),
+            logits_rows=self._upload(qo_indptr[1:] - 1),
+            input_logprobs=_input_logprob_spans(spans),
+            input_embeds=self._input_embeds(spans),
+            capture_hidden_mode=hidden_mode
+            or self._capture_mode(CaptureHiddenMode.FULL),
+            sampling_info=sampling_info,
+        )
+
+    def _input_embeds(
+        self, spans: Sequence[tuple[Req, int, int]]
+    ) -> InputEmbeds | None:
+        """Embeddings of the new prompt tokens of requests that brought some. The output
+        of a retracted request is new, too, and has tokens."""
+        rows, values, offset = [], [], 0
+        for req, start, end in spans:
+            if req.input_embeds is not None and start < req.prompt_len:
+                given = req.input_embeds[start:end]
+                values.append(given)
+                rows.append(np.arange(offset, offset + len(given), dtype=np.int64))
+            offset += end - start
+        if not rows:
+            return None
+        return InputEmbeds(
+            rows=self._upload(np.concatenate(rows)),
+            values=self._upload(np.concatenate(values)),
+        )
+
+    def prefix_lens(self) -> list[int]:
+        """Tokens per request that have KV before the prepared prefill."""
+        lens: list[int] = self._prefix_lens.tolist()
+        return lens
+
+    def _host_lens(self) -> HostLens | None:
+        if not self.env.needs_host_lens:
+            return None
+        return HostLens(
+            prefix_lens=self._prefix_lens.tolist(),
+            extend_lens=(self.seq_lens_cpu - self._prefix_lens).tolist(),
+        )
+
+    def _capture_mode(self, wanted: CaptureHiddenMode) -> CaptureHiddenMode:
+        return wanted if self.wants_hidden_states else CaptureHiddenMode.NULL
+
+    def record(self) -> LaunchRecord:
+        """The prepared batch, as the processing of its result needs it."""
+        return LaunchRecord(
+            reqs=tuple(self.reqs),
+            is_decode=self.forward_mode.is_decode,
+            is_speculative=self.forward_mode.is_decode
+            and bool(self.env.decode_reserve),
+            is_chunked=tuple(r.is_chunked for r in self.reqs),
+            has_grammar=self.has_grammar,
+            logprob_reqs=self.logprob_reqs,
+            starts=self._prefix_lens,
+            ends=self.seq_lens_cpu,
+        )
+
+    def sampled_rows(self) -> torch.Tensor | None:
+        """Indices of the rows whose sampled token counts; None: all of them.
+
+        A chunk that does not reach the end of its prompt samples nothing.
+        """
+        if not any(r.is_chunked for r in self.reqs):
+            return None
+        rows = [i for i, r in enumerate(self.reqs) if not r.is_chunked]
+        return self._upload(np.array(rows, dtype=np.int64))
+
+
+def _input_logprob_spans(
+    spans: Sequence[tuple[Req, int, int]],
+) -> tuple[InputLogprobSpan, ...]:
+    """Prompt positions of this forward whose logits score the next prompt token."""
+    found = []
+    for row, (req, start, end) in enumerate(spans):
+        if req.score_from is None:
+            continue
+        first, last = max(req.score_from, start), min(end, req.prompt_len - 1)
+        if first < last:
+            found.append(
+                InputLogprobSpan(
+                    row=row,
+                    start=first - start,
+                    stop=last - start,
+                    next_tokens=list(req.tokens[first + 1 : last + 1]),
+                    top_k=req.top_logprobs_num,
+                    named=req.token_ids_logprob,
+                )
+            )
+    return tuple(found)
+
+
+_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
+
+
+@lru_cache(maxsize=512)
+def _ones(count: int, device: torch.device) -> torch.Tensor:
+    return torch.ones(count, dtype=torch.int64, device=device)

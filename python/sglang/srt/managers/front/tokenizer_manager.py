@@ -1,0 +1,572 @@
+"""Checks and tokenizes prompts, sends them to the scheduler, hands the answers back.
+
+Lives in one asyncio loop and owns the table of requests in flight. Knows nothing of
+HTTP, of sockets or of processes: messages leave through `send` and come in through
+`receive`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.managers.front.caller import CALLER, client_tag
+from sglang.srt.managers.front.crash_dump import CrashDump
+from sglang.srt.managers.front.heartbeat import Heartbeat
+from sglang.srt.managers.front.output_text import OutputText
+from sglang.srt.managers.front.prompt_request import (
+    Limits,
+    PromptRequest,
+    cache_namespace,
+    check_options,
+    to_wire,
+    within_vocab,
+)
+from sglang.srt.managers.front.prompt_tokenizer import PromptTokenizer
+from sglang.srt.managers.front.request_cost import CostLimits
+from sglang.srt.managers.front.request_log import RequestLog
+from sglang.srt.managers.front.request_state import RequestGroup, RequestState, Update
+from sglang.srt.managers.front.scheduler_calls import TIMEOUT_SECONDS, SchedulerCalls
+from sglang.srt.managers.front.side_work import SideWork
+from sglang.srt.managers.messages.errors import (
+    BadRequest,
+    EngineFailure,
+    Unavailable,
+    log_failure,
+)
+from sglang.srt.managers.messages.io_struct import (
+    AbortReq,
+    BatchOutput,
+    EngineFailed,
+    GenerateBatch,
+    GenerateReq,
+    GetSnapshotRsp,
+    RequestOutput,
+    SchedulerReady,
+    SchedulerRequest,
+    SchedulerResponse,
+    SchedulerStats,
+    ShutdownReq,
+)
+from sglang.srt.managers.messages.occupancy import Occupancy
+from sglang.srt.utils.quoting import quoted
+
+if TYPE_CHECKING:
+    from sglang.srt.metrics.front_metrics import FrontMetrics
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+
+# A long list of prompts lets other requests in after so many.
+PROMPTS_PER_TURN = 32
+
+
+class Phase(Enum):
+    STARTING = "starting"
+    READY = "ready"
+    DRAINING = "shutting down"
+    DEAD = "dead"
+
+
+class TokenizerManager:
+    """The front's side of every request in flight.
+
+    Args:
+        tokenizer: None with --skip-tokenizer-init.
+        send: hands messages to the scheduler; never blocks.
+        metrics: where latencies are recorded, if anywhere.
+        sampling_defaults: of requests that leave them out.
+    """
+
+    def __init__(
+        self,
+        *,
+        server_args: ServerArgs,
+        tokenizer: Tokenizer | None,
+        send: Callable[[Sequence[SchedulerRequest]], None],
+        metrics: FrontMetrics | None = None,
+        sampling_defaults: Mapping[str, Any] | None = None,
+    ) -> None:
+        self.server_args = server_args
+        self.tokenizer = tokenizer
+        self.metrics = metrics
+        self.sampling_defaults = dict(sampling_defaults or {})
+        self.phase = Phase.STARTING
+        self.limits: Limits | None = None
+        self._send = send
+        self.request_log = RequestLog(is_on=server_args.log_requests)
+        self._cost = CostLimits.of(server_args)
+        self._states: dict[str, RequestState] = {}
+        self._occupancy = Occupancy(server_args)
+        self._feeding: set[RequestGroup] = set()
+        self._waiting_for_change: list[asyncio.Future[None]] = []
+        self._failure: EngineFailure | None = None
+        # Of a scheduler that has told them before it ended.
+        self._last_incidents: list[dict[str, Any]] | None = None
+        folder = server_args.crash_dump_folder
+        self._crash_dump = None if folder is None else CrashDump(Path(folder))
+        self._calls = SchedulerCalls(send)
+        self.heartbeat = Heartbeat(
+            self._calls.request_sign, timeout=server_args.health_timeout
+        )
+        self.side_work = SideWork(tokenizer)
+        self.prompts = PromptTokenizer(
+            tokenizer, self.side_work, is_cut=server_args.allow_auto_truncate
+        )
+
+    # -- life ----------------------------------------------------------------------
+
+    def set_ready(self, ready: SchedulerReady) -> None:
+        """Accept requests from now on: the scheduler can serve."""
+        self.limits = Limits.of(ready)
+        if self.phase is Phase.STARTING:
+            self.phase = Phase.READY
+
+    def set_draining(self) -> None:
+        """Refuse new requests; those in flight go on."""
+        if self.phase is not Phase.DEAD:
+            self.phase = Phase.DRAINING
+
+    def set_dead(self, what: str) -> EngineFailure:
+        """Answer everything in flight with an error whose id is logged: the engine
+        failed."""
+        if self._failure is None:
+            self.phase = Phase.DEAD
+            n = len(self._states)
+            self._failure = log_failure(f"{what}; {n} request(s) were in flight")
+            for state in list(self._states.values()):
+                state.group.fail(self._failure)
+            self._calls.fail(self._failure)
+            self._states.clear()
+            self._occupancy.clear()
+            self._on_change()
+            if self._crash_dump is not None:
+                self._crash_dump.begin_writing(what)
+        return self._failure
+
+    def shutdown_scheduler(self) -> None:
+        """Let the scheduler exit; whatever runs is dropped."""
+        self._send([ShutdownReq()])
+
+    def close(self) -> None:
+        self.side_work.close()
+        if self._crash_dump is not None:
+            self._crash_dump.close()
+
+    def check_alive(self) -> None:
+        """Refuse where only a restart helps.
+
+        Raises:
+            Unavailable: the scheduler is silent, or side work is stuck.
+        """
+        self.heartbeat.check()
+        self.side_work.check()
+
+    @property
+    def num_in_flight(self) -> int:
+        """Requests that the scheduler has not ended yet, abandoned ones included."""
+        return len(self._states)
+
+    async def wait_idle(self, timeout: float) -> bool:
+        """Wait until nothing is in flight; False where `timeout` seconds pass first."""
+        deadline = time.monotonic() + timeout
+        while self._states:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            await asyncio.wait([self._next_change()], timeout=left)
+        return True
+
+    # -- requests ------------------------------------------------------------------
+
+    def check_sizes(self, prompts: object, *, field: str) -> None:
+        """Refuse prompts that are too many or too long by the lengths of their lists,
+        before anybody looks at the millions of entries that a body may hold.
+
+        Args:
+            prompts: what the client sent: a text, token ids, or a list of either.
+
+        Raises:
+            BadRequest: `submit` would refuse them too.
+        """
+        if not isinstance(prompts, list) or not prompts or self.limits is None:
+            return
+        ids_lists = [prompts]
+        if not isinstance(prompts[0], int):
+            self._occupancy.check_count(len(prompts))
+            ids_lists = [entry for entry in prompts if isinstance(entry, list)]
+        longest = max(map(len, ids_lists), default=0)
+        is_cut = self.server_args.allow_auto_truncate
+        if longest > self.limits.max_req_input_len and not is_cut:
+            raise self.limits.too_long(longest, field=field)
+
+    async def submit(
+        self, prompts: Sequence[PromptRequest], *, wait_for_room: bool = False
+    ) -> RequestGroup:
+        """Check, tokenize and send `prompts` (each `n` times).
+
+        The caller reads the group with `updates` or `results` of this object, which
+        release it; a caller that does neither calls `release`.
+
+        Args:
+            wait_for_room: send what exceeds the capacity later instead of refusing.
+
+        Raises:
+            BadRequest: a prompt or an option is wrong; nothing was sent.
+            Unavailable: not ready, shutting down, or too many requests.
+            EngineFailure: the engine is dead.
+        """
+        count = sum(prompt.sampling_params.n for prompt in prompts)
+        limits = self._admit(count, wait_for_room=wait_for_room)
+        prompts, ids = await self._tokenized(
+            prompts, limits, cost=None if wait_for_room else self._cost
+        )
+        group = RequestGroup(
+            stream=any(prompt.stream for prompt in prompts), owner=CALLER.get()
+        )
+        for i, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
+            leader: RequestState | None = None
+            for request in to_wire(
+                self._kept_apart(prompt, group.owner),
+                tokens,
+                limits,
+                is_strict=self.server_args.strict_max_tokens,
+                owner=group.owner,
+            ):
+                text = self._output_text(request)
+                state = group.add(
+                    request,
+                    names=(prompt.rid, prompt.list_rid),
+                    text=text,
+                    leader=leader,
+                )
+                state.prompt_ids = tokens if prompt.keeps_prompt_ids else None
+                if prompt.has_input_logprobs and leader is None:
+                    leader = state
+            await _let_others_in(i)
+        self._check_rids(group)
+        # Others were admitted while a long text was tokenized.
+        self._admit(count, wait_for_room=wait_for_room)
+        if wait_for_room and count > self._occupancy.room_in_queue:
+            group.feeder = asyncio.create_task(self._feed(group))
+        else:
+            if not wait_for_room:
+                self._occupancy.check_tokens(
+                    group.num_prompt_tokens, client=client_tag()
+                )
+            self._dispatch(group.states)
+        return group
+
+    async def _tokenized(
+        self,
+        prompts: Sequence[PromptRequest],
+        limits: Limits,
+        *,
+        cost: CostLimits | None,
+    ) -> tuple[list[PromptRequest], list[list[int]]]:
+        """Check what needs no engine and tokenize; with `cost`, a call within bounds.
+
+        Returns:
+            The prompts, default lengths made to fit, and the token ids of each.
+        """
+        fitted: list[PromptRequest] = []
+        checked: SamplingParams | None = None
+        known: SamplingParams | None = None
+        for i, prompt in enumerate(prompts):
+            check_options(
+                prompt,
+                allow_hidden_states=self.server_args.enable_return_hidden_states,
+            )
+            if cost is not None:
+                cost.check_options(prompt)
+            # The prompts of a call may share parameters of many entries.
+            if prompt.sampling_params is not checked:
+                checked = prompt.sampling_params
+                known = within_vocab(checked, limits)
+            if known is not None and known is not checked:
+                prompt = dataclasses.replace(prompt, sampling_params=known)
+            fitted.append(prompt)
+            await _let_others_in(i)
+        ids = await self.prompts.ids(fitted, limits)
+        if cost is None:
+            return fitted, ids
+        lens = list(map(len, ids))
+        fitted = [
+            cost.fit_default(prompt, prompt_len, limits)
+            for prompt, prompt_len in zip(fitted, lens, strict=True)
+        ]
+        cost.check_call(fitted, lens, limits)
+        return fitted, ids
+
+    async def count_tokens(self, prompt: PromptRequest) -> int:
+        """Return the number of tokens that `submit` would make of `prompt`.
+
+        Raises:
+            BadRequest: no prompt has so many.
+            Unavailable: not ready, or shutting down.
+        """
+        limits = self._admit(0, wait_for_room=True)
+        (ids,) = await self.prompts.ids([prompt], limits)
+        return len(ids)
+
+    async def updates(self, group: RequestGroup) -> AsyncIterator[list[Update]]:
+        """Updates of the group as they come; errors as of `RequestGroup.updates`."""
+        try:
+            async for news in group.updates():
+                self.request_log.on_updates(news)
+                yield news
+        finally:
+            self.release(group)
+
+    async def results(self, group: RequestGroup) -> list[Update]:
+        """The whole answers of the group; errors as of `RequestGroup.updates`."""
+        try:
+            await group.wait_finished()
+            results = await self.side_work.run(
+                group.num_output_tokens, group.take_results
+            )
+            self.request_log.on_updates(results)
+            return results
+        finally:
+            self.release(group)
+
+    def release(self, group: RequestGroup) -> None:
+        """Abort what still runs of a group that nobody reads any more."""
+        if group.is_released:
+            return
+        group.is_released = True
+        if group.feeder is not None:
+            group.feeder.cancel()
+        running = [s.rid for s in group.states if s.is_sent and not s.is_finished]
+        if running and self.phase is not Phase.DEAD:
+            logger.debug("abandoned: aborting %d request(s)", len(running))
+            self._send([AbortReq(rid=rid) for rid in running])
+
+    def refuse_all(self, message: str) -> None:
+        """Answer everything in flight with 503 and abort it."""
+        for state in list(self._states.values()):
+            state.group.fail(Unavailable(message))
+
+    def abort(
+        self,
+        rid: str = "",
+        *,
+        abort_all: bool = False,
+        message: str | None = None,
+        owner: str | None = None,
+    ) -> None:
+        """End requests with the finish reason "abort"; unknown ids are ignored, as are
+        those of others than `owner` where one is given."""
+        text = message or "aborted by the client"
+
+        def is_meant(state: RequestState) -> bool:
+            is_owned = owner is None or state.group.owner == owner
+            return is_owned and (abort_all or rid in state.names)
+
+        rids = [state.rid for state in self._states.values() if is_meant(state)]
+        if rids:
+            self._send([AbortReq(rid=one, message=text) for one in rids])
+        for group in self._feeding:
+            for state in group.states:
+                is_open = not state.is_sent and not state.is_finished
+                if is_open and is_meant(state):
+                    state.abort_unsent(text)
+
+    # -- control -------------------------------------------------------------------
+
+    async def flush_cache(self) -> bool:
+        """Empty the prefix cache; False where requests run: nothing was flushed."""
+        self._check_up()
+        return await self._calls.flush_cache()
+
+    async def scheduler_stats(self, timeout: float = TIMEOUT_SECONDS) -> SchedulerStats:
+        """The scheduler's gauges and counters of this moment."""
+        self._check_up()
+        return await self._calls.stats(timeout)
+
+    async def profile(self, *, is_start: bool, **options: Any) -> str:
+        """Begin or end a profile of the scheduler; returns the path of its trace.
+
+        Raises:
+            BadRequest: one runs already, none runs, or it cannot be written.
+        """
+        self._check_up()
+        return await self._calls.profile(is_start=is_start, **options)
+
+    async def pause_generation(self, mode: str) -> None:
+        """Generate nothing until `continue_generation`; requests that arrive wait.
+
+        Args:
+            mode: "abort" ends all requests, "retract" and "in_place" let them wait,
+                without and with their memory.
+        """
+        self._check_up()
+        if mode == "abort":
+            self.abort(abort_all=True, message="generation was paused")
+        await self._calls.pause(is_pause=True, mode=mode)
+
+    async def continue_generation(self) -> None:
+        """Go on after `pause_generation`; does nothing else."""
+        self._check_up()
+        await self._calls.pause(is_pause=False)
+
+    async def canary_incidents(self) -> list[dict[str, Any]]:
+        """The KV canary's incidents, oldest first; empty while it is off. Of an engine
+        that failed, those that it told of with its failure.
+
+        Raises:
+            EngineFailure: it ended without a word.
+        """
+        try:
+            self._check_up()
+            return await self._calls.incidents()
+        except EngineFailure:
+            if self._last_incidents is None:
+                raise
+            return self._last_incidents
+
+    async def pool_snapshot(self, *, is_whole: bool) -> GetSnapshotRsp:
+        """The KV pool and its requests of this moment; `is_whole`: with all pages."""
+        self._check_up()
+        return await self._calls.snapshot(is_whole=is_whole)
+
+    async def slot_records(self, slot: int) -> list[dict[str, Any]]:
+        """The KV canary's records of a slot of the pool; empty while it is off."""
+        self._check_up()
+        return await self._calls.slot_records(slot)
+
+    # -- the wire ------------------------------------------------------------------
+
+    def receive(self, message: SchedulerResponse) -> None:
+        """Take a message of the scheduler."""
+        self.heartbeat.on_sign()
+        if isinstance(message, BatchOutput):
+            for output in message.outputs:
+                self._on_output(output)
+        elif isinstance(message, EngineFailed):
+            self._last_incidents = message.incidents
+            self.set_dead(message.message)
+        else:
+            self._calls.receive(message)
+
+    def _on_output(self, output: RequestOutput) -> None:
+        state = self._states.get(output.rid)
+        if state is None:
+            return
+        if self.metrics is not None:
+            self.metrics.on_output(state, output)
+        if self._crash_dump is not None:
+            self._crash_dump.on_output(output)
+        if output.finish_reason is not None:
+            del self._states[output.rid]
+            self._occupancy.remove(state.client, state.num_prompt_tokens)
+            self._on_change()
+        state.receive(output)
+
+    def _check_up(self) -> None:
+        """Raise unless the scheduler can be asked something."""
+        if self._failure is not None:
+            raise self._failure
+        if self.phase is Phase.STARTING:
+            raise Unavailable(f"the server is {self.phase.value}")
+
+    def _admit(self, count: int, *, wait_for_room: bool) -> Limits:
+        self._check_up()
+        if self.phase is not Phase.READY or self.limits is None:
+            raise Unavailable(f"the server is {self.phase.value}")
+        if not wait_for_room:
+            self._occupancy.check_requests(count, client=client_tag())
+        return self.limits
+
+    def _kept_apart(self, prompt: PromptRequest, owner: str) -> PromptRequest:
+        """Return `prompt` with a part of the prefix cache that is its owner's alone,
+        where the operator wants that."""
+        if not owner or not self.server_args.cache_namespace_per_key:
+            return prompt
+        namespace = cache_namespace(key=prompt.extra_key, owner=owner)
+        return dataclasses.replace(prompt, extra_key=namespace)
+
+    def _output_text(self, request: GenerateReq) -> OutputText | None:
+        params = request.sampling_params
+        if self.tokenizer is None:
+            if params.stop or params.stop_regex:
+                raise BadRequest(
+                    "stop strings need a tokenizer, but the server runs with "
+                    "--skip-tokenizer-init; use stop_token_ids",
+                    param="stop",
+                )
+            return None
+        return OutputText(self.tokenizer, params)
+
+    def _check_rids(self, group: RequestGroup) -> None:
+        seen: set[str] = set()
+        for state in group.states:
+            if state.rid in seen or state.rid in self._states:
+                raise BadRequest(
+                    f"rid {quoted(state.shown_rid)} is in use", param="rid"
+                )
+            seen.add(state.rid)
+
+    def _dispatch(self, states: Sequence[RequestState]) -> None:
+        """Send, then await answers: a request that cannot be sent leaves no state."""
+        requests = [state.hand_over() for state in states]
+        self.request_log.on_sent(requests)
+        if self._crash_dump is not None:
+            for request in requests:
+                self._crash_dump.on_sent(request)
+        single = len(requests) == 1
+        self._send(requests if single else [GenerateBatch.pack(requests)])
+        for state in states:
+            state.is_sent = True
+            self._states[state.rid] = state
+            self._occupancy.add(state.client, state.num_prompt_tokens)
+
+    async def _feed(self, group: RequestGroup) -> None:
+        """Send the requests of `group` as room appears."""
+        waiting = deque(group.states)
+        self._feeding.add(group)
+        try:
+            while waiting and self._failure is None:
+                batch: list[RequestState] = []
+                while waiting and len(batch) < self._occupancy.room_in_queue:
+                    state = waiting.popleft()
+                    if not state.is_finished:
+                        batch.append(state)
+                if batch:
+                    self._dispatch(batch)
+                if waiting:
+                    await self._next_change()
+        except Exception as error:
+            group.fail(log_failure("a request could not be sent", error=error))
+        finally:
+            self._feeding.discard(group)
+        if self._failure is not None:
+            group.fail(self._failure)
+
+    def _next_change(self) -> asyncio.Future[None]:
+        """A future that is done as soon as a request leaves the table."""
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting_for_change.append(future)
+        return future
+
+    def _on_change(self) -> None:
+        waiting, self._waiting_for_change = self._waiting_for_change, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+
+async def _let_others_in(prompt: int) -> None:
+    """Let the loop serve others after some prompts of a long list."""
+    if prompt % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
+        await asyncio.sleep(0)

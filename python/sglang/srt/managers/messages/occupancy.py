@@ -1,0 +1,105 @@
+"""Room for requests in flight, in requests and in tokens of their prompts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.messages.errors import BadRequest, Unavailable
+
+if TYPE_CHECKING:
+    from sglang.srt.server_args import ServerArgs
+
+
+# Part of each limit that is there beyond it, for clients that hold no more than that.
+SPARE_SHARE = 16
+
+
+def spare_of(limit: int) -> int:
+    """What a client that holds little may use beyond a limit that others have reached:
+    nobody keeps everybody else out."""
+    return max(limit // SPARE_SHARE, 1)
+
+
+class Occupancy:
+    """Counts what is in flight, and refuses what exceeds the flags' limits: with 400
+    where it never fits, with 503 where it does not fit now."""
+
+    def __init__(self, server_args: ServerArgs) -> None:
+        assert server_args.max_running_requests is not None
+        self._max_queued_requests = server_args.max_queued_requests
+        self._max_requests = (
+            server_args.max_queued_requests + server_args.max_running_requests
+        )
+        self._max_tokens = server_args.max_queued_tokens
+        self.clear()
+
+    def add(self, client: str, prompt_tokens: int) -> None:
+        """Count one more request."""
+        self._num_requests += 1
+        self._num_tokens += prompt_tokens
+        self._requests_of[client] += 1
+        self._tokens_of[client] += prompt_tokens
+
+    def remove(self, client: str, prompt_tokens: int) -> None:
+        self._num_requests -= 1
+        self._num_tokens -= prompt_tokens
+        self._requests_of[client] -= 1
+        self._tokens_of[client] -= prompt_tokens
+        if not self._requests_of[client]:
+            del self._requests_of[client], self._tokens_of[client]
+
+    def clear(self) -> None:
+        self._num_requests = self._num_tokens = 0
+        self._requests_of: Counter[str] = Counter()
+        self._tokens_of: Counter[str] = Counter()
+
+    @property
+    def room_in_queue(self) -> int:
+        """Requests that the scheduler takes whatever the state of its batch is."""
+        return self._max_queued_requests - self._num_requests
+
+    def check_count(self, count: int) -> None:
+        """Raises:
+        BadRequest: `count` requests never fit.
+        """
+        if count > self._max_requests:
+            raise BadRequest(
+                f"one call asks for {count} outputs, but at most {self._max_requests} "
+                "requests may be in flight (--max-queued-requests and "
+                "--max-running-requests); split it"
+            )
+
+    def check_requests(self, count: int, *, client: str) -> None:
+        """Raises:
+        BadRequest: `count` requests never fit.
+        Unavailable: they do not fit now.
+        """
+        self.check_count(count)
+        limit, spare = self._max_requests, spare_of(self._max_queued_requests)
+        if self._requests_of[client] + count <= spare:
+            limit += spare
+        if self._num_requests + count > limit:
+            raise Unavailable(
+                f"{self._num_requests} requests are in flight, of at most "
+                f"{self._max_requests}; try again later"
+            )
+
+    def check_tokens(self, count: int, *, client: str) -> None:
+        """Raises:
+        BadRequest: prompts of `count` tokens never fit.
+        Unavailable: they do not fit now.
+        """
+        if count > self._max_tokens:
+            raise BadRequest(
+                f"the prompts have {count} tokens, but at most {self._max_tokens} may "
+                "be in flight (--max-queued-tokens); split the request"
+            )
+        limit = self._max_tokens
+        if self._tokens_of[client] + count <= spare_of(limit):
+            limit += spare_of(limit)
+        if self._num_tokens + count > limit:
+            raise Unavailable(
+                f"the prompts in flight have {self._num_tokens} tokens, of at most "
+                f"{self._max_tokens} (--max-queued-tokens); try again later"
+            )

@@ -1,0 +1,398 @@
+"""Who is touched by a damage: requests, cached runs and pages.
+
+A request is touched where its forward was flagged, or where it holds a slot that was
+damaged, in a row of its own or through the prefix cache. Whoever relies on a cached run
+that has to go is touched as well, and so on until nothing is added. Changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from kv_canary.checks import Blames, Severity, reasons_where
+from sglang.srt.mem_cache.allocator import host_array
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.batch.req import Req
+    from sglang.srt.managers.batch.schedule_batch import LaunchRecord
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.page_ledger import IntArray
+    from sglang.srt.mem_cache.tree_node import TreeNode
+
+# The slot holds somebody else's bytes.
+_OVERWRITTEN = reasons_where(lambda check: check.blames is Blames.HOLDER)
+# Nobody knows which slots were damaged.
+_ANYWHERE = reasons_where(lambda check: check.blames is Blames.FORWARD)
+# Tokens are in doubt even where the draft's pool has the damage.
+_OF_TOKENS = reasons_where(lambda check: check.severity is Severity.TOKENS)
+
+
+def severity_of(pool: int, reasons: int) -> Severity:
+    """Return what damage in a pool puts in doubt; pool 0 is the target's."""
+    is_draft = pool > 0 and not reasons & _OF_TOKENS
+    return Severity.DRAFTS if is_draft else Severity.TOKENS
+
+
+class Fact(NamedTuple):
+    """A violation in terms of slots and requests; `serial` 0: no request."""
+
+    pool: int
+    reasons: int
+    serial: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Damage:
+    """The findings of a step, alike on every rank.
+
+    Fields:
+        facts: of all violations. verdicts: reasons of each row, by pool.
+        has_overflowed: whether there are violations beyond the facts.
+    """
+
+    facts: Sequence[Fact]
+    verdicts: Sequence[Sequence[int]]
+    has_overflowed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blame:
+    """All that is touched.
+
+    Fields:
+        withheld: requests whose tokens of the step cannot be trusted.
+        rebuilt: those whose drafts alone are in doubt.
+        nodes: cached runs that have to go, all that hang below them included.
+        pages: damaged ones, ascending.
+    """
+
+    withheld: tuple[Req, ...]
+    rebuilt: tuple[Req, ...]
+    nodes: tuple[TreeNode, ...]
+    pages: IntArray
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.withheld or self.rebuilt or self.nodes or len(self.pages))
+
+
+class _Books:
+    """Holders of every page by the host's records, as of now.
+
+    Attributes:
+        reqs: those that hold memory. own: the pages in their rows that are not the
+            cache's, in the order of the rows; paths: the cached runs that they rely
+            on, last one first.
+    """
+
+    def __init__(self, requests: Iterable[Req], cache: BasePrefixCache) -> None:
+        page_size, num_pages = cache.page_size, cache.allocator.num_pages
+        self.page_size = page_size
+        self._region = cache.req_to_token_pool.region
+        self.reqs = [req for req in requests if req.req_pool_idx]
+        self.own = [_own_pages(req, cache) for req in self.reqs]
+        self.paths = [_path(req.last_node) for req in self.reqs]
+        self.nodes = list(cache.iter_nodes())
+        self._node_at = np.full(num_pages + 1, -1, dtype=np.int64)
+        for i, node in enumerate(self.nodes):
+            self._node_at[node.slots[::page_size] // page_size] = i
+        self._claims: dict[int, list[int]] = {}
+        self._claimed = np.zeros(num_pages + 1, dtype=np.bool_)
+        for pages in self.own:
+            self._claimed[pages] = True
+        self._reliers: dict[int, list[int]] = {}
+        for i, path in enumerate(self.paths):
+            for node in path:
+                self._reliers.setdefault(id(node), []).append(i)
+
+    def has_page(self, page: int) -> bool:
+        """Whether it is a page that requests can get."""
+        return 0 < page < len(self._node_at)
+
+    def region_owner(self, slot: int) -> int | None:
+        """The request (by index) whose row a slot of the draft region belongs to."""
+        row = 0 if self._region is None else self._region.row_of(slot)
+        if not row:
+            return None
+        held = (i for i, req in enumerate(self.reqs) if req.req_pool_idx == row)
+        return next(held, None)
+
+    def node_of(self, page: int) -> TreeNode | None:
+        """The cached run that a page belongs to."""
+        index = int(self._node_at[page])
+        return None if index < 0 else self.nodes[index]
+
+    def cached_nodes_of(self, pages: IntArray) -> list[TreeNode]:
+        """The cached runs of these pages, each once."""
+        found = self._node_at[pages]
+        return [self.nodes[i] for i in dict.fromkeys(found[found >= 0].tolist())]
+
+    def claimants(self, page: int) -> list[int]:
+        """Requests (by index) in whose own part of a row a page lies: one at most, if
+        the host's records are right."""
+        if not self._claimed[page]:
+            return []
+        if page not in self._claims:
+            self._claims[page] = [i for i, own in enumerate(self.own) if page in own]
+        return self._claims[page]
+
+    def shared_claims(self, pages: IntArray) -> list[int]:
+        """Requests that claim one of `pages`, too; the owner among them."""
+        is_meant = np.zeros(len(self._node_at), dtype=np.bool_)
+        is_meant[pages] = True
+        return [i for i, own in enumerate(self.own) if is_meant[own].any()]
+
+    def reliers(self, node: TreeNode) -> list[int]:
+        """Requests (by index) whose cached prefix has this run."""
+        return self._reliers.get(id(node), [])
+
+    def holds(self, index: int, page: int) -> bool:
+        """Whether a page lies in the row of a request."""
+        node = self.node_of(page)
+        if node is not None and index in self.reliers(node):
+            return True
+        return index in self.claimants(page)
+
+
+def _own_pages(req: Req, cache: BasePrefixCache) -> IntArray:
+    slots = cache.req_to_token_pool.row_slots(
+        req.req_pool_idx, req.cache_protected_len, req.allocated_len
+    )
+    pages: IntArray = host_array(slots) // cache.page_size
+    # Slots of a page follow each other; whoever holds it twice has it twice here.
+    distinct: IntArray = pages[np.diff(pages, prepend=-1) != 0]
+    return distinct
+
+
+def _path(node: TreeNode | None) -> list[TreeNode]:
+    path = []
+    while node is not None and node.parent is not None:
+        path.append(node)
+        node = node.parent
+    return path
+
+
+class _Walk:
+    """Follows a damage from holder to holder.
+
+    Args:
+        starts: the first position that the step wrote, by serial.
+    """
+
+    def __init__(self, books: _Books, starts: Mapping[int, int]) -> None:
+        self._books = books
+        self._starts = starts
+        self._index = {req.serial: i for i, req in enumerate(books.reqs)}
+        self._requests: dict[int, Severity] = {}
+        self._pages: dict[int, Severity] = {}
+        self._nodes: dict[int, tuple[TreeNode, Severity]] = {}
+        self._due: list[Callable[[], None]] = []
+
+    def index_of(self, serial: int) -> int | None:
+        """The request that holds memory under this serial."""
+        return self._index.get(serial)
+
+    def everything(self) -> None:
+        """Touch all requests and the whole cache."""
+        for i in range(len(self._books.reqs)):
+            self.request(i, Severity.TOKENS)
+        for node in self._books.nodes:
+            self.node(node, Severity.TOKENS)
+
+    def all_pages_of(self, index: int, severity: Severity) -> None:
+        """Touch every page that a request reads."""
+        for page in self._books.own[index].tolist():
+            self.page(page, severity)
+        for node in self._books.paths[index]:
+            first_slots = node.slots[:: self._books.page_size]
+            for page in (first_slots // self._books.page_size).tolist():
+                self.page(page, severity)
+
+    def request(self, index: int, severity: Severity) -> None:
+        if severity <= self._requests.get(index, 0):
+            return
+        self._requests[index] = severity
+        self._due.append(partial(self._spread_from, index, severity))
+
+    def page(self, page: int, severity: Severity) -> None:
+        if severity <= self._pages.get(page, 0):
+            return
+        self._pages[page] = severity
+        node = self._books.node_of(page)
+        if node is not None:
+            self.node(node, severity)
+        for index in self._books.claimants(page):
+            self.request(index, severity)
+
+    def node(self, node: TreeNode, severity: Severity) -> None:
+        """Touch a cached run and all below it, which were computed from it."""
+        if severity <= self._nodes.get(id(node), (node, 0))[1]:
+            return
+        self._nodes[id(node)] = node, severity
+        for index in self._books.reliers(node):
+            self.request(index, severity)
+        for child in node.children.values():
+            self._due.append(partial(self.node, child, severity))
+
+    def _spread_from(self, index: int, severity: Severity) -> None:
+        books = self._books
+        # Records that give a page to two holders are damaged themselves.
+        for other in books.shared_claims(books.own[index]):
+            self.request(other, severity)
+        for node in books.cached_nodes_of(books.own[index]):
+            self.node(node, severity)
+        req, path = books.reqs[index], books.paths[index]
+        # The step computed its new KV from slots in doubt.
+        start = self._starts.get(req.serial)
+        if req.is_healed_in_vain:
+            # The damage may be in its cached prefix, wherever it was found.
+            start = 0
+        if start is not None:
+            for node in path:
+                if node.end > start:
+                    self.node(node, severity)
+
+    def result(self) -> Blame:
+        while self._due:
+            self._due.pop()()
+        reqs = self._books.reqs
+        found = sorted(self._requests.items(), key=lambda item: reqs[item[0]].serial)
+        return Blame(
+            withheld=tuple(reqs[i] for i, s in found if s is Severity.TOKENS),
+            rebuilt=tuple(reqs[i] for i, s in found if s is Severity.DRAFTS),
+            nodes=tuple(node for node, _ in self._nodes.values()),
+            pages=np.array(sorted(self._pages), dtype=np.int64),
+        )
+
+
+def find_blame(
+    damage: Damage,
+    launched: LaunchRecord,
+    *,
+    requests: Iterable[Req],
+    cache: BasePrefixCache,
+    rows: Sequence[int] = (),
+) -> Blame:
+    """Follow the findings of a step to all that they touch.
+
+    Args:
+        launched: the step, its result not processed; but for `rows`.
+        requests: all that are not finished.
+        rows: of requests that the host gave wrong tokens of this step.
+    """
+    ended = [
+        (row, severity_of(pool, reasons))
+        for pool, verdicts in enumerate(damage.verdicts)
+        for row, reasons in enumerate(verdicts)
+        if reasons and launched.reqs[row].is_finished
+    ]
+    ended += [(row, Severity.TOKENS) for row in rows]
+    # Lookups split runs, so that they come first.
+    stale = [
+        (node, severity)
+        for row, severity in ended
+        for node in _cached_since(launched, row, cache)
+    ]
+    starts = _split_at_starts(launched, cache)
+    books = _Books(requests, cache)
+    walk = _Walk(books, starts)
+    for node, severity in stale:
+        walk.node(node, severity)
+    _follow_rows(walk, damage, launched, rows)
+    for fact in damage.facts:
+        _follow_fact(walk, books, fact, launched)
+    return walk.result()
+
+
+def _split_at_starts(launched: LaunchRecord, cache: BasePrefixCache) -> dict[int, int]:
+    """The first position that a step wrote for each request, by serial.
+
+    With overlap the cache may have got it already, together with the prompt whose
+    result came before: there the cached run is split.
+    """
+    starts = {}
+    for row in launched.live_rows():
+        req, start = launched.reqs[row], int(launched.starts[row])
+        starts[req.serial] = start
+        if req.cache_protected_len > start:
+            _split(req, start, cache)
+    return starts
+
+
+def _split(req: Req, position: int, cache: BasePrefixCache) -> None:
+    """Let no cached run of a request reach over the page before `position`."""
+    tokens = req.tokens[: position + cache.bigram]
+    cache.cached_end(cache.key(tokens, namespace=req.namespace))
+
+
+def _cached_since(
+    launched: LaunchRecord, row: int, cache: BasePrefixCache
+) -> list[TreeNode]:
+    """Cached runs with the tokens that a row of a step wrote: its request may have left
+    them there."""
+    req, start = launched.reqs[row], int(launched.starts[row])
+    if req.input_embeds is not None:
+        return []
+    _split(req, start, cache)
+    key = cache.key(req.tokens, namespace=req.namespace)
+    path = _path(cache.cached_end(key))
+    return [node for node in path if node.end > start]
+
+
+def _follow_rows(
+    walk: _Walk, damage: Damage, launched: LaunchRecord, rows: Sequence[int]
+) -> None:
+    flagged = [
+        (index, severity_of(pool, reasons), reasons)
+        for pool, verdicts in enumerate(damage.verdicts)
+        for row, reasons in enumerate(verdicts)
+        if reasons and (index := _live_index(walk, launched, row)) is not None
+    ]
+    for row in rows:
+        index = _live_index(walk, launched, row)
+        if index is not None:
+            walk.request(index, Severity.TOKENS)
+    for index, severity, _ in flagged:
+        walk.request(index, severity)
+    if not damage.has_overflowed:
+        return
+    if any(reasons & _OVERWRITTEN for _, _, reasons in flagged):
+        # Whose slots they were is not known any more.
+        walk.everything()
+    for index, severity, _ in flagged:
+        walk.all_pages_of(index, severity)
+
+
+def _live_index(walk: _Walk, launched: LaunchRecord, row: int) -> int | None:
+    req = launched.reqs[row]
+    is_live = not req.is_finished and req.serial not in launched.dropped
+    return walk.index_of(req.serial) if is_live else None
+
+
+def _follow_fact(
+    walk: _Walk, books: _Books, fact: Fact, launched: LaunchRecord
+) -> None:
+    severity = severity_of(fact.pool, fact.reasons)
+    index = walk.index_of(fact.serial)
+    if index is not None:
+        walk.request(index, severity)
+    if fact.reasons & _ANYWHERE:
+        for row in launched.live_rows():
+            other = walk.index_of(launched.reqs[row].serial)
+            if other is not None:
+                walk.request(other, severity)
+    page = fact.slot // books.page_size
+    owner = books.region_owner(fact.slot)
+    if owner is not None and fact.reasons & _OVERWRITTEN:
+        walk.request(owner, severity)
+    # A slot that a wrong table points at is sound.
+    if not books.has_page(page):
+        return
+    if fact.reasons & _OVERWRITTEN or index is None or books.holds(index, page):
+        walk.page(page, severity)

@@ -1,0 +1,312 @@
+"""The KV canary's findings of a step, seen before any of its tokens is used."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter as CountsOf
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from kv_canary.checks import EVERY_REASON
+from kv_canary.findings import verdicts_of
+from kv_canary.records import Counter, Ring
+from kv_canary.reporter import CanaryViolation, as_error
+from kv_canary.violation import POOLS
+from sglang.srt.kv_canary.config import CanaryMode
+from sglang.srt.managers.scheduler.blame import Damage, Fact
+from sglang.srt.managers.scheduler.result_faults import find_result_faults
+from sglang.srt.managers.scheduler.shared_pattern import SharedPattern
+from sglang.srt.managers.scheduler.slot_owners import SlotOwners
+
+if TYPE_CHECKING:
+    from kv_canary.reporter import Finding
+    from kv_canary.violation import Violation
+    from sglang.srt.distributed.parallel_state import TensorParallelGroup
+    from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+    from sglang.srt.managers.batch.forward_result import GenerationBatchResult
+    from sglang.srt.managers.batch.req import Req
+    from sglang.srt.managers.batch.schedule_batch import LaunchRecord
+    from sglang.srt.managers.messages.io_struct import SchedulerStats
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.groups.slots import GroupSlots
+    from sglang.srt.mem_cache.quarantine import SlotPattern
+
+logger = logging.getLogger(__name__)
+
+_Seen = tuple[list[Fact], bool, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sighting:
+    """A damage that is to be healed.
+
+    Fields:
+        found: violations of this rank, not reported yet; dropped: entries beyond them.
+        damage: what all ranks found.
+        rows: of the step, whose requests got other tokens than were sampled.
+        seconds: on rank 0's clock.
+    """
+
+    found: list[Finding]
+    dropped: int
+    damage: Damage
+    rows: tuple[int, ...] = ()
+    seconds: float
+
+    @property
+    def violations(self) -> list[Violation]:
+        return [finding.violation for finding in self.found]
+
+
+class CanaryGate:
+    """Stops a step's tokens from being used where the canary found a violation.
+
+    Args:
+        managers: of the target's pool and, where there is one, of the draft's; they
+            share serials and reporter.
+        requests: all requests that are not finished.
+        group: the ranks. Each checks its own part of the KV cache; `incidents` and
+            `add_stats` cover all of them, so that all of them must call these.
+    """
+
+    def __init__(
+        self,
+        managers: Sequence[CanaryManager],
+        *,
+        cache: BasePrefixCache,
+        requests: Callable[[], Iterable[Req]],
+        group: TensorParallelGroup,
+    ) -> None:
+        self.manager = managers[0]
+        self._managers = managers
+        self._cache = cache
+        self._requests = requests
+        self._group = group
+        for manager in managers:
+            manager.attach_radix_cache(cache)
+
+    def admit(self, req: Req) -> None:
+        """Remember a request, so that a report can name it."""
+        self.manager.serials.add(req.serial, req.rid)
+
+    @property
+    def heals(self) -> bool:
+        """Whether findings are returned, to be healed, where they can be."""
+        return self.manager.config.mode is CanaryMode.HEAL
+
+    def inspect(self, result: GenerationBatchResult) -> Sighting | None:
+        """Look at the findings of a step before any of its tokens is used.
+
+        Returns:
+            The damage to heal; None: there is none, or the mode is another one.
+
+        Raises:
+            CanaryViolation: something is wrong and the mode is `raise`.
+        """
+        # A prefill's result has no findings of the draft yet.
+        found = []
+        for manager, words in zip(self._managers, result.findings, strict=False):
+            if manager.take(words):
+                found.append(manager)
+        if not found:
+            return None
+        if self.heals:
+            return self._sight([verdicts_of(words) for words in result.findings])
+        self._report(found)
+        return None
+
+    def confirm(
+        self, launched: LaunchRecord, result: GenerationBatchResult
+    ) -> Sighting | None:
+        """Compare what requests keep of a step with what the device noted of it, before
+        any of its tokens is sent.
+
+        Args:
+            launched: the step, its result processed.
+
+        Returns:
+            As `inspect`.
+
+        Raises:
+            CanaryViolation: something differs and the mode is `raise`; with other ranks
+                also if it is `heal`: each host keeps tokens of its own, and the others
+                do not know of this one's.
+        """
+        marks = result.marks
+        if marks is None:
+            return None
+        entries = find_result_faults(launched, result, *marks)
+        if not entries:
+            return None
+        if self.heals and self._group.size == 1:
+            rows = tuple(entry[Ring.BATCH_ROW] for entry in entries)
+            return self._sight([], host_entries=entries, rows=rows)
+        owners = self._slot_owners()
+        self.manager.report(
+            owner_of=owners.owner_of,
+            tokens_of=self._tokens_of,
+            host_entries=entries,
+        )
+        return None
+
+    def _sight(
+        self,
+        verdicts: list[list[int]],
+        *,
+        host_entries: Sequence[Sequence[int]] = (),
+        rows: tuple[int, ...] = (),
+    ) -> Sighting:
+        """Everything in the rings of all pools, and what other ranks have in theirs."""
+        owners = self._slot_owners()
+        found: list[Finding] = []
+        facts: list[Fact] = []
+        dropped = 0
+        for manager in self._managers:
+            examined = manager.examine(
+                owner_of=owners.owner_of,
+                tokens_of=self._tokens_of,
+                host_entries=host_entries if manager is self.manager else (),
+            )
+            found += examined.found
+            dropped += examined.dropped
+            facts += [
+                Fact(POOLS.index(v.worker), v.reasons, v.serial, manager.full_slot(v))
+                for v in (finding.violation for finding in examined.found)
+            ]
+        own: _Seen = (facts, dropped > 0, time.monotonic())
+        every = [
+            msgspec.msgpack.decode(seen, type=_Seen)
+            for seen in self._group.all_gather_bytes(msgspec.msgpack.encode(own))
+        ]
+        return Sighting(
+            found=found,
+            dropped=dropped,
+            damage=Damage(
+                facts=list(dict.fromkeys(fact for seen in every for fact in seen[0])),
+                verdicts=verdicts,
+                has_overflowed=any(seen[1] for seen in every),
+            ),
+            rows=rows,
+            seconds=every[0][2],
+        )
+
+    def publish(self, sighting: Sighting, outcome: dict[str, Any]) -> None:
+        """Report a damage that was healed, and what was done."""
+        self.manager.reporter.publish(
+            sighting.found, dropped=sighting.dropped, outcome=outcome
+        )
+
+    def error_of(self, sighting: Sighting) -> CanaryViolation:
+        """The error of a damage that is not healed; reports it."""
+        self.manager.reporter.publish(sighting.found, dropped=sighting.dropped)
+        with_tokens = self.manager.config.report_tokens
+        return as_error(sighting.violations, with_tokens=with_tokens)
+
+    def forget_rows(self, req_rows: Sequence[int]) -> None:
+        """See `CanaryManager.forget_rows`."""
+        for manager in self._managers:
+            manager.forget_rows(req_rows)
+
+    def patterns(self, group: GroupSlots | None) -> list[SlotPattern]:
+        """Patterns for the slots of a group in all pools that have it, alike on every
+        rank.
+
+        Args:
+            group: None: the primary group.
+        """
+        patterns = (manager.slot_pattern(group) for manager in self._managers)
+        return [SharedPattern(p, self._group) for p in patterns if p is not None]
+
+    def _report(self, managers: list[CanaryManager]) -> None:
+        errors, owners = [], self._slot_owners()
+        for manager in managers:
+            try:
+                manager.report(owner_of=owners.owner_of, tokens_of=self._tokens_of)
+            except CanaryViolation as error:
+                # The findings in the other pool must be reported, too.
+                errors.append(error)
+        if errors:
+            # This rank's own findings come first.
+            raise min(errors, key=lambda error: not error.public)
+
+    def fail(self, error: Exception) -> None:
+        """Report the findings that `error` kept from reaching the host, as when a
+        forward failed over the damage itself. A violation was reported already.
+
+        Raises:
+            CanaryViolation: there was something and the mode is not `log`; its cause
+                is `error`.
+        """
+        if isinstance(error, CanaryViolation):
+            return
+        found, config = self._drain_after(error), self.manager.config
+        if found and config.mode is not CanaryMode.LOG:
+            raise as_error(
+                found, with_tokens=config.report_tokens, is_alone=True
+            ) from error
+
+    def _drain_after(self, error: Exception) -> list[Violation]:
+        """Report the findings in all pools, as far as the device still answers."""
+        found: list[Violation] = []
+        owners = self._slot_owners()
+        for manager in self._managers:
+            try:
+                found += manager.drain(
+                    owner_of=owners.owner_of, tokens_of=self._tokens_of
+                )
+            except Exception as lost:
+                # The failure itself must be seen, and the other pool be read.
+                logger.error(
+                    "kv_canary: what was found before %r cannot be read: %s",
+                    error,
+                    lost,
+                )
+        return found
+
+    def own_incidents(self) -> list[dict[str, Any]]:
+        """The newest incidents of this rank, oldest first."""
+        return list(self.manager.reporter.incidents)
+
+    def incidents(self) -> list[dict[str, Any]]:
+        """The newest incidents of every rank, oldest first."""
+        own = msgspec.msgpack.encode(self.own_incidents())
+        found: list[dict[str, Any]] = []
+        for of_rank in self._group.all_gather_bytes(own):
+            found += msgspec.msgpack.decode(of_rank)
+        return sorted(found, key=itemgetter("time"))
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Fill in the canary's numbers: violations of all ranks, and tokens and passes
+        of this one, because every rank checks the same ones."""
+        counters = [manager.counters for manager in self._managers]
+        stats.kv_canary_protected_tokens_total = sum(
+            of_pool[Counter.VERIFIED_SLOTS] for of_pool in counters
+        )
+        stats.kv_canary_swept_tokens_total = sum(
+            of_pool[Counter.SWEPT_SLOTS] for of_pool in counters
+        )
+        stats.kv_canary_sweep_passes_total = sum(
+            manager.num_sweep_passes for manager in self._managers
+        )
+        stats.kv_canary_violations_total = self._violations()
+
+    def _violations(self) -> dict[str, int]:
+        """By reason: a series that does not exist yet cannot be watched."""
+        own = msgspec.msgpack.encode(dict(self.manager.reporter.counts))
+        counts: CountsOf[str] = CountsOf(dict.fromkeys(EVERY_REASON, 0))
+        for of_rank in self._group.all_gather_bytes(own):
+            counts.update(msgspec.msgpack.decode(of_rank, type=dict[str, int]))
+        return dict(counts)
+
+    def _slot_owners(self) -> SlotOwners:
+        return SlotOwners(self._cache, self._requests)
+
+    def _tokens_of(self, serial: int) -> Sequence[int] | None:
+        return next(
+            (req.tokens for req in self._requests() if req.serial == serial), None
+        )

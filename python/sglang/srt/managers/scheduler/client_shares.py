@@ -1,0 +1,91 @@
+"""How clients share the engine: turns at admission, and places in the batch.
+
+Everything follows from the requests at hand, so that all ranks, and a replay, decide
+alike. A client that is alone sees none of it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from operator import attrgetter
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.scheduler.schedule_policy import CLIP_MAX_NEW_TOKENS
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.batch.req import Req
+
+
+# Asked at every step, of a queue that may be long.
+_CLIENT = attrgetter("client")
+
+
+def in_turns(waiting: Sequence[Req], running: Iterable[Req]) -> Iterator[Req]:
+    """Yield the waiting requests in the order in which they may be admitted.
+
+    Between clients the one whose requests run, or were yielded, with the fewest tokens
+    is next; within one they stay as they are. Healed requests have run already and come
+    before all others.
+    """
+    if len(set(map(_CLIENT, waiting))) < 2:
+        yield from waiting
+        return
+    by_client: dict[str, list[Req]] = {}
+    for req in waiting:
+        by_client.setdefault(req.client, []).append(req)
+    healed = [req for req in waiting if req.num_heals]
+    yield from healed
+    held: Counter[str] = Counter()
+    for req in (*running, *healed):
+        held[req.client] += _weight(req)
+    rests = [iter([r for r in reqs if not r.num_heals]) for reqs in by_client.values()]
+    # Of equals the client whose first request came first.
+    heap = [(held[client], i) for i, client in enumerate(by_client)]
+    heapq.heapify(heap)
+    while heap:
+        tokens, i = heapq.heappop(heap)
+        following = next(rests[i], None)
+        if following is not None:
+            yield following
+            heapq.heappush(heap, (tokens + _weight(following), i))
+
+
+def who_yields(waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
+    """Return the requests that give their places in a full batch to other clients.
+
+    Each belongs to the client that has most places, and gives its own only where that
+    client then still has as many as the other: nothing goes back and forth. Those with
+    the fewest output tokens, which lose least, are first.
+    """
+    if len({*map(_CLIENT, running), *map(_CLIENT, waiting)}) < 2:
+        return []
+    by_client: dict[str, list[Req]] = {}
+    for req in sorted(running, key=lambda req: (-req.output_len, req.prompt_len)):
+        by_client.setdefault(req.client, []).append(req)
+    places = Counter({client: len(reqs) for client, reqs in by_client.items()})
+    found: list[Req] = []
+    for req in in_turns(waiting, running):
+        client, most = max(places.items(), key=lambda item: item[1], default=("", 0))
+        if most <= places[req.client] + 1:
+            break
+        found.append(by_client[client].pop())
+        places[client] -= 1
+        places[req.client] += 1
+    return found
+
+
+def is_decode_due(prefilled: Sequence[Req], running: Sequence[Req]) -> bool:
+    """Whether a client runs requests and has had no part in the last prefill.
+
+    Without a step between two prefills its outputs would stand still for as long as
+    others have prompts.
+    """
+    clients = set(map(_CLIENT, prefilled))
+    return any(req.client not in clients for req in running)
+
+
+def _weight(req: Req) -> int:
+    """Tokens that it has and is expected to get."""
+    return len(req.tokens) + min(req.remaining_new_tokens, CLIP_MAX_NEW_TOKENS)

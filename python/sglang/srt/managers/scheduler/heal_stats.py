@@ -1,0 +1,109 @@
+"""Numbers of healings: how many, of what, and how long until the next token."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kv_canary.checks import DIAGNOSES
+from sglang.srt.managers.messages.io_struct import HistogramStats
+
+if TYPE_CHECKING:
+    from kv_canary.violation import Violation
+    from sglang.srt.managers.batch.req import Req
+    from sglang.srt.managers.messages.io_struct import SchedulerStats
+    from sglang.srt.mem_cache.quarantine import Quarantine
+
+RECOVERY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
+DEGRADED_SECONDS = 60.0
+ELSEWHERE = "found elsewhere"
+"""By another rank, or with the step before: no violation of this one."""
+
+
+def diagnosis_of(violations: Sequence[Violation]) -> str:
+    """The label of a healing: the diagnosis of the first violation."""
+    return _name(violations[0].diagnosis_name) if violations else ELSEWHERE
+
+
+class HealStats:
+    """Counts healings and times recoveries.
+
+    Attributes:
+        heals: by diagnosis of the first violation. A series that does not exist yet
+            cannot be watched: all are there from the start.
+        healed_tokens: tokens of requests that were queued again.
+        recoveries: seconds from a healing to the next token, of each request.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self.heals = dict.fromkeys(EVERY_DIAGNOSIS, 0)
+        self.healed_tokens = 0
+        self.recoveries = HistogramStats.empty(RECOVERY_BUCKETS)
+        self._last_heal: float | None = None
+        # By serial: request, its tokens and the time when it was healed.
+        self._recovering: dict[int, tuple[Req, int, float]] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a healed request has got no token since."""
+        return bool(self._recovering)
+
+    @property
+    def is_recent(self) -> bool:
+        """Whether something was healed in the last `DEGRADED_SECONDS`."""
+        last = self._last_heal
+        return last is not None and self._clock() - last < DEGRADED_SECONDS
+
+    def on_heal(
+        self, violations: Sequence[Violation], again: Sequence[Req], *, now: float
+    ) -> None:
+        """Count a healing after which `again` are queued."""
+        self.heals[diagnosis_of(violations)] += 1
+        self.healed_tokens += sum(len(req.tokens) for req in again)
+        self._last_heal = self._clock()
+        for req in again:
+            # Damaged again on its way: it has waited since the first time.
+            before = self._recovering.get(req.serial)
+            since = now if before is None else before[2]
+            self._recovering[req.serial] = req, len(req.tokens), since
+
+    def note_tokens(self) -> None:
+        """Time the requests that have got a token since they were healed."""
+        for serial, (req, length, since) in list(self._recovering.items()):
+            if len(req.tokens) > length:
+                self.recoveries.observe(self._clock() - since)
+            elif not req.is_finished:
+                continue
+            del self._recovering[serial]
+
+    def add_to(
+        self,
+        stats: SchedulerStats,
+        quarantines: Sequence[Quarantine],
+        *,
+        num_pages: int,
+    ) -> None:
+        """Fill in the numbers of healing.
+
+        Args:
+            num_pages: of the pool.
+        """
+        stats.kv_canary_heals_total = dict(self.heals)
+        stats.kv_canary_healed_tokens_total = self.healed_tokens
+        out_of_use = sum(quarantine.num_pages for quarantine in quarantines)
+        stats.kv_canary_quarantined_pages = out_of_use
+        stats.kv_canary_quarantined_share = out_of_use / num_pages
+        stats.kv_canary_recovery_seconds = self.recoveries
+        has_kept = any(len(q.kept) for q in quarantines)
+        stats.kv_canary_is_degraded = self.is_recent or has_kept
+
+
+def _name(diagnosis: str) -> str:
+    """A diagnosis as a label: without the request that one of them names."""
+    return diagnosis.replace(" with request {writer}", "")
+
+
+EVERY_DIAGNOSIS = (*(_name(diagnosis.name) for diagnosis in DIAGNOSES), ELSEWHERE)
+"""Labels of healings."""

@@ -1,0 +1,419 @@
+"""Heals a damaged KV cache: contain, recompute, go on.
+
+```
+blame      who is touched: requests, cached runs, pages          (blame.py)
+withhold   no token of theirs is used; what was launched for them is dropped
+cut        their slots are freed uncached; touched runs leave the cache
+quarantine damaged pages are watched before anybody gets them    (quarantine.py)
+again      they are queued first, with all the tokens that they have
+bound      three times without a new token: an error; too often in all: as `raise`
+```
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from kv_canary.reporter import CanaryViolation
+from sglang.srt.managers.scheduler.blame import Blame, find_blame
+from sglang.srt.managers.scheduler.heal_stats import HealStats, diagnosis_of
+from sglang.srt.managers.scheduler.result_processor import ProcessedBatch
+from sglang.srt.mem_cache.allocator import host_array
+from sglang.srt.mem_cache.quarantine import Quarantine
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.batch.forward_result import GenerationBatchResult
+    from sglang.srt.managers.batch.req import Req
+    from sglang.srt.managers.batch.schedule_batch import LaunchRecord
+    from sglang.srt.managers.messages.io_struct import SchedulerStats
+    from sglang.srt.managers.scheduler.batch_selector import BatchSelector
+    from sglang.srt.managers.scheduler.canary_gate import CanaryGate, Sighting
+    from sglang.srt.managers.scheduler.request_intake import RequestIntake
+    from sglang.srt.managers.scheduler.result_processor import BatchResultProcessor
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.page_ledger import IntArray
+
+logger = logging.getLogger(__name__)
+
+MAX_HEALS_WITHOUT_TOKEN = 3
+WINDOW_SECONDS = 60.0
+# Requests and pages that a line of the log or an incident lists.
+MAX_LISTED = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealLimits:
+    """Bounds of healing; beyond them the engine stops as in `raise`.
+
+    Fields:
+        heals_per_minute: 0: no limit.
+        quarantine_share: of the pool that may stay out of use.
+        decode_reserve: slots that a request needs beyond its tokens.
+    """
+
+    heals_per_minute: int
+    quarantine_share: float
+    decode_reserve: int = 0
+
+
+class Healer:
+    """Carries a damage out of the engine, between two steps.
+
+    Args:
+        requests: all that are not finished.
+        launches: those whose results are not processed yet.
+        num_forwards: batches launched so far.
+
+    Attributes:
+        quarantine: pages that were damaged.
+        group_quarantines: the same of each secondary group.
+        stats: of what was done.
+    """
+
+    def __init__(
+        self,
+        *,
+        gate: CanaryGate,
+        cache: BasePrefixCache,
+        batches: BatchSelector,
+        intake: RequestIntake,
+        results: BatchResultProcessor,
+        limits: HealLimits,
+        requests: Callable[[], Iterable[Req]],
+        launches: Callable[[], Iterable[LaunchRecord]],
+        num_forwards: Callable[[], int],
+    ) -> None:
+        self._gate = gate
+        self._cache = cache
+        self._batches = batches
+        self._intake = intake
+        self._results = results
+        self._limits = limits
+        self._requests = requests
+        self._launches = launches
+        self._num_forwards = num_forwards
+        self._heal_times: deque[float] = deque()
+        self.quarantine = Quarantine(cache.allocator, gate.patterns(None))
+        self.group_quarantines = [
+            Quarantine(group, gate.patterns(group))
+            for group in cache.allocator.secondary
+        ]
+        self.stats = HealStats()
+
+    # -- a damage ------------------------------------------------------------------
+
+    def process(
+        self,
+        launched: LaunchRecord,
+        result: GenerationBatchResult,
+        sighting: Sighting,
+    ) -> ProcessedBatch:
+        """Process the result of a step in which something was found.
+
+        Raises:
+            CanaryViolation: it cannot be healed, or not within the limits.
+        """
+        try:
+            return self._process(launched, result, sighting)
+        except CanaryViolation:
+            raise
+        except Exception as error:
+            # The host's own records may be damaged, too.
+            raise self._gate.error_of(sighting) from error
+
+    def _process(
+        self,
+        launched: LaunchRecord,
+        result: GenerationBatchResult,
+        sighting: Sighting,
+    ) -> ProcessedBatch:
+        blame = self._blame(sighting, launched)
+        if blame.is_empty and not sighting.found:
+            # All of it was found with the step before, when this one had been launched.
+            return self._results.process(launched, result)
+        self._admit(sighting)
+        # The target decides what is said: these tokens are right.
+        rebuilt = {req.serial for req in blame.rebuilt}
+        for req in blame.rebuilt:
+            req.no_cache = True
+        rows = launched.live_rows()
+        early = self._results.process(
+            launched,
+            result,
+            [row for row in rows if launched.reqs[row].serial in rebuilt],
+        )
+        launched.dropped.update(req.serial for req in blame.withheld)
+        self._heal(blame, sighting)
+        late = self._results.process(
+            launched,
+            result,
+            [
+                row
+                for row in launched.live_rows()
+                if launched.reqs[row].serial not in rebuilt
+            ],
+        )
+        return ProcessedBatch(
+            reqs=early.reqs + late.reqs,
+            num_generated=early.num_generated + late.num_generated,
+        )
+
+    def take_back(
+        self,
+        launched: LaunchRecord,
+        processed: ProcessedBatch,
+        sighting: Sighting,
+        lengths: Sequence[int],
+    ) -> ProcessedBatch:
+        """Take back the tokens of a processed step from requests to which the host gave
+        other ones than were sampled.
+
+        Args:
+            lengths: tokens of each request of the step before it was processed.
+
+        Raises:
+            CanaryViolation: as `process`.
+        """
+        self._admit(sighting)
+        blame = self._blame(sighting, launched)
+        revived = []
+        for row in sighting.rows:
+            req = launched.reqs[row]
+            if req.is_finished:
+                self._intake.revive(req)
+                revived.append(req)
+            req.rewind(min(lengths[row], len(req.tokens)))
+        self._heal(blame, sighting, others=revived)
+        wrong = {launched.reqs[row].serial for row in sighting.rows}
+        wrong |= {req.serial for req in blame.withheld}
+        return processed._replace(
+            reqs=[req for req in processed.reqs if req.serial not in wrong]
+        )
+
+    def _admit(self, sighting: Sighting) -> None:
+        """Count a healing against the limit.
+
+        Raises:
+            CanaryViolation: it is one too many.
+        """
+        times, limit = self._heal_times, self._limits.heals_per_minute
+        times.append(sighting.seconds)
+        while times[0] <= sighting.seconds - WINDOW_SECONDS:
+            times.popleft()
+        if limit and len(times) > limit:
+            logger.error(
+                "kv_canary: more than %d healings in a minute (--kv-canary-heal-limit)"
+                ": the engine stops",
+                limit,
+            )
+            raise self._gate.error_of(sighting)
+
+    def _blame(self, sighting: Sighting, launched: LaunchRecord) -> Blame:
+        return find_blame(
+            sighting.damage,
+            launched,
+            requests=self._requests(),
+            cache=self._cache,
+            rows=sighting.rows,
+        )
+
+    # -- the steps -----------------------------------------------------------------
+
+    def _heal(
+        self, blame: Blame, sighting: Sighting, *, others: Sequence[Req] = ()
+    ) -> None:
+        """Cut, quarantine, queue again and report.
+
+        Args:
+            others: requests that hold no memory and are to be queued again, too.
+        """
+        touched = [
+            req
+            for req in (*blame.withheld, *blame.rebuilt)
+            if req.req_pool_idx and not req.is_finished
+        ]
+        gone = [*touched, *others]
+        for launched in self._launches():
+            launched.dropped.update(req.serial for req in gone)
+        self._batches.take_out(gone)
+        num_cut = self._release(touched, blame)
+        again, ended = self._queue_again(gone, sighting)
+        outcome = {
+            "recomputed": [_about(req, blame) for req in again[:MAX_LISTED]],
+            "ended": [_about(req, blame) for req in ended[:MAX_LISTED]],
+            "num_recomputed": len(again),
+            "num_ended": len(ended),
+            "cached_tokens_cut": num_cut,
+            "pages_watched": blame.pages[:MAX_LISTED].tolist(),
+        }
+        self.stats.on_heal(sighting.violations, again, now=sighting.seconds)
+        self._gate.publish(sighting, outcome)
+        _log(sighting, again, ended, num_cut)
+
+    def _release(self, touched: Sequence[Req], blame: Blame) -> int:
+        """Free what touched requests and cached runs hold, put damaged pages under
+        watch; returns the number of cached tokens that are gone."""
+        cache = self._cache
+        secondary = cache.allocator.secondary
+        in_groups = [group.pages_of(blame.pages) for group in secondary]
+        self._gate.forget_rows([req.req_pool_idx for req in touched])
+        own = [host_array(cache.let_go(req)) for req in touched]
+        cut = host_array(cache.cut(blame.nodes))
+        self._free_pages(np.concatenate([*own, cut]))
+        allocator = cache.allocator
+        is_free = ~allocator.owns(blame.pages)
+        self.quarantine.add(blame.pages[is_free], num_forwards=self._num_forwards())
+        for group, pages, quarantine in zip(
+            secondary, in_groups, self.group_quarantines, strict=True
+        ):
+            free = pages[(pages > 0) & ~group.owns(pages)]
+            quarantine.add(free, num_forwards=self._num_forwards())
+        return len(cut)
+
+    def _free_pages(self, slots: IntArray) -> None:
+        """Free the pages of `slots` that are not free already: where the host's own
+        records are damaged, they may be, or be held twice."""
+        allocator = self._cache.allocator
+        is_held = np.zeros(allocator.num_pages + 1, dtype=np.bool_)
+        is_held[slots // allocator.page_size] = True
+        pages = np.flatnonzero(is_held)
+        pages = pages[allocator.owns(pages)]
+        if len(pages):
+            allocator.free(torch.from_numpy(allocator.page_slots(pages)))
+
+    def _queue_again(
+        self, reqs: Collection[Req], sighting: Sighting
+    ) -> tuple[list[Req], list[Req]]:
+        """Queue requests before all others, in their old order.
+
+        Returns:
+            (those that are queued, those that ended).
+        """
+        again: list[Req] = []
+        ended: list[Req] = []
+        for req in sorted(reqs, key=lambda req: req.serial):
+            req.prepare_again()
+            req.count_heal()
+            if not req.finish_if_aborted() and req.num_heals > MAX_HEALS_WITHOUT_TOKEN:
+                req.abort(self._why_ended(sighting), status_code=500)
+            (ended if req.is_finished else again).append(req)
+        for req in ended:
+            self._intake.end(req)
+        self._intake.queue_first(again)
+        return again, ended
+
+    def _why_ended(self, sighting: Sighting) -> str:
+        where = ""
+        if sighting.found:
+            where = f"; see incident {self._gate.manager.reporter.next_number}"
+        return (
+            "kv_canary: the KV cache of this request was damaged again after it was "
+            f"recomputed {MAX_HEALS_WITHOUT_TOKEN} times{where}"
+        )
+
+    # -- afterwards ----------------------------------------------------------------
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether `after_step` has something to do."""
+        watching = any(quarantine.is_watching for quarantine in self._quarantines)
+        return watching or self.stats.is_waiting
+
+    @property
+    def _quarantines(self) -> list[Quarantine]:
+        return [self.quarantine, *self.group_quarantines]
+
+    @property
+    def fenced(self) -> list[int]:
+        """Slots that are neither free nor cached, of the primary group and of each
+        secondary one."""
+        return [quarantine.num_slots for quarantine in self._quarantines]
+
+    def add_stats(self, stats: SchedulerStats) -> None:
+        """Put what was done, and the pages out of use, into `stats`."""
+        num_pages = self._cache.allocator.num_pages
+        self.stats.add_to(stats, self._quarantines, num_pages=num_pages)
+
+    @property
+    def num_kept(self) -> int:
+        """Pages, of all groups, that stay out of use."""
+        return sum(len(quarantine.kept) for quarantine in self._quarantines)
+
+    def after_step(self, *, has_launched: bool) -> None:
+        """Note who has got a new token, and look at pages that were watched.
+
+        Raises:
+            CanaryViolation: too many pages stay out of use.
+        """
+        self.stats.note_tokens()
+        self._look(self._num_forwards() if has_launched else None)
+
+    def release_watched(self) -> bool:
+        """Look at all watched pages now, because others need memory and nothing is in
+        flight; returns whether there were any.
+
+        Raises:
+            CanaryViolation: as `after_step`.
+        """
+        is_watching = any(quarantine.is_watching for quarantine in self._quarantines)
+        self._look(None)
+        return is_watching
+
+    def _look(self, num_forwards: int | None) -> None:
+        num_kept = self.num_kept
+        for quarantine in self._quarantines:
+            quarantine.look(num_forwards=num_forwards)
+        if self.num_kept > num_kept:
+            self._shrink()
+
+    def _shrink(self) -> None:
+        """Go on with fewer pages.
+
+        Raises:
+            CanaryViolation: with too few.
+        """
+        allocator = self._cache.allocator
+        kept, pool = self.num_kept, allocator.num_pages
+        if kept > self._limits.quarantine_share * pool:
+            text = (
+                f"kv_canary: {kept} of {pool} pages are damaged again and again, more "
+                f"than --kv-canary-quarantine-limit {self._limits.quarantine_share:g}"
+            )
+            raise CanaryViolation(text, public=text)
+        gone = len(self.quarantine.kept) * allocator.page_size
+        slots = allocator.size - gone
+        # The last sampled token needs no slot.
+        self._intake.limit_length(slots - self._limits.decode_reserve + 1)
+
+
+def _about(req: Req, blame: Blame) -> dict[str, Any]:
+    """A request in an incident: `sent` are tokens that its client has got, which cannot
+    be taken back."""
+    return {
+        "rid": req.rid,
+        "pool": "draft" if req in blame.rebuilt else "target",
+        "tokens": len(req.tokens),
+        "output_tokens": req.output_len,
+        "sent": req.sent_tokens,
+    }
+
+
+def _log(
+    sighting: Sighting, again: Sequence[Req], ended: Sequence[Req], num_cut: int
+) -> None:
+    logger.warning(
+        'kv_canary healed: diagnosis="%s" recomputed=%d tokens=%d ended=%d '
+        "cached_tokens_cut=%d",
+        diagnosis_of(sighting.violations),
+        len(again),
+        sum(len(req.tokens) for req in again),
+        len(ended),
+        num_cut,
+    )

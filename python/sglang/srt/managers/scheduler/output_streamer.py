@@ -1,0 +1,118 @@
+"""Builds the messages about requests: their output since the last message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.messages.io_struct import (
+    BatchOutput,
+    FinishReason,
+    GenerateReq,
+    LogprobDelta,
+    RequestOutput,
+    TokenLogprob,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.batch.req import Req
+    from sglang.srt.managers.scheduler.scheduler_io import SchedulerIO
+    from sglang.srt.sampling.logprobs import HostLogprob
+
+
+class OutputStreamer:
+    """Sends one `BatchOutput` per step, for the requests that have new output to send.
+
+    A request that does not stream is sent only once, when it has finished.
+    """
+
+    def __init__(self, io: SchedulerIO, *, stream_interval: int) -> None:
+        self._io = io
+        self._stream_interval = stream_interval
+
+    def send(self, reqs: Iterable[Req]) -> None:
+        outputs = [self._output(req) for req in reqs if self._is_due(req)]
+        if outputs:
+            self._io.send(BatchOutput(outputs=outputs))
+
+    def refuse(self, request: GenerateReq, message: str, *, status_code: int) -> None:
+        """Answer a request that was never admitted."""
+        reason = FinishReason(type="abort", message=message, status_code=status_code)
+        output = RequestOutput(
+            rid=request.rid,
+            output_ids=[],
+            prompt_tokens=len(request.input_ids),
+            completion_tokens=0,
+            cached_tokens=0,
+            finish_reason=reason,
+        )
+        self._io.send(BatchOutput(outputs=[output]))
+
+    def _is_due(self, req: Req) -> bool:
+        if req.is_finished:
+            return True
+        if not req.stream:
+            return False
+        new_tokens = req.output_len - req.sent_tokens
+        is_first = req.sent_tokens == 0
+        return new_tokens > 0 and (is_first or new_tokens >= self._stream_interval)
+
+    def _output(self, req: Req) -> RequestOutput:
+        start, stop = req.sent_tokens, req.output_len
+        req.sent_tokens = stop
+        return RequestOutput(
+            rid=req.rid,
+            output_ids=list(req.tokens[req.prompt_len + start : req.prompt_len + stop]),
+            prompt_tokens=req.prompt_len,
+            completion_tokens=stop,
+            cached_tokens=req.cached_tokens,
+            finish_reason=req.finish_reason,
+            logprobs=_logprob_delta(req, start, stop) if req.return_logprob else None,
+            hidden_states=_hidden_delta(req) if req.return_hidden_states else None,
+            spec_verify_ct=req.spec_verify_ct,
+            spec_accept_tokens=req.spec_accept_tokens,
+            first_token_at=None if req.stream else req.first_token_at,
+        )
+
+
+def _logprob_delta(req: Req, start: int, stop: int) -> LogprobDelta:
+    new = req.output_logprobs[start:stop]
+    # Of a request for no output there is one entry, for the ids that it names.
+    named = req.output_logprobs[:1] if req.params.max_new_tokens == 0 else new
+    delta = LogprobDelta(
+        output_token=_tokens(new, req.tokens, at=req.prompt_len + start),
+        output_top=[list(entry.top) for entry in new],
+        output_named=[list(e.named) for e in named] if req.token_ids_logprob else [],
+    )
+    if req.logprob_start_len >= 0 and not req.sent_input_logprobs:
+        req.sent_input_logprobs = True
+        first = max(req.logprob_start_len, 1)
+        scored = req.input_logprobs
+        tokens = _tokens(scored, req.tokens, at=first)
+        top: list[list[TokenLogprob] | None] = [list(entry.top) for entry in scored]
+        names: list[list[TokenLogprob] | None] = [list(e.named) for e in scored]
+        if req.logprob_start_len == 0:
+            # Nothing precedes position 0.
+            tokens.insert(0, (None, req.tokens[0]))
+            top.insert(0, None)
+            names.insert(0, None)
+        delta.input_token, delta.input_top = tokens, top
+        delta.input_named = names if req.token_ids_logprob else None
+    return delta
+
+
+def _tokens(
+    entries: list[HostLogprob], tokens: Sequence[int], *, at: int
+) -> list[TokenLogprob]:
+    """Entries of the tokens from position `at` on."""
+    named = tokens[at : at + len(entries)]
+    return [(e.logprob, t) for e, t in zip(entries, named, strict=True)]
+
+
+def _hidden_delta(req: Req) -> list[list[float]]:
+    end = req.hidden_end - req.hidden_from
+    if req.only_last_hidden_state:
+        return req.hidden_states[max(end - 1, 0) : end] if req.is_finished else []
+    new = req.hidden_states[req.sent_hidden_states : end]
+    req.sent_hidden_states += len(new)
+    return new

@@ -1,0 +1,271 @@
+"""Turns messages into requests, or refuses them."""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kv_canary.hashing import mix64_int
+from sglang.srt.arg_groups.draft_slots import decode_reserve
+from sglang.srt.managers.batch.req import Req
+from sglang.srt.sampling.sampling_params import (
+    GRAMMAR_FIELDS,
+    MAX_SEED,
+    SamplingParams,
+)
+from sglang.srt.utils.detokenizer import IncrementalDetokenizer
+from sglang.srt.utils.stop_matcher import StopMatcher
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.messages.io_struct import GenerateReq
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+
+MIN_SHARED_CHARS = 1024
+# Sources have at most 256 Ki characters.
+MAX_SHARED_TEXTS = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestLimits:
+    """Bounds that a request is checked against.
+
+    Fields:
+        max_total_len: prompt plus output tokens at most.
+        vocab_size: token ids are below it.
+        eos_token_ids: of the model and its tokenizer.
+        allow_hidden_states: whether requests may ask for hidden states.
+        hidden_size: numbers in an embedding.
+        embeds_refusal: why requests may not bring embeddings; None: they may.
+        max_new_tokens: most that a request may ask for; None: as many as fit.
+    """
+
+    max_total_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    allow_hidden_states: bool
+    hidden_size: int = 0
+    embeds_refusal: str | None = None
+    max_new_tokens: int | None = None
+
+    @property
+    def max_req_input_len(self) -> int:
+        """Longest prompt: one token of output must fit."""
+        return self.max_total_len - 1
+
+
+def request_limits(
+    server_args: ServerArgs, *, runner: ModelRunner, tokenizer: Tokenizer | None
+) -> RequestLimits:
+    """The limits that follow from the model, the flags and the size of the KV pool.
+
+    Raises:
+        ValueError: the pool does not hold one request.
+    """
+    config = runner.model_config
+    eos = set(config.eos_token_ids)
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        eos.add(tokenizer.eos_token_id)
+    slots = runner.max_total_num_tokens
+    reserve = decode_reserve(server_args)
+    if reserve + runner.allocator.page_size > slots:
+        raise ValueError(
+            f"{slots} KV slots do not hold one request: its drafts reserve "
+            f"{reserve} beside its tokens; raise --max-total-tokens or "
+            "--mem-fraction-static, or lower --speculative-num-draft-tokens, "
+            "--speculative-eagle-topk or --page-size"
+        )
+    is_prefill_only = server_args.disaggregation_mode == "prefill"
+    return RequestLimits(
+        # The last sampled token needs no slot.
+        max_total_len=min(config.context_len, slots - reserve + 1),
+        vocab_size=config.vocab_size,
+        eos_token_ids=tuple(sorted(eos)),
+        allow_hidden_states=server_args.enable_return_hidden_states,
+        hidden_size=config.hidden_size,
+        embeds_refusal=_embeds_refusal(server_args, runner),
+        max_new_tokens=1 if is_prefill_only else None,
+    )
+
+
+def _embeds_refusal(server_args: ServerArgs, runner: ModelRunner) -> str | None:
+    """Why requests may not bring embeddings; None: they may."""
+    if not runner.model.takes_input_embeds:
+        return f"{runner.model_config.architecture} takes tokens only"
+    if server_args.speculative_algorithm is not None:
+        return (
+            "the draft model needs tokens; start the server without "
+            f"--speculative-algorithm {server_args.speculative_algorithm}"
+        )
+    return None
+
+
+class RecentTexts:
+    """Large texts of the last requests, so that equal ones are held once."""
+
+    def __init__(self) -> None:
+        self._texts: OrderedDict[str, str] = OrderedDict()
+
+    def shared(self, text: str) -> str:
+        """Return a text that is equal: of an earlier request, if one had it."""
+        if len(text) < MIN_SHARED_CHARS:
+            return text
+        kept = self._texts.setdefault(text, text)
+        self._texts.move_to_end(text)
+        while len(self._texts) > MAX_SHARED_TEXTS:
+            self._texts.popitem(last=False)
+        return kept
+
+
+class RequestFactory:
+    """Builds the requests of one scheduler, each with a seed of its own.
+
+    Args:
+        tokenizer: for stop strings; None with --skip-tokenizer-init.
+        random_seed: source of the seeds of requests that bring none.
+    """
+
+    def __init__(
+        self, limits: RequestLimits, *, tokenizer: Tokenizer | None, random_seed: int
+    ) -> None:
+        self.limits = limits
+        self._tokenizer = tokenizer
+        self._random_seed = random_seed
+        self.num_created = 0
+        # Copies and prompts of one call follow each other and share their parameters.
+        self._shared: tuple[SamplingParams, frozenset[int]] | None = None
+        self._sources = RecentTexts()
+
+    def create(self, request: GenerateReq) -> Req:
+        """The request, ready to be queued.
+
+        Raises:
+            ValueError: it cannot be served; names the field, the value and the limit.
+        """
+        limits, params = self.limits, request.sampling_params
+        if not request.input_ids:
+            raise ValueError("the prompt is empty: it must hold at least one token")
+        if len(request.input_ids) > limits.max_req_input_len:
+            raise ValueError(
+                f"the prompt has {len(request.input_ids)} tokens, but at most "
+                f"{limits.max_req_input_len} fit"
+            )
+        tokens = self._checked_tokens(request.input_ids)
+        if request.return_hidden_states and not limits.allow_hidden_states:
+            raise ValueError(
+                "return_hidden_states needs a server started with "
+                "--enable-return-hidden-states"
+            )
+        stop_ids = self._checked_stop_ids(params)
+        if (
+            limits.max_new_tokens is not None
+            and params.max_new_tokens > limits.max_new_tokens
+        ):
+            raise ValueError(
+                f"max_new_tokens is {params.max_new_tokens}, but a server started with "
+                f"--disaggregation-mode prefill serves at most {limits.max_new_tokens}"
+            )
+        embeds = self._embeds(request)
+        self.num_created += 1
+        drawn = mix64_int(self._random_seed + self.num_created) & MAX_SEED
+        return Req(
+            request,
+            tokens=tokens,
+            stop_ids=stop_ids,
+            seed=drawn if request.seed is None else request.seed,
+            max_total_len=limits.max_total_len,
+            stop_matcher=self._stop_matcher(request),
+            input_embeds=embeds,
+        )
+
+    def _checked_tokens(self, input_ids: list[int]) -> array[int]:
+        """The tokens of a prompt, packed once.
+
+        Raises:
+            ValueError: one is outside of the vocabulary.
+        """
+        vocab_size = self.limits.vocab_size
+        try:
+            tokens = array("q", input_ids)
+            values = np.frombuffer(tokens, dtype=np.int64)
+            is_known = int(values.min()) >= 0 and int(values.max()) < vocab_size
+        except OverflowError:
+            is_known = False
+        if not is_known:
+            raise ValueError(
+                f"input_ids must lie in [0, {vocab_size}), got "
+                f"{min(input_ids)} .. {max(input_ids)}"
+            )
+        return tokens
+
+    def _checked_stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        """The tokens that end an output, once for all requests that share `params`;
+        their grammar's source is shared with other calls.
+
+        Raises:
+            ValueError: `params` name a token outside of the vocabulary.
+        """
+        if self._shared is None or self._shared[0] is not params:
+            for kind in GRAMMAR_FIELDS:
+                if (source := getattr(params, kind)) is not None:
+                    setattr(params, kind, self._sources.shared(source))
+            params.verify_vocab(self.limits.vocab_size)
+            eos = () if params.ignore_eos else self.limits.eos_token_ids
+            self._shared = params, frozenset((*eos, *params.stop_token_ids))
+        return self._shared[1]
+
+    def _embeds(self, request: GenerateReq) -> npt.NDArray[np.float32] | None:
+        """The embeddings [tokens, hidden_size] of a request that brings some."""
+        if request.input_embeds is None:
+            return None
+        limits, params = self.limits, request.sampling_params
+        if limits.embeds_refusal is not None:
+            raise ValueError(f"input_embeds: {limits.embeds_refusal}")
+        # Options that need the tokens of a prompt.
+        needs: dict[str, Any] = {
+            "logprob_start_len": request.return_logprob
+            and request.logprob_start_len >= 0,
+            "repetition_penalty": params.repetition_penalty != 1.0,
+        }
+        for name, is_asked in needs.items():
+            if is_asked:
+                raise ValueError(
+                    f"{name} needs the tokens of the prompt, which input_embeds does "
+                    "not have; leave it at its default"
+                )
+        values = np.frombuffer(request.input_embeds, dtype=np.float32)
+        num_tokens = len(request.input_ids)
+        if values.size != num_tokens * limits.hidden_size:
+            raise ValueError(
+                f"input_embeds has rows of {values.size // num_tokens} numbers, but "
+                f"the model's hidden_size is {limits.hidden_size}"
+            )
+        if not np.isfinite(values).all():
+            raise ValueError("input_embeds holds a number beyond float32")
+        return values.reshape(num_tokens, limits.hidden_size)
+
+    def _stop_matcher(self, request: GenerateReq) -> StopMatcher | None:
+        params = request.sampling_params
+        if not params.stop and not params.stop_regex:
+            return None
+        if self._tokenizer is None:
+            raise ValueError(
+                "stop and stop_regex need a tokenizer, but the server runs with "
+                "--skip-tokenizer-init; use stop_token_ids"
+            )
+        create_detokenizer = partial(
+            IncrementalDetokenizer,
+            self._tokenizer,
+            skip_special_tokens=params.skip_special_tokens,
+        )
+        return StopMatcher(
+            create_detokenizer, stops=params.stop, patterns=params.stop_regex
+        )

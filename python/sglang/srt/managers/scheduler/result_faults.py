@@ -1,0 +1,114 @@
+"""Comparison of what requests keep of a step with what the device noted of it.
+
+The device notes, per row, whose it is and the last token with its position, from the
+sampler's own result. Between it and the client lie the copy to the host and the
+bookkeeping of results; knows nothing of reports.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kv_canary.checks import Reason
+from kv_canary.findings import counters_of
+from kv_canary.records import (
+    HALF_BITS,
+    RING_WORDS,
+    UNKNOWN,
+    Counter,
+    Launch,
+    Ring,
+    pack_word0,
+    ring_tag,
+    unpack_word0,
+)
+from kv_canary.view import NO_MANAGER
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.batch.forward_result import GenerationBatchResult
+    from sglang.srt.managers.batch.req import Req
+    from sglang.srt.managers.batch.schedule_batch import LaunchRecord
+
+_TARGET = 0
+
+
+def find_result_faults(
+    launched: LaunchRecord,
+    result: GenerationBatchResult,
+    serials: list[int],
+    words: list[int],
+) -> list[list[int]]:
+    """Rows whose request does not keep what the device noted, as entries of the ring.
+
+    A request keeps all new tokens, or, if it ended or lost its grammar among them, the
+    first ones. Those that had ended before, or were aborted, or take nothing from the
+    step any more, keep none.
+
+    Args:
+        launched, result: of a step that was processed.
+        serials, words: the marks of the step, [R] each.
+    """
+    found = []
+    for row, (req, serial, word) in enumerate(
+        zip(launched.reqs, serials, words, strict=True)
+    ):
+        tokens = req.tokens
+        last = len(tokens) - 1
+        # Of nearly every row of a plain step.
+        is_last = serial == req.serial and word == last << HALF_BITS | tokens[last]
+        if is_last and result.stride == 1 and not launched.is_chunked[row]:
+            continue
+        if req.serial in launched.dropped:
+            continue
+        if not _is_kept(launched, result, row, serial, word):
+            found.append(_entry(req, row, word, forward=_forward_of(result)))
+    return found
+
+
+def _forward_of(result: GenerationBatchResult) -> int:
+    """Number of the target's forward that ended the step: forwards are counted from 1,
+    where they end."""
+    return counters_of(result.findings[_TARGET])[Counter.TAIL_LAUNCHES]
+
+
+def _is_kept(
+    launched: LaunchRecord,
+    result: GenerationBatchResult,
+    row: int,
+    serial: int,
+    word: int,
+) -> bool:
+    req = launched.reqs[row]
+    if serial != req.serial:
+        return False
+    if launched.is_chunked[row] or word == UNKNOWN:
+        return launched.is_chunked[row] and word == UNKNOWN
+    token, position = unpack_word0(word)
+    begin = row * result.stride
+    count = 1 if result.accept_lens is None else result.accept_lens[row]
+    gained = result.tokens[begin : begin + count]
+    if not gained or gained[-1] != token:
+        return False
+    first = position + 1 - count
+    if req.is_finished or req.grammar_failure is not None:
+        # It may have ended before this step, or in it before the last token.
+        kept = list(req.tokens[first:])
+        return len(kept) <= count and kept == gained[: len(kept)]
+    return len(req.tokens) == position + 1 and list(req.tokens[first:]) == gained
+
+
+def _entry(req: Req, row: int, word: int, *, forward: int) -> list[int]:
+    """A RESULT_TOKEN: expected is what the device noted, found what the host keeps."""
+    entry = [0] * RING_WORDS
+    last = len(req.tokens) - 1
+    entry[Ring.REASONS] = Reason.RESULT_TOKEN
+    entry[Ring.REQ_ROW] = req.req_pool_idx
+    entry[Ring.SERIAL] = req.serial
+    entry[Ring.SLOT] = entry[Ring.EXPECTED_SLOT] = -1
+    entry[Ring.POSITION] = last
+    entry[Ring.EXPECTED_WORD0] = word
+    entry[Ring.FOUND_WORD0] = pack_word0(req.tokens[last], last)
+    entry[Ring.CLOCK] = forward
+    entry[Ring.BATCH_ROW] = row
+    entry[Ring.TAG] = ring_tag(Launch.RESULT, NO_MANAGER, _TARGET)
+    return entry

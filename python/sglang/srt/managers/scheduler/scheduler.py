@@ -1,0 +1,571 @@
+"""The scheduler: receives requests, forms and runs batches, sends their results.
+
+One loop body serves the normal and the overlapped order; they differ in how many
+launched batches may be unresolved (`max_in_flight`). Policies, admission, result
+processing and messages are objects of their own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.managers.batch.grammar_masks import GrammarMasks
+from sglang.srt.managers.messages.io_struct import (
+    AbortReq,
+    FlushCacheReq,
+    FlushCacheRsp,
+    GenerateBatch,
+    GenerateReq,
+    GetIncidentsReq,
+    GetIncidentsRsp,
+    GetSlotReq,
+    GetSnapshotReq,
+    GetStateReq,
+    GetStateRsp,
+    PauseReq,
+    ProfileReq,
+    SchedulerReady,
+    SchedulerRequest,
+    SchedulerStats,
+    ShutdownReq,
+)
+from sglang.srt.managers.scheduler.batch_selector import BatchSelector
+from sglang.srt.managers.scheduler.canary_gate import CanaryGate
+from sglang.srt.managers.scheduler.environment import create_environment
+from sglang.srt.managers.scheduler.generation_pause import GenerationPause
+from sglang.srt.managers.scheduler.grammar_queue import (
+    GrammarQueue,
+    create_grammar_queue,
+)
+from sglang.srt.managers.scheduler.healer import Healer, HealLimits
+from sglang.srt.managers.scheduler.inspector import Inspector
+from sglang.srt.managers.scheduler.kv_event_feed import KvEventFeed
+from sglang.srt.managers.scheduler.output_streamer import OutputStreamer
+from sglang.srt.managers.scheduler.profiler import Profiler
+from sglang.srt.managers.scheduler.request_factory import RequestFactory, request_limits
+from sglang.srt.managers.scheduler.request_intake import RequestIntake
+from sglang.srt.managers.scheduler.result_processor import (
+    BatchResultProcessor,
+    ProcessedBatch,
+)
+from sglang.srt.managers.scheduler.stall_check import SchedulerStalled, StallCheck
+from sglang.srt.managers.scheduler.stats import StatsTracker, add_runner_stats
+from sglang.srt.managers.scheduler.step_inputs import StepInputs
+from sglang.srt.managers.scheduler.watchdog import Watchdog
+from sglang.srt.mem_cache.common import check_idle
+from sglang.srt.replay.recording.attach import create_recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from sglang.srt.kv_events.event_publisher import ZmqEventPublisher
+    from sglang.srt.managers.batch.forward_result import GenerationBatchResult
+    from sglang.srt.managers.batch.req import Req
+    from sglang.srt.managers.batch.schedule_batch import LaunchRecord, ScheduleBatch
+    from sglang.srt.managers.messages.io_struct import StepInput
+    from sglang.srt.managers.scheduler.scheduler_io import SchedulerIO
+    from sglang.srt.managers.worker.interface import Worker
+    from sglang.srt.replay.recording.record_file import Checkpoint
+    from sglang.srt.replay.recording.recorder import Recorder
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# An idle receive returns this often, so that the process notices signals.
+IDLE_WAIT_MS = 1000
+# While a grammar compiles and nothing else runs.
+GRAMMAR_WAIT_MS = 2
+# While a profile runs or is written and nothing else does.
+PROFILE_WAIT_MS = 50
+
+
+class InFlight(NamedTuple):
+    """A launched batch whose result is not processed yet."""
+
+    launched: LaunchRecord
+    result: GenerationBatchResult
+
+
+class Scheduler:
+    """Serves the requests of one process, or of one rank of several.
+
+    Under tensor parallelism every rank runs one, and all of them must do the same:
+    whatever depends on time or on another thread is decided by rank 0 (`StepInputs`).
+
+    Args:
+        worker: runs the batches.
+        tokenizer: for stop strings and grammars; None with --skip-tokenizer-init.
+        io: where messages come from and go to.
+        event_publisher: of KV events; None: there are none.
+
+    Attributes:
+        batches: the queue and the batches between two steps.
+        in_flight: launched batches, oldest first.
+        max_in_flight: how many of them a step leaves; 0 is the normal order.
+        intake: accepts requests.
+        idle_checked: whether the idle period that runs, if one does, was checked.
+    """
+
+    def __init__(
+        self,
+        *,
+        server_args: ServerArgs,
+        worker: Worker,
+        tokenizer: Tokenizer | None,
+        io: SchedulerIO,
+        event_publisher: ZmqEventPublisher | None = None,
+    ) -> None:
+        self.server_args = server_args
+        self.io = io
+        self.worker = worker
+        self.model_config = worker.model_runner.model_config
+        self.env = create_environment(server_args, worker.model_runner)
+        self.cache = self.env.cache
+        self._group = get_tp_group()
+        self._inputs = StepInputs(io, self._group)
+        self._stats = StatsTracker(
+            self.cache, decode_log_interval=server_args.decode_log_interval
+        )
+        self._unfinished: dict[str, Req] = {}
+        self._limits = request_limits(
+            server_args, runner=worker.model_runner, tokenizer=tokenizer
+        )
+        self._grammars, self._masks = self._create_grammars(tokenizer)
+        self._canary = self._create_canary_gate()
+        self.batches = BatchSelector(
+            self.env,
+            server_args=server_args,
+            stats=self._stats,
+            resolve=self._free_memory,
+            on_dropped=lambda req: self.intake.end(req),
+        )
+        self._streamer = OutputStreamer(io, stream_interval=server_args.stream_interval)
+        self.intake = RequestIntake(
+            RequestFactory(
+                self._limits,
+                tokenizer=tokenizer,
+                random_seed=server_args.random_seed or 0,
+            ),
+            batches=self.batches,
+            grammars=self._grammars,
+            canary=self._canary,
+            streamer=self._streamer,
+            stats=self._stats,
+            max_queued_requests=server_args.max_queued_requests,
+            unfinished=self._unfinished,
+        )
+        self._results = BatchResultProcessor(
+            self.cache,
+            on_finish=self.intake.forget,
+            on_lost_grammar=self.intake.renew_grammar,
+            on_verified=self._stats.on_verified,
+        )
+        self._stall_check = StallCheck(self.batches, cache=self.cache)
+        self._watchdog = Watchdog(server_args.watchdog_timeout)
+        self._profiler = Profiler(
+            rank=self._group.rank, device=self.env.device, send=io.send
+        )
+        self.in_flight: deque[InFlight] = deque()
+        self._healer = self._create_healer()
+        self._pause = GenerationPause(
+            batches=self.batches,
+            intake=self.intake,
+            resolve=self.resolve_all,
+            send=io.send,
+        )
+        self._inspector = Inspector(
+            self.env,
+            io=io,
+            requests=self._unfinished.values,
+            stats=self.stats_snapshot,
+            managers=worker.canary_managers(),
+            healer=self._healer,
+            is_leader=self._group.is_leader,
+        )
+        # The CPU has nothing to overlap with: a launch there returns when it is done.
+        has_overlap = (
+            server_args.device != "cpu" and not server_args.disable_overlap_schedule
+        )
+        self.max_in_flight = 1 if has_overlap else 0
+        self._kv_events = (
+            None
+            if event_publisher is None
+            else KvEventFeed(self.cache, event_publisher)
+        )
+        self._is_shut_down = False
+        self.idle_checked = True
+        self.recorder = create_recorder(self)
+        if self.recorder is not None:
+            self.attach_recorder(self.recorder)
+
+    # -- set-up --------------------------------------------------------------------
+
+    def _create_grammars(
+        self, tokenizer: Tokenizer | None
+    ) -> tuple[GrammarQueue | None, GrammarMasks | None]:
+        """The requests whose grammars compile, and the masks of those that run."""
+        grammars = create_grammar_queue(
+            self.server_args,
+            tokenizer=tokenizer,
+            limits=self._limits,
+            decides=self._group.is_leader,
+        )
+        if grammars is None:
+            return None, None
+        assert self.server_args.max_running_requests is not None
+        masks = GrammarMasks(
+            max_batch_size=self.server_args.max_running_requests,
+            vocab_size=self._limits.vocab_size,
+            device=self.env.device,
+        )
+        return grammars, masks
+
+    def _create_canary_gate(self) -> CanaryGate | None:
+        managers = self.worker.canary_managers()
+        if not managers:
+            return None
+        return CanaryGate(
+            managers,
+            cache=self.cache,
+            requests=self._unfinished.values,
+            group=self._group,
+        )
+
+    def _create_healer(self) -> Healer | None:
+        if self._canary is None or not self._canary.heals:
+            return None
+        return Healer(
+            gate=self._canary,
+            cache=self.cache,
+            batches=self.batches,
+            intake=self.intake,
+            results=self._results,
+            limits=HealLimits(
+                heals_per_minute=self.server_args.kv_canary_heal_limit,
+                quarantine_share=self.server_args.kv_canary_quarantine_limit,
+                decode_reserve=self.env.decode_reserve,
+            ),
+            requests=self._unfinished.values,
+            launches=lambda: [launched for launched, _ in self.in_flight],
+            num_forwards=lambda: self._stats.num_forwards,
+        )
+
+    def ready_message(self) -> SchedulerReady:
+        limits = self._limits
+        return SchedulerReady(
+            context_len=self.model_config.context_len,
+            max_req_input_len=limits.max_req_input_len,
+            max_total_num_tokens=self.worker.model_runner.max_total_num_tokens,
+            kv_pool_bytes=self.worker.model_runner.token_to_kv_pool.nbytes,
+            vocab_size=limits.vocab_size,
+            hidden_size=limits.hidden_size,
+        )
+
+    # -- the loop ------------------------------------------------------------------
+
+    def run_event_loop(self) -> None:
+        """Serve until a `ShutdownReq` arrives."""
+        while not self._is_shut_down:
+            self.step(may_wait=True)
+        self._watchdog.close()
+        if self._grammars is not None:
+            self._grammars.shutdown()
+        if self._kv_events is not None:
+            self._kv_events.close()
+        self._profiler.close()
+
+    def step(self, *, may_wait: bool = False) -> bool:
+        """One round: receive, launch a batch, process the results that are due.
+
+        `may_wait` lets the receive wait where there is nothing else to do. Returns
+        whether a batch was launched or processed.
+        """
+        decided = [] if self._grammars is None else self._grammars.decide()
+        inputs = self._inputs.next(
+            wait_ms=self._wait_ms() if may_wait and not decided else 0,
+            grammars=decided,
+        )
+        recorder = self.recorder
+        if recorder is not None:
+            self._begin_record(recorder, inputs)
+        if inputs.grammars:
+            self.intake.apply_grammars(inputs.grammars)
+        for message in inputs.requests:
+            self._dispatch(message)
+        if self._must_know_results():
+            self._resolve(0)
+        was_checked, may_run = self.idle_checked, self._may_run()
+        batch = None if self._pause.is_on else self.batches.get_next_batch_to_run()
+        if batch is not None:
+            self.idle_checked = False
+            self.in_flight.append(self._launch(batch))
+        did_process = self._resolve(self.max_in_flight if batch is not None else 0)
+        if self._healer is not None and self._healer.is_busy:
+            self._healer.after_step(has_launched=batch is not None)
+        if batch is None and not did_process:
+            self._on_empty_round(inputs)
+        if self._kv_events is not None:
+            self._kv_events.publish()
+        if self._profiler.is_busy:
+            self._profiler.poll()
+        if recorder is not None and batch is None:
+            has_input = bool(inputs.requests or inputs.grammars)
+            has_changed = may_run or self.idle_checked != was_checked
+            recorder.end_round(is_kept=has_input or did_process or has_changed)
+        return batch is not None or did_process
+
+    def _begin_record(self, recorder: Recorder, inputs: StepInput) -> None:
+        """Open a round of the record; the results in flight come first where a new part
+        of it begins, or where the next batch must know them."""
+        resolves = recorder.is_due or self._must_know_results()
+        if resolves:
+            self._resolve(0)
+        if recorder.is_due:
+            recorder.begin_generation()
+        recorder.begin_round(inputs, resolves=resolves)
+
+    def _must_know_results(self) -> bool:
+        """Whether the next batch depends on what is in flight: its masks on the tokens,
+        or its metadata on the lengths that a verification decides."""
+        if self.env.decode_reserve and self.env.needs_host_lens:
+            return True
+        return any([launched.has_grammar for launched, _ in self.in_flight])
+
+    def _resolve(self, max_in_flight: int) -> bool:
+        """Process results, oldest first, until so many are left; True if any was."""
+        did_process = False
+        while len(self.in_flight) > max_in_flight:
+            self._process(self.in_flight.popleft())
+            did_process = True
+        return did_process
+
+    def _free_memory(self) -> bool:
+        """Give back what requests that have ended hold, and pages under watch; True if
+        there may be any."""
+        has_freed = self._resolve(0)
+        if self._healer is not None:
+            has_freed |= self._healer.release_watched()
+        return has_freed
+
+    def _wait_ms(self) -> int:
+        """How long the receive may wait: not at all while there is something to run."""
+        if self.in_flight or self._may_run():
+            return 0
+        if self._grammars:
+            return GRAMMAR_WAIT_MS
+        return PROFILE_WAIT_MS if self._profiler.is_busy else IDLE_WAIT_MS
+
+    def _may_run(self) -> bool:
+        """Whether there is something to launch."""
+        return not self._pause.is_on and self.batches.has_requests()
+
+    def has_work(self) -> bool:
+        """Whether any request is unfinished."""
+        return bool(self.in_flight or self.batches.has_requests() or self._grammars)
+
+    def _launch(self, batch: ScheduleBatch) -> InFlight:
+        launched = batch.record()
+        if self.recorder is not None:
+            self.recorder.on_launch(batch, launched)
+        if self._inputs.are_compared:
+            self._inputs.remember(len(batch), int(launched.ends.sum()))
+        masks = self._masks if batch.has_grammar else None
+        with self._watchdog.guard():
+            try:
+                result = self.worker.forward_batch_generation(batch, masks)
+            except Exception as error:
+                self._explain(error)
+                raise
+        return InFlight(launched, result)
+
+    def _process(self, done: InFlight) -> None:
+        # The canary may be the first to wait for the device.
+        with self._watchdog.guard():
+            try:
+                processed = self._process_checked(done)
+            except Exception as error:
+                self._explain(error)
+                raise
+        if self._inputs.are_compared:
+            self._inputs.remember(*(req.tokens[-1] for req in processed.reqs))
+        self._stats.on_tokens(processed.num_generated)
+        self._streamer.send(processed.reqs)
+        if self._profiler.is_busy:
+            self._profiler.count_forward()
+
+    def _process_checked(self, done: InFlight) -> ProcessedBatch:
+        """Give a result to its requests, looked at by the canary before and after.
+
+        Raises:
+            CanaryViolation: something is wrong and is not healed.
+        """
+        launched, result = done
+        canary, healer = self._canary, self._healer
+        if canary is None:
+            return self._results.process(launched, result)
+        sighting = canary.inspect(result)
+        if healer is None:
+            processed = self._results.process(launched, result)
+            canary.confirm(launched, result)
+            return processed
+        lengths = [len(req.tokens) for req in launched.reqs]
+        if sighting is None:
+            processed = self._results.process(launched, result)
+        else:
+            processed = healer.process(launched, result, sighting)
+        wrong = canary.confirm(launched, result)
+        if wrong is not None:
+            processed = healer.take_back(launched, processed, wrong, lengths)
+        return processed
+
+    def _explain(self, error: Exception) -> None:
+        """Report what the canary found before a launch or a result failed.
+
+        Raises:
+            CanaryViolation: it found something and its mode is not `log`.
+        """
+        if self._canary is not None:
+            self._canary.fail(error)
+
+    def _on_empty_round(self, inputs: StepInput) -> None:
+        """Check what must hold where nothing was launched or processed."""
+        if not self.has_work():
+            self._on_idle()
+        elif inputs.requests or inputs.grammars or self._grammars or self._pause.is_on:
+            self._stall_check.restart()
+        else:
+            try:
+                self._stall_check.count_round(self._stats.num_forwards)
+            except SchedulerStalled as error:
+                self._explain(error)
+                raise
+
+    def _on_idle(self) -> None:
+        """Check once per idle period that every slot is free or cached."""
+        if not self.idle_checked:
+            fenced, *in_groups = [0] if self._healer is None else self._healer.fenced
+            check_idle(self.cache, fenced=fenced, fenced_in_groups=in_groups)
+            self._stats.on_idle()
+            self.batches.on_idle()
+            self.idle_checked = True
+
+    # -- checkpoints ---------------------------------------------------------------
+
+    def attach_recorder(self, recorder: Recorder) -> None:
+        """Let `recorder` note everything that is decided from now on."""
+        self.recorder = self.intake.recorder = recorder
+
+    @property
+    def unfinished(self) -> list[Req]:
+        """All requests that have not ended, oldest first."""
+        return list(self._unfinished.values())
+
+    @property
+    def num_created(self) -> int:
+        """Requests so far."""
+        return self.intake.num_created
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether nothing is launched."""
+        return self._pause.is_on
+
+    def why_not_saved(self) -> str | None:
+        """Why `save_checkpoint` would not suffice to go on from; None: it would."""
+        for group in self.cache.allocator.secondary:
+            if group.unsaved:
+                return group.unsaved
+        if self._healer is not None and any(self._healer.fenced):
+            return "damaged pages were out of use when the log was cut"
+        if self._grammars:
+            return "grammars were being compiled when the log was cut"
+        return None
+
+    def resolve_all(self) -> None:
+        """Process all results in flight."""
+        self._resolve(0)
+
+    def restore(self, checkpoint: Checkpoint, reqs: Mapping[int, Req]) -> None:
+        """Go on with saved queues and counters; `reqs` by their saved serials."""
+        self.batches.load(checkpoint.batches, reqs)
+        self.intake.num_created = checkpoint.created
+        self.idle_checked = checkpoint.idle_checked
+        self._pause.is_on = checkpoint.is_paused
+
+    # -- messages ------------------------------------------------------------------
+
+    def _dispatch(self, message: SchedulerRequest) -> None:
+        match message:
+            case GenerateReq():
+                self.intake.accept(message)
+            case GenerateBatch():
+                for request in message.unpack():
+                    self.intake.accept(request)
+            case AbortReq():
+                self.intake.abort(message)
+            case FlushCacheReq():
+                self.io.send(self._flush_cache(message))
+            case GetStateReq():
+                self.io.send(
+                    GetStateRsp(call_id=message.call_id, stats=self.stats_snapshot())
+                )
+            case GetIncidentsReq():
+                self.io.send(self._incidents(message))
+            case GetSnapshotReq() | GetSlotReq():
+                self._inspector.answer(message)
+            case ProfileReq():
+                self._profiler.handle(message)
+            case PauseReq():
+                self._pause.handle(message)
+            case ShutdownReq():
+                self._is_shut_down = True
+
+    def _flush_cache(self, message: FlushCacheReq) -> FlushCacheRsp:
+        # A request that has ended may still be in a batch until the next round. While
+        # paused, requests that hold no memory may wait.
+        success = not self._unfinished or (
+            self._pause.is_on
+            and not any(req.req_pool_idx for req in self._unfinished.values())
+        )
+        if success:
+            self.cache.reset()
+            logger.info("Flushed the prefix cache")
+        return FlushCacheRsp(call_id=message.call_id, success=success)
+
+    def _incidents(self, message: GetIncidentsReq) -> GetIncidentsRsp:
+        found = [] if self._canary is None else self._canary.incidents()
+        return GetIncidentsRsp(call_id=message.call_id, incidents=found)
+
+    def own_incidents(self) -> list[dict[str, Any]]:
+        """The KV canary's newest incidents of this rank; asks no other one."""
+        return [] if self._canary is None else self._canary.own_incidents()
+
+    @property
+    def running(self) -> ScheduleBatch | None:
+        """The batch that decodes."""
+        return self.batches.running
+
+    @property
+    def waiting(self) -> list[Req]:
+        """The queue."""
+        return self.batches.waiting
+
+    def stats_snapshot(self) -> SchedulerStats:
+        """All counters and gauges as of now."""
+        running = 0 if self.running is None else len(self.running)
+        compiling = 0 if self._grammars is None else len(self._grammars)
+        stats = self._stats.snapshot(
+            running=running, waiting=self.waiting, compiling=compiling
+        )
+        add_runner_stats(stats, self.worker.model_runner)
+        if self._canary is not None:
+            self._canary.add_stats(stats)
+        if self._healer is not None:
+            self._healer.add_stats(stats)
+        if self._kv_events is not None:
+            self._kv_events.add_stats(stats)
+        return stats

@@ -1,0 +1,112 @@
+"""Stops an engine whose requests wait for ever: nothing runs and nothing is admitted.
+
+It counts rounds and reads no clock, so that all tensor parallel ranks stop in the same
+round.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler.batch_selector import BatchSelector
+    from sglang.srt.managers.scheduler.schedule_policy import SlotNeed
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.groups.runs import GroupRuns
+
+# A healthy engine has at most two such rounds in succession (a batch that has ended is
+# taken out, slots that were promised must first be given back).
+MAX_EMPTY_ROUNDS = 16
+# Requests that the error describes.
+MAX_DESCRIBED = 8
+
+
+class SchedulerStalled(RuntimeError):
+    """Requests wait and nothing would ever admit them. The message shows the memory."""
+
+
+class StallCheck:
+    """Counts successive rounds that launched nothing although requests wait.
+
+    With nothing in flight and no message, such a round leaves everything as it was, and
+    the next one must end like it.
+
+    Args:
+        batches: whose queue waits.
+    """
+
+    def __init__(self, batches: BatchSelector, *, cache: BasePrefixCache) -> None:
+        self._batches = batches
+        self._cache = cache
+        self._num_rounds = 0
+        self._num_forwards = 0
+
+    def restart(self) -> None:
+        """Note a round that may have changed something, or whose requests wait for
+        their grammar."""
+        self._num_rounds = 0
+
+    def count_round(self, num_forwards: int) -> None:
+        """Count a round that changed nothing.
+
+        Args:
+            num_forwards: batches that were ever launched. Another number than in the
+                last counted round starts a new count, so that a round that launches
+                one need not call anything here.
+
+        Raises:
+            SchedulerStalled: it is the last one that is tolerated.
+        """
+        if num_forwards != self._num_forwards:
+            self._num_forwards = num_forwards
+            self._num_rounds = 0
+        self._num_rounds += 1
+        if self._num_rounds >= MAX_EMPTY_ROUNDS:
+            raise SchedulerStalled(self._describe())
+
+    def _describe(self) -> str:
+        waiting = self._batches.waiting
+        needs = self._batches.slot_needs(MAX_DESCRIBED)
+        lines = [
+            f"the scheduler has stalled: {len(waiting)} request(s) wait, none runs, "
+            f"and none was admitted in {self._num_rounds} rounds",
+            *map(_describe_need, needs),
+        ]
+        if len(waiting) > len(needs):
+            lines.append(f"and {len(waiting) - len(needs)} more")
+        return "\n  ".join([*lines, self._describe_slots(), self._describe_rows()])
+
+    def _describe_slots(self) -> str:
+        allocator, cache = self._cache.allocator, self._cache
+        held = allocator.size - allocator.available_size() - cache.total_size()
+        return (
+            f"KV slots: {allocator.size} in pages of {allocator.page_size}, "
+            f"{allocator.available_size()} free, {cache.evictable_size()} evictable, "
+            f"{cache.protected_size()} protected, {held} neither free nor cached"
+            + "".join(_describe_group(group) for group in cache.groups)
+        )
+
+    def _describe_rows(self) -> str:
+        rows = self._cache.req_to_token_pool
+        return (
+            f"request rows: {rows.size - rows.available_size()} of {rows.size} in use"
+        )
+
+
+def _describe_group(group: GroupRuns) -> str:
+    slots = group.slots
+    return (
+        f"; {slots.name} slots: {slots.size}, {slots.available_size()} free, "
+        f"{group.evictable_size()} evictable, {group.protected_size()} protected"
+    )
+
+
+def _describe_need(need: SlotNeed) -> str:
+    fits = need.slots + need.reserved <= need.usable
+    return (
+        f"{json.dumps(need.rid)}: {need.num_tokens} tokens and up to "
+        f"{need.num_new_tokens} new ones, {need.cached} cached; admission asks for "
+        f"{need.slots} slots beside {need.reserved} reserved, {need.usable} are usable"
+        + (": it fits, and yet its slots could not be taken" if fits else "")
+    )

@@ -1,0 +1,70 @@
+"""One step's input, the same on every tensor parallel rank.
+
+Rank 0 receives and decides; the others follow in the same order. Knows nothing of the
+meaning of the messages.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.messages.io_struct import (
+    GrammarDecision,
+    StepInput,
+    decode_step_input,
+    encode,
+)
+
+if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import TensorParallelGroup
+    from sglang.srt.managers.scheduler.scheduler_io import SchedulerIO
+
+
+class StepInputs:
+    """Gives every rank the messages and decisions of rank 0, in one broadcast per step.
+
+    Args:
+        io: where rank 0 receives; the other ranks' is not asked.
+        group: the ranks.
+    """
+
+    def __init__(self, io: SchedulerIO, group: TensorParallelGroup) -> None:
+        self._io = io
+        self._group = group
+        self._history = 0
+
+    def next(self, *, wait_ms: int, grammars: list[GrammarDecision]) -> StepInput:
+        """Begin a step. Rank 0 waits for messages for at most `wait_ms`, the others as
+        long as rank 0 does.
+
+        Args:
+            grammars: rank 0's decisions.
+
+        Raises:
+            RuntimeError: the ranks' earlier steps differ.
+        """
+        if self._group.is_leader:
+            step = StepInput(
+                requests=self._io.recv(wait_ms=wait_ms),
+                grammars=grammars,
+                history=self._history,
+            )
+            if self._group.size > 1:
+                self._group.broadcast_bytes(encode(step))
+            return step
+        step = decode_step_input(self._group.broadcast_bytes(None))
+        if step.history != self._history:
+            raise RuntimeError(
+                f"tensor parallel rank {self._group.rank} has diverged from rank 0"
+            )
+        return step
+
+    @property
+    def are_compared(self) -> bool:
+        """Whether there are other ranks, whose digest must be the same."""
+        return self._group.size > 1
+
+    def remember(self, *facts: int) -> None:
+        """Add small facts about the step to the digest that the ranks compare."""
+        # Hashes of integers are the same in every process.
+        self._history = hash((self._history, *facts))

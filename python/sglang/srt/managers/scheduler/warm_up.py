@@ -1,0 +1,173 @@
+"""Serves made-up requests of every kind before the engine is ready, and forgets them.
+
+The first launch of a kernel loads it, and may compile it; the first product of a size,
+the first copy to the host and the first pages of the allocators cost milliseconds each.
+All of it happens here, through the paths that serve requests, so that no client waits
+for it. What the requests leave is undone: `ready` is the state of an engine that has
+served nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.managers.messages.io_struct import BatchOutput, ShutdownReq
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_io import ListIO
+from sglang.srt.managers.scheduler.warm_up_scenes import Limits, scenes
+from sglang.srt.mem_cache.ops.move_kv.op import MOVE_SIZES
+from sglang.srt.utils.kernels_ahead import compiled_ahead
+
+if TYPE_CHECKING:
+    from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+    from sglang.srt.managers.messages.io_struct import GenerateReq
+    from sglang.srt.managers.worker.interface import Worker
+    from sglang.srt.server_args import ServerArgs
+    from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Numbers of requests that no client's will have for a long time: nothing that a request
+# here left on the device can be taken for a client's.
+FIRST_SERIAL = 1 << 22
+
+
+def is_warmed_up(server_args: ServerArgs, worker: Worker) -> bool:
+    """Whether `warm_up` is due: the CPU has nothing to compile, and faults that are
+    planted on purpose are meant for requests."""
+    if server_args.skip_server_warmup or server_args.device == "cpu":
+        return False
+    return all(manager.perturb.is_idle for manager in worker.canary_managers())
+
+
+def compile_ahead(server_args: ServerArgs, worker: Worker) -> None:
+    """Compile the kernels of all work in parallel, where this machine has not done so;
+    before the graphs of `worker` are captured."""
+    runner = worker.model_runner
+    if not runner.compiles_ahead:
+        return
+    with _forgotten(worker), runner.rehearsing(), compiled_ahead():
+        worker.capture_graphs()
+        # Tokens are zeros then, which no grammar takes.
+        _serve_all(server_args, Unwatched(worker), None)
+
+
+def warm_up(
+    server_args: ServerArgs, worker: Worker, tokenizer: Tokenizer | None
+) -> None:
+    """Run every kind of work once on `worker`, which has served nothing; all ranks do.
+
+    Raises:
+        CanaryViolation: the KV canary found something.
+        RuntimeError: slots were lost.
+    """
+    began = time.perf_counter()
+    with _forgotten(worker):
+        count = _serve_all(server_args, worker, tokenizer)
+    mark = worker.model_runner.compiled_mark
+    if mark is not None:
+        mark.set()
+    seconds = time.perf_counter() - began
+    logger.info("Warmed up with %d requests in %.1f s", count, seconds)
+
+
+class Unwatched:
+    """A worker whose findings nobody looks at: they are about results that kernels have
+    not computed."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.model_runner = worker.model_runner
+        self.forward_batch_generation = worker.forward_batch_generation
+        self.capture_graphs = worker.capture_graphs
+
+    def canary_managers(self) -> list[CanaryManager]:
+        return []
+
+
+def _serve_all(
+    server_args: ServerArgs, worker: Worker, tokenizer: Tokenizer | None
+) -> int:
+    """Serve all scenes in a scheduler of their own; returns how many requests."""
+    io = ListIO()
+    scheduler = Scheduler(
+        server_args=server_args, worker=worker, tokenizer=tokenizer, io=io
+    )
+    scheduler.intake.num_created = FIRST_SERIAL
+    count = 0
+    for requests in scenes(_limits(server_args, worker, tokenizer)):
+        _serve(scheduler, io, requests)
+        count += len(requests)
+    for manager in worker.canary_managers():
+        manager.sweep()
+    if server_args.speculative_algorithm is not None:
+        _move_scratch(worker)
+    io.requests.append(ShutdownReq())
+    scheduler.run_event_loop()  # which finds leaks, and ends what belongs to it
+    scheduler.cache.reset()
+    # All of them are free by now; their order of reuse is not what it was.
+    scheduler.cache.allocator.clear()
+    scheduler.cache.req_to_token_pool.clear()
+    return count
+
+
+def _move_scratch(worker: Worker) -> None:
+    """Move the scratch slot to itself: how many slots a verification moves depends on
+    its rows."""
+    pool = worker.model_runner.token_to_kv_pool
+    for size in MOVE_SIZES:
+        slots = torch.zeros(size, dtype=torch.int64, device=worker.model_runner.device)
+        pool.move_kv_cache(slots, slots)
+
+
+def _limits(
+    server_args: ServerArgs, worker: Worker, tokenizer: Tokenizer | None
+) -> Limits:
+    runner = worker.model_runner
+    assert server_args.max_running_requests is not None
+    chunk = server_args.chunked_prefill_size or 0
+    graphs = runner.graph_sizes()
+    return Limits(
+        rows=server_args.max_running_requests,
+        slots=runner.max_total_num_tokens,
+        context=runner.model_config.context_len,
+        batch_tokens=min(n for n in (chunk, server_args.max_prefill_tokens) if n > 0),
+        has_chunks=chunk > 0,
+        vocab_size=runner.model_config.vocab_size,
+        graph_rows=max(graphs, default=0),
+        is_prefill_only=server_args.disaggregation_mode == "prefill",
+        has_prefix_cache=not server_args.disable_radix_cache,
+        has_hidden_states=server_args.enable_return_hidden_states,
+        has_grammars=tokenizer is not None and server_args.grammar_backend != "none",
+    )
+
+
+def _serve(scheduler: Scheduler, io: ListIO, requests: Sequence[GenerateReq]) -> None:
+    io.requests.extend(requests)
+    # Alike on all ranks: each of them knows after a step what is left to do.
+    scheduler.step()
+    while scheduler.has_work():
+        scheduler.step()
+    for message in io.responses:
+        if isinstance(message, BatchOutput):
+            for output in message.outputs:
+                reason = output.finish_reason
+                if reason is not None and reason.type == "abort":
+                    logger.warning("Not warmed up: %s", reason.message)
+    io.responses.clear()
+
+
+@contextmanager
+def _forgotten(worker: Worker) -> Iterator[None]:
+    """Scope whose requests leave no trace in `worker`; they must have given back what
+    they held."""
+    with ExitStack() as stack:
+        for manager in worker.canary_managers():
+            stack.enter_context(manager.rehearsing())
+        yield
+    worker.model_runner.reset_counts()

@@ -1,0 +1,263 @@
+"""The requests with which an engine warms up: one scene for each kind of work."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from sglang.srt.managers.messages.io_struct import GenerateReq
+from sglang.srt.mem_cache.memory_pool import WRITE_AT_ONCE
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+# New tokens of one prompt: a prefill graph with attention inside it, one in segments;
+# the kernel of long prompts, with a graph and padded too much for one.
+PROMPTS = (5, 200, 300, 1100, 2100, 4200)
+# Prompts that are prefilled together, and the tokens of all of them. Attention chooses
+# tiles and splits by both; test_warm_shapes.py proves that none is left out. A row
+# alone is scored: otherwise it replays a graph, which has the launches of its padded
+# tokens.
+SHAPES = (
+    *((1, n) for n in (1, 2, 4, 6, 12, 28, 40, 56, 64)),
+    *((2, n) for n in (56, 80, 112, 126, 127, 128)),
+    *((3, n) for n in (3, 84, 109, 144, 168, 189)),
+    *((4, 112), (4, 192), (8, 224), (9, 9), (12, 336), (16, 16)),
+    *((17, n) for n in (17, 68, 85, 952, 1088)),
+    *((20, 340), (22, 46), (32, 544), (33, 33)),
+)
+# The same for prompts that continue a cached one of `PREFIX` tokens.
+CONTINUED = ((1, 1), (1, 40), (3, 51), (17, 85), (17, 1088), (48, 48))
+PREFIX = 96
+# A prompt that is cut in two has so many tokens more than a prefill.
+BEYOND = 40
+# Prompts that are scored run without a prefill graph. K and V of so many tokens of
+# short rows are stored by a launch that graphs, which have one row, do not capture.
+SCORED = (3, 128)
+# Wishes of a batch, each alone: a batch with all of them takes one path of many.
+OPTIONS: tuple[dict[str, Any], ...] = (
+    {"temperature": 0.7},
+    {"temperature": 0.7, "top_k": 20},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 0.7, "min_p": 0.1},
+    {"temperature": 0.7, "top_k": 20, "top_p": 0.9, "min_p": 0.1},
+    {"temperature": 0.7, "frequency_penalty": 0.1, "presence_penalty": 0.1},
+    {"repetition_penalty": 1.1},
+    {"logit_bias": {1: 1.0}},
+    {"min_new_tokens": 2, "stop_token_ids": [1]},
+    {"temperature": 0.7, "min_new_tokens": 2, "repetition_penalty": 1.1},
+)
+LOGPROBS: tuple[dict[str, Any], ...] = (
+    {"return_logprob": True},
+    {"return_logprob": True, "top_logprobs_num": 3},
+    {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0},
+)
+SCORE = LOGPROBS[-1]
+# The prefill yields one, and one step the second.
+STEPS = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """The bounds of an engine.
+
+    Fields:
+        rows: requests at a time.
+        slots: KV slots.
+        context: tokens of a request.
+        batch_tokens: new tokens of a prefill; has_chunks: whether a longer prompt is
+            cut.
+        graph_rows: rows of the largest decode graph.
+        is_prefill_only: a request yields one token.
+        has_prefix_cache: whether prompts are found in a cache.
+        has_grammars, has_hidden_states: whether requests may ask for them.
+    """
+
+    rows: int
+    slots: int
+    context: int
+    batch_tokens: int
+    has_chunks: bool
+    vocab_size: int
+    graph_rows: int
+    is_prefill_only: bool
+    has_prefix_cache: bool
+    has_grammars: bool
+    has_hidden_states: bool
+
+
+def scenes(limits: Limits) -> Iterator[list[GenerateReq]]:
+    """Requests that are sent together, each list once the one before is answered."""
+    return iter(_Writer(limits).scenes())
+
+
+class _Writer:
+    """Writes the requests, all in the bounds of `limits`."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._rng = random.Random(0)
+        self._ids = count()
+        # A prompt's end and its first output fit, too, and half of the slots stay for
+        # what a request reserves.
+        self._longest = min(limits.context, limits.slots // 2) - 2 * STEPS
+
+    def scenes(self) -> Iterator[list[GenerateReq]]:
+        if self._longest < STEPS:
+            return
+        yield from self._alone()
+        yield from self._long()
+        yield from self._together()
+        yield from self._admitted()
+        yield from self._options()
+        yield from self._decoding()
+
+    def _alone(self) -> Iterator[list[GenerateReq]]:
+        """One prompt, fresh, found in the cache, and continued."""
+        for length in filter(self._fits, self._lengths()):
+            prompt, key = self._tokens(length), f"warm-up-{length}"
+            yield [self._request(prompt, key=key)]
+            yield [self._request(prompt, key=key)]
+            more = self._tokens(min(length, PREFIX))
+            yield [self._request(prompt + more, key=key)]
+
+    def _long(self) -> Iterator[list[GenerateReq]]:
+        """As many tokens as prompts have that are too long for a request, of as few as
+        can have them: products of experts are chosen by the tokens of all."""
+        limits, longest = self._limits, self._longest
+        counts = [n for n in self._lengths() if not self._fits(n)]
+        if not limits.has_chunks:
+            counts.append(limits.batch_tokens)  # no prompt that is cut has so many
+        most = min(limits.batch_tokens, limits.rows * longest)
+        shapes = [(-(-min(n, most) // longest), min(n, most)) for n in counts]
+        for lengths in self._fitting(shapes, prefix=0):
+            yield [self._request(self._tokens(n)) for n in lengths]
+
+    def _lengths(self) -> list[int]:
+        """New tokens of prompts alone; the last of them is cut, if any is."""
+        tokens = self._limits.batch_tokens
+        cut = [tokens + BEYOND] if self._limits.has_chunks else []
+        return [*(n for n in PROMPTS if n <= tokens), *cut]
+
+    def _fits(self, length: int) -> bool:
+        """Whether a prompt may be so long, and be continued."""
+        return PREFIX + length <= self._longest
+
+    def _together(self) -> Iterator[list[GenerateReq]]:
+        """Several prompts: fresh ones, then such as continue a cached one."""
+        for lengths in self._fitting(SHAPES, prefix=0):
+            options = SCORE if len(lengths) == 1 else {}
+            yield [self._request(self._tokens(n), options=options) for n in lengths]
+        prefix = self._tokens(PREFIX)
+        for lengths in self._fitting(CONTINUED, prefix=PREFIX):
+            key = f"warm-up-{len(lengths)}-{sum(lengths)}"
+            yield [self._request(prefix, key=key)]
+            tails = [self._tokens(length) for length in lengths]
+            # A row alone has no graph then, either.
+            wants = self._limits.has_hidden_states and len(lengths) == 1
+            options = {"return_hidden_states": True} if wants else {}
+            yield [
+                self._request(prefix + tail, options=options, key=key) for tail in tails
+            ]
+
+    def _fitting(
+        self, shapes: Sequence[tuple[int, int]], *, prefix: int
+    ) -> Iterator[list[int]]:
+        """The lengths of the prompts of `shapes`, with as many rows as there may be."""
+        limits = self._limits
+        most = min(limits.batch_tokens, limits.slots // 2 - prefix - limits.rows)
+        bounded = ((min(n, limits.rows), min(k, most)) for n, k in shapes)
+        for rows, tokens in dict.fromkeys(bounded):
+            if rows <= tokens <= rows * (self._longest - prefix):
+                yield _shared(tokens, rows)
+
+    def _admitted(self) -> Iterator[list[GenerateReq]]:
+        """As many requests as may run, half as many, and so on, that share a cached
+        prompt: memory for copies to the device is allocated by powers of two."""
+        limits = self._limits
+        length = min(self._longest, limits.batch_tokens, WRITE_AT_ONCE // limits.rows)
+        if not limits.has_prefix_cache or length < STEPS:
+            return
+        prompt, key, rows = self._tokens(length), "warm-up-admitted", limits.rows
+        yield [self._request(prompt, key=key)]
+        while rows > 1:
+            yield [self._request(prompt, key=key) for _ in range(rows)]
+            rows //= 2
+
+    def _options(self) -> Iterator[list[GenerateReq]]:
+        """Everything that a request may ask of the sampler."""
+        # The launch that chooses tokens is another one for more than 8 rows.
+        for rows in dict.fromkeys((1, min(9, self._limits.rows))):
+            for params in OPTIONS:
+                yield self._batch(rows, {}, params)
+            for options in LOGPROBS:
+                yield self._batch(rows, options, {})
+            if self._limits.has_hidden_states:
+                yield self._batch(rows, {"return_hidden_states": True}, {})
+            # Of a batch in which not all ask.
+            yield [*self._batch(rows, {}, {}), *self._batch(1, {}, OPTIONS[0])]
+        yield self._scored()
+        if self._limits.has_grammars:
+            yield self._batch(1, {}, {"regex": "(a|b)*"})
+
+    def _scored(self) -> list[GenerateReq]:
+        """Short prompts with the log probabilities of their own tokens."""
+        limits, (rows, tokens) = self._limits, SCORED
+        tokens = max(1, min(tokens, limits.batch_tokens, limits.slots // 2))
+        rows = min(max(rows, -(-tokens // self._longest)), limits.rows, tokens)
+        lengths = _shared(min(tokens, rows * self._longest), rows)
+        return [self._request(self._tokens(n), options=SCORE) for n in lengths]
+
+    def _decoding(self) -> Iterator[list[GenerateReq]]:
+        """Steps of more rows than the largest graph has, four counts from one power of
+        two to the next: whatever is chosen by rows is chosen for one of them."""
+        limits = self._limits
+        counts = {limits.graph_rows + 1, limits.rows}
+        for power in range(limits.rows.bit_length()):
+            counts.update((part << power) // 4 for part in range(4, 8))
+        for rows in sorted(counts):
+            fits = rows <= limits.rows and rows * 4 * STEPS <= limits.slots
+            if rows > limits.graph_rows and fits:
+                yield self._batch(rows, {}, {})
+
+    def _batch(
+        self, rows: int, options: dict[str, Any], params: dict[str, Any]
+    ) -> list[GenerateReq]:
+        length = min(5, self._longest)
+        return [
+            self._request(self._tokens(length), STEPS, options, params)
+            for _ in range(rows)
+        ]
+
+    def _tokens(self, length: int) -> list[int]:
+        return [self._rng.randrange(self._limits.vocab_size) for _ in range(length)]
+
+    def _request(
+        self,
+        prompt: Sequence[int],
+        steps: int = 1,
+        options: dict[str, Any] | None = None,
+        params: dict[str, Any] | None = None,
+        *,
+        key: str | None = None,
+    ) -> GenerateReq:
+        """`key`: of the prompts that it may share a prefix with; None: of no other."""
+        rid = f"warm-up-{next(self._ids)}"
+        greedy = {"temperature": 0.0, "ignore_eos": True}
+        steps = 1 if self._limits.is_prefill_only else steps
+        return GenerateReq(
+            rid=rid,
+            extra_key=key or rid,
+            input_ids=list(prompt),
+            sampling_params=SamplingParams(
+                **{**greedy, "max_new_tokens": steps, **(params or {})}
+            ),
+            **(options or {}),
+        )
+
+
+def _shared(tokens: int, rows: int) -> list[int]:
+    """The tokens of each row, as even as can be."""
+    length, longer = divmod(tokens, rows)
+    return [length + (row < longer) for row in range(rows)]

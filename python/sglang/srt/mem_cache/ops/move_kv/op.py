@@ -1,0 +1,30 @@
+"""The op that moves slots of a KV pool; knows tensors, no allocator and no requests."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from sglang.srt.utils.dispatch import Op
+
+MOVE_SIZES = (64, 512, 2048)
+"""Moves that the kernel is compiled for; few, so that a warm-up can run all of them."""
+
+
+def move_kv_cache_ref(
+    k_buffer: Tensor, v_buffer: Tensor, *, dst: Tensor, src: Tensor
+) -> None:
+    """buffer[:, dst] = buffer[:, src] for K and V, as if all was read first.
+
+    Args:
+        k_buffer, v_buffer: [layers, slots, ...], alike in shape, dtype and strides;
+            the elements of a slot contiguous.
+        dst, src: int64 [n] on the same device; dst may repeat only with equal sources.
+    """
+    for buffer in (k_buffer, v_buffer):
+        buffer.index_copy_(1, dst, buffer.index_select(1, src))
+
+
+move_kv_cache = Op(
+    reference=move_kv_cache_ref,
+    triton="sglang.srt.mem_cache.ops.move_kv.triton:move_kv_cache",
+)

@@ -1,0 +1,42 @@
+"""Finds the first forward that differs from a run without faults."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from kv_canary.violation import POOLS
+from sglang.srt.replay.playing.player import Setting, play
+from sglang.srt.replay.playing.states import StateDifference, first_difference
+
+if TYPE_CHECKING:
+    from sglang.srt.replay.recording.record_file import Record
+
+
+def bisect(record: Record, setting: Setting) -> StateDifference | None:
+    """The first forward whose decisions, as recorded, differ from those of a clean run;
+    or, where the record says which faults were planted, whose state does in a replay
+    that has them.
+
+    Raises:
+        CannotReplay: the record cannot be replayed.
+    """
+    clean = play(record, replace(setting, with_faults=False, with_states=True))
+    planted = play(record, replace(setting, with_faults=True, with_states=True))
+    found = []
+    if clean.difference is not None:
+        decided = clean.difference
+        found.append(
+            StateDifference(
+                pool=POOLS[0],
+                forward=decided.forward,
+                field=decided.field,
+                ours=decided.recorded,
+                others=decided.replayed,
+            )
+        )
+    state = first_difference(planted.states, clean.states)
+    if state is not None:
+        found.append(state)
+    # The state of a forward comes before the decisions that follow from it.
+    return min(found, key=lambda difference: difference.forward, default=None)

@@ -1,0 +1,170 @@
+"""Puts a scheduler that has served nothing where a record begins.
+
+Queues, rows, pages and prefix tree are taken over; KV and records are computed again,
+by prefilling the same tokens into the same slots.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from sglang.srt.managers.batch.req import Req
+from sglang.srt.managers.batch.saved_req import SavedReq, load_req
+from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
+from sglang.srt.managers.messages.io_struct import GenerateReq
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.scheduler.scheduler import Scheduler
+    from sglang.srt.mem_cache.page_ledger import IntArray
+    from sglang.srt.mem_cache.tree_node import TreeNode
+    from sglang.srt.replay.recording.record_file import Checkpoint
+
+_TOKEN_BITS = 32
+_SCRATCH_ROW = 1
+
+
+def restore(
+    scheduler: Scheduler, checkpoint: Checkpoint, create: Callable[[int], Req]
+) -> None:
+    """Let `scheduler` go on from `checkpoint`.
+
+    Args:
+        create: makes the request with a saved serial, its prompt and all of its output
+            known to the scheduler and not queued.
+
+    Raises:
+        ValueError: the checkpoint do not fit this scheduler.
+        RuntimeError: the canary found something in what was computed.
+    """
+    cache, managers = scheduler.cache, scheduler.worker.canary_managers()
+    if len(checkpoint.canaries) != len(managers):
+        raise ValueError(
+            f"{len(checkpoint.canaries)} pools recorded, {len(managers)} here"
+        )
+    cache.allocator.load(checkpoint.free_pages)
+    cache.req_to_token_pool.load_rows(checkpoint.free_rows)
+    nodes = cache.load(checkpoint.tree)
+    refill = _Refill(scheduler)
+    reqs: dict[int, Req] = {}
+    with ExitStack() as stack:
+        for manager in managers:
+            stack.enter_context(manager.setting_up())
+        refill.paths(nodes)
+        for saved in checkpoint.reqs:
+            req = create(saved.serial)
+            del req.tokens[saved.num_tokens :]
+            if req.stop_matcher is not None:
+                req.stop_matcher = req.stop_matcher.at(req.output_tokens())
+            req.sampling_row = replace(req.sampling_row, seed=saved.seed)
+            if saved.row:
+                refill.request(req, saved)
+            node = cache.root if saved.run < 0 else nodes[saved.run]
+            load_req(req, saved, node=node)
+            reqs[saved.serial] = req
+    for manager, canary in zip(managers, checkpoint.canaries, strict=True):
+        manager.load(canary)
+    scheduler.restore(checkpoint, reqs)
+
+
+class _Refill:
+    """Prefills into slots that are named already, a chunk at a time."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        self._scheduler = scheduler
+        self._rows = scheduler.cache.req_to_token_pool
+        self._bigram = scheduler.cache.bigram
+        size = scheduler.server_args.chunked_prefill_size or 0
+        self._chunk = size if size > 0 else self._rows.context_len
+
+    def paths(self, nodes: Sequence[TreeNode]) -> None:
+        """Everything that the tree holds, each run once."""
+        done: set[int] = set()
+        for node in nodes:
+            if node.children:
+                continue
+            path = [node]
+            while path[-1].start:
+                above = path[-1].parent
+                assert above is not None
+                path.append(above)
+            path.reverse()
+            begin = next((n.start for n in path if id(n) not in done), None)
+            done.update(map(id, path))
+            assert begin is not None
+            elements = np.concatenate([n.elements for n in path])
+            slots = np.concatenate([n.slots for n in path])
+            self._path(elements, slots, begin, node.namespace)
+
+    def _path(
+        self,
+        elements: IntArray,
+        slots: IntArray,
+        begin: int,
+        namespace: str | None,
+    ) -> None:
+        tokens = elements.tolist()
+        if self._bigram:
+            # An element is the pair of a token and the next one.
+            tokens = (elements >> _TOKEN_BITS).tolist()
+            tokens.append(int(elements[-1]) & ((1 << _TOKEN_BITS) - 1))
+        message = GenerateReq(
+            rid="cached",
+            input_ids=tokens,
+            sampling_params=SamplingParams(temperature=0.0),
+            extra_key=namespace,
+        )
+        req = Req(
+            message,
+            tokens=array("q", tokens),
+            stop_ids=frozenset(),
+            seed=0,
+            max_total_len=len(tokens) + 1,
+            stop_matcher=None,
+        )
+        self._place(req, _SCRATCH_ROW, slots)
+        self._run(req, begin, len(slots), is_last_chunk=False)
+
+    def request(self, req: Req, saved: SavedReq) -> None:
+        """The row of a request, of which the tree may hold the beginning.
+
+        Its last token is computed in any case: what the next step starts from follows
+        from it.
+        """
+        self._place(req, saved.row, saved.slots)
+        begin = min(saved.protected, saved.committed - 1)
+        if begin < saved.protected:
+            # The slot holds this very token already.
+            self._forget(saved.slots[begin : begin + 1])
+        self._run(req, begin, saved.committed, is_last_chunk=not saved.is_chunked)
+
+    def _place(self, req: Req, row: int, slots: IntArray) -> None:
+        req.req_pool_idx, req.allocated_len = row, len(slots)
+        self._rows.write(row, 0, torch.from_numpy(slots))
+        tokens = torch.from_numpy(np.array(req.tokens, dtype=np.int64))
+        self._rows.write_tokens([row], [0], [len(tokens)], tokens)
+
+    def _forget(self, slots: IntArray) -> None:
+        for manager in self._scheduler.worker.canary_managers():
+            manager.on_free(torch.from_numpy(slots.copy()))
+
+    def _run(self, req: Req, begin: int, end: int, *, is_last_chunk: bool) -> None:
+        """Prefill positions [begin, end); after the last chunk a token is sampled."""
+        scored, req.score_from = req.score_from, None
+        req.committed_len = begin
+        while req.committed_len < end:
+            length = min(self._chunk, end - req.committed_len)
+            is_last = req.committed_len + length == end
+            req.is_chunked = not (is_last and is_last_chunk)
+            batch = ScheduleBatch.prepare_for_refill(
+                [req], [length], self._scheduler.env
+            )
+            self._scheduler.worker.forward_batch_generation(batch, None).wait()
+        req.score_from = scored

@@ -1,0 +1,186 @@
+"""The whole state that a forward starts from, to find where two runs part."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kv_canary.records import SERIAL_MASK
+from kv_canary.violation import POOLS
+
+if TYPE_CHECKING:
+    from kv_canary.view import KVReadView
+    from sglang.srt.forward.batch import ForwardBatch
+    from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+    from sglang.srt.managers.scheduler.scheduler import Scheduler
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
+    from sglang.srt.mem_cache.memory_pool import KVCache
+
+# Fields of a forward that are shown as numbers.
+_INPUTS = (
+    "input_ids",
+    "positions",
+    "out_cache_loc",
+    "req_pool_indices",
+    "prefix_lens",
+    "extend_lens",
+)
+# Of larger pools only the slots that the forward reads are looked at.
+_WHOLE_POOL_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """The state that one forward starts from: lists of numbers, or digests, by name."""
+
+    pool: str
+    forward: int
+    fields: dict[str, list[int] | str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class StateDifference:
+    """The first forward whose state differs, in which field, and how."""
+
+    pool: str
+    forward: int
+    field: str
+    ours: str
+    others: str
+
+
+def watch_states(scheduler: Scheduler) -> list[State]:
+    """A list that gets the state of every forward from now on; waits for the device at
+    each, and keeps no graph: for a machine that serves nobody."""
+    states: list[State] = []
+    for manager in scheduler.worker.canary_managers():
+        manager.probe = _Probe(manager, scheduler.cache, states)
+    return states
+
+
+def first_difference(
+    ours: Sequence[State], others: Sequence[State]
+) -> StateDifference | None:
+    """Where two runs part; None: nowhere, as far as both went."""
+    for one, other in zip(ours, others, strict=False):
+        names = [name for name in one.fields if one.fields[name] != other.fields[name]]
+        if (one.pool, one.forward) != (other.pool, other.forward):
+            shown = [f"forward {s.forward} of the {s.pool}" for s in (one, other)]
+            return StateDifference(
+                pool=one.pool,
+                forward=one.forward,
+                field="order of forwards",
+                ours=shown[0],
+                others=shown[1],
+            )
+        if names:
+            mine, theirs = one.fields[names[0]], other.fields[names[0]]
+            shown = show_difference(mine, theirs)
+            return StateDifference(
+                pool=one.pool,
+                forward=one.forward,
+                field=names[0],
+                ours=shown[0],
+                others=shown[1],
+            )
+    return None
+
+
+def show_difference(
+    one: Sequence[object] | str, other: Sequence[object] | str
+) -> list[str]:
+    """Both values, of lists the first entry that differs."""
+    if isinstance(one, str) or isinstance(other, str):
+        return [str(one), str(other)]
+    if len(one) != len(other):
+        return [f"{len(value)} entries" for value in (one, other)]
+    at = next(i for i in range(len(one)) if one[i] != other[i])
+    return [f"{value[at]} (entry {at})" for value in (one, other)]
+
+
+class _Probe:
+    """Notes the states of one pool's forwards."""
+
+    def __init__(
+        self, manager: CanaryManager, cache: BasePrefixCache, states: list[State]
+    ) -> None:
+        self._target = manager.target
+        self._cache = cache
+        self._states = states
+        # Serial of the first request, which is another one in each run.
+        self._base = -1
+
+    def __call__(self, batch: ForwardBatch, views: Sequence[KVReadView]) -> None:
+        target = self._target
+        state = target.buffers.state
+        slots = self._slots(batch)
+        fields: dict[str, list[int] | str] = {
+            name: getattr(batch, name).tolist() for name in _INPUTS
+        }
+        fields["req_to_token"] = slots.tolist()
+        fields["read view"] = _digest(_tensors(views))
+        kv = [source.buffer for source in self._pool().canary_sources()]
+        is_small = sum(b.numel() * b.element_size() for b in kv) <= _WHOLE_POOL_BYTES
+        if is_small:
+            # Page 0 is scratch: whoever is padded writes it.
+            first = target.page_size
+            slots = torch.arange(first, state.num_slots, device=state.head.device)
+        if self._base < 0:
+            self._base = int(batch.req_serial.min())
+        records = (state.head[slots], state.tail[slots])
+        fields["records"] = _digest(self._relative(words) for words in records)
+        fields["KV bytes"] = _digest([buffer[:, slots] for buffer in kv])
+        fields["prefix cache"] = _digest(
+            torch.from_numpy(part)
+            for run in self._cache.iter_cached_runs()
+            for part in (run.tokens, run.slots)
+        )
+        self._states.append(
+            State(
+                pool=POOLS[target.is_draft],
+                forward=int(state.clock.item()),
+                fields=fields,
+            )
+        )
+
+    def _relative(self, words: Tensor) -> Tensor:
+        """Records [n, words] with serials counted from the first request."""
+        serials = words[:, -1] & SERIAL_MASK
+        relative = torch.where(serials > 0, serials - self._base, 0) & SERIAL_MASK
+        relative += words[:, -1] & ~SERIAL_MASK
+        return torch.cat((words[:, :-1], relative[:, None]), dim=1)
+
+    def _pool(self) -> KVCache:
+        return self._target.kv_pool.groups[0].tensors
+
+    def _slots(self, batch: ForwardBatch) -> Tensor:
+        """Slots that the device's table names for the rows of the forward."""
+        table = self._target.req_to_token_pool.req_to_token
+        ends = (batch.prefix_lens + batch.extend_lens).tolist()
+        rows = batch.req_pool_indices.tolist()
+        parts = [table[row, :end] for row, end in zip(rows, ends, strict=True)]
+        return torch.cat(parts).long() if parts else table[0, :0].long()
+
+
+def _tensors(views: Sequence[KVReadView]) -> list[Tensor]:
+    found = []
+    for view in views:
+        for field in dataclasses.fields(view):
+            value = getattr(view, field.name)
+            if isinstance(value, Tensor):
+                found.append(value)
+    return found
+
+
+def _digest(tensors: Iterable[Tensor]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors:
+        flat = tensor.detach().cpu().contiguous()
+        digest.update(flat.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,29 @@
+"""Saves the records of memory and queues of a scheduler between two steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.batch.saved_req import save_req
+from sglang.srt.replay.recording.record_file import Checkpoint
+
+if TYPE_CHECKING:
+    from sglang.srt.replay.recording.source import RecordedScheduler
+
+
+def save_checkpoint(scheduler: RecordedScheduler) -> Checkpoint:
+    """A checkpoint of a scheduler without results in flight; copies no token and no
+    array of the tree, O(runs of the tree + pages)."""
+    cache, rows = scheduler.cache, scheduler.cache.req_to_token_pool
+    tree, runs = cache.save()
+    return Checkpoint(
+        tree=tree,
+        free_pages=cache.allocator.save(),
+        free_rows=rows.save_rows(),
+        reqs=[save_req(req, rows, runs) for req in scheduler.unfinished],
+        batches=scheduler.batches.save(),
+        created=scheduler.num_created,
+        idle_checked=scheduler.idle_checked,
+        is_paused=scheduler.is_paused,
+        canaries=[manager.save() for manager in scheduler.worker.canary_managers()],
+    )

@@ -1,0 +1,99 @@
+"""The model, version and flags that a record and a machine must share."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from sglang.srt.environ import set_variables
+from sglang.srt.replay.recording.record_file import Origin
+from sglang.srt.utils.paths import resolve_model_path
+from sglang.version import __version__
+
+if TYPE_CHECKING:
+    from sglang.srt.replay.recording.source import RecordedScheduler
+    from sglang.srt.server_args import ServerArgs
+
+# Variables without which a replay would do something else.
+VARIABLES = ("SGLANG_KV_CANARY_", "SGLANG_DEBUG_REVERT_PR")
+# Flags that are nobody's business.
+_SECRET = frozenset({"api_key", "admin_api_key", "api_key_file"})
+_HEADER_BYTES = 65536
+
+
+def models_of(server_args: ServerArgs) -> dict[str, str]:
+    """Digests of the models by role."""
+    paths = {
+        "target": server_args.model_path,
+        "draft": server_args.speculative_draft_model_path,
+    }
+    return {
+        role: model_digest(resolve_model_path(path))
+        for role, path in paths.items()
+        if path is not None
+    }
+
+
+def model_digest(path: Path) -> str:
+    """A digest of the configuration, and of the names, sizes and first bytes (where the
+    index of tensors is) of the weights; of a GGUF file of the latter."""
+    digest = hashlib.sha256()
+    files = [path]
+    if path.is_dir():
+        digest.update((path / "config.json").read_bytes())
+        files = sorted(path.glob("*.safetensors"))
+    for file in files:
+        digest.update(f"{file.name} {file.stat().st_size} ".encode())
+        with file.open("rb") as opened:
+            digest.update(opened.read(_HEADER_BYTES))
+    return digest.hexdigest()
+
+
+def origin_of(scheduler: RecordedScheduler, *, rank: int, has_tokens: bool) -> Origin:
+    """The origin of records of this scheduler."""
+    args, runner = scheduler.server_args, scheduler.worker.model_runner
+    return Origin(
+        version=__version__,
+        torch=str(torch.__version__),
+        models=models_of(args),
+        device=args.device,
+        rank=rank,
+        num_slots=runner.max_total_num_tokens,
+        page_size=runner.allocator.page_size,
+        vocab_size=runner.model_config.vocab_size,
+        max_in_flight=scheduler.max_in_flight,
+        server_args=_public_flags(args),
+        environment=set_variables(VARIABLES),
+        has_tokens=has_tokens,
+    )
+
+
+def _public_flags(args: ServerArgs) -> dict[str, Any]:
+    names = [field.name for field in fields(args)]
+    return {name: getattr(args, name) for name in names if name not in _SECRET}
+
+
+def differences(origin: Origin, *, models: dict[str, str]) -> list[str]:
+    """How this installation, with these models, differs from a record's; each in
+    words."""
+    found = []
+    if origin.version != __version__:
+        found.append(
+            f"it was recorded by version {origin.version}, this is {__version__}"
+        )
+    for role in sorted(origin.models.keys() | models.keys()):
+        recorded, own = origin.models.get(role), models.get(role)
+        if recorded != own:
+            found.append(
+                f"the {role} model is another one: its configuration and weights have "
+                f"digest {_short(own)}, the recorded one {_short(recorded)}"
+            )
+    return found
+
+
+def _short(digest: str | None) -> str:
+    return "none" if digest is None else digest[:12]

@@ -1,0 +1,228 @@
+"""The file of a record: what an engine decided in its last forwards, and from where on.
+
+```
+magic (8 bytes) | SHA-256 of the rest | zlib of one msgpack document
+```
+Structs of plain data; arrays are int64, little-endian. Nothing in it is executed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+# msgspec resolves the annotations.
+from sglang.srt.kv_canary.perturb.driver import Armed  # noqa: TC001
+from sglang.srt.kv_canary.runner.canary_manager import SavedCanary  # noqa: TC001
+from sglang.srt.managers.batch.saved_req import SavedReq  # noqa: TC001
+from sglang.srt.managers.scheduler.batch_selector import SavedBatches  # noqa: TC001
+from sglang.srt.mem_cache.page_ledger import IntArray  # noqa: TC001
+from sglang.srt.mem_cache.saved_tree import SavedTree  # noqa: TC001
+
+FORMAT = 1
+_MAGIC = b"KVRECORD"
+_DIGEST_BYTES = 32
+# Of a document, unpacked; a foreign file must not fill the memory.
+MAX_BYTES = 1 << 30
+
+
+class BadRecord(ValueError):
+    """The file is no record, or not a whole one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Origin:
+    """Where a record comes from.
+
+    Fields:
+        version: of this package; torch: of torch.
+        models: digest of configuration and weights' index by role, "target" or "draft".
+        device, rank: of the process.
+        num_slots, page_size, vocab_size: of the target's pool and model.
+        max_in_flight: launched batches that a step may leave.
+        server_args: resolved flags, without keys.
+        environment: variables that the canary and its faults read.
+        has_tokens: whether tokens are those of the requests; else others that share
+            prefixes in the same way.
+    """
+
+    version: str
+    torch: str
+    models: dict[str, str]
+    device: str
+    rank: int
+    num_slots: int
+    page_size: int
+    vocab_size: int
+    max_in_flight: int
+    server_args: dict[str, Any]
+    environment: dict[str, str]
+    has_tokens: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """The host's records between two steps, nothing in flight.
+
+    Fields:
+        tree: None: no prefix is shared.
+        free_pages, free_rows: in reverse order of reuse.
+        reqs: unfinished requests. created: requests so far.
+        canaries: of the pools, target first.
+    """
+
+    tree: SavedTree | None
+    free_pages: IntArray
+    free_rows: list[int]
+    reqs: list[SavedReq]
+    batches: SavedBatches
+    created: int
+    idle_checked: bool
+    canaries: list[SavedCanary]
+    is_paused: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRequest:
+    """A request, its prompt and all of its output.
+
+    Fields:
+        message: a `GenerateReq` without its prompt, in msgpack.
+        tokens: prompt and output; prompt_len: of the former.
+        end: type of the finish, with `end_len` output tokens; None: it had not ended.
+            is_own: whether the request itself, not its client, ended it.
+        waits_for_grammar: whether it was queued later than it arrived.
+    """
+
+    serial: int
+    rid: str
+    message: bytes
+    tokens: IntArray
+    prompt_len: int
+    end: str | None = None
+    end_len: int = 0
+    is_own: bool = False
+    waits_for_grammar: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedLaunch:
+    """A batch that was launched.
+
+    Fields:
+        clocks: number of its first forward, by pool.
+        serials: of its rows. starts, ends: tokens with KV before and after it.
+        taken, given: pages since the launch before it.
+    """
+
+    mode: str
+    clocks: list[int]
+    serials: IntArray
+    starts: IntArray
+    ends: IntArray
+    taken: IntArray
+    given: IntArray
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRound:
+    """A round of the scheduler.
+
+    Fields:
+        resolves: whether it began with the results in flight.
+        events: (kind, value) in order: "arrive" and "ready" with a serial, "abort" with
+            a request id, "abort_all", "flush", "pause" with a mode, "continue".
+        launches: one at most.
+    """
+
+    resolves: bool = False
+    events: list[tuple[str, int | str]] = field(default_factory=list)
+    launches: list[RecordedLaunch] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """The steps of an engine from `checkpoint` on, or from its start (None).
+
+    Fields:
+        obstacle: why it cannot be replayed; None: it can.
+        armed: faults that were asked for, by pool.
+    """
+
+    origin: Origin
+    checkpoint: Checkpoint | None
+    requests: list[RecordedRequest]
+    rounds: list[RecordedRound]
+    armed: list[list[Armed]]
+    obstacle: str | None = None
+    format: int = FORMAT
+
+    @property
+    def num_launches(self) -> int:
+        return sum(len(round_.launches) for round_ in self.rounds)
+
+
+def encode_record(record: Record) -> bytes:
+    document = msgspec.msgpack.encode(record, enc_hook=_array_bytes)
+    packed = zlib.compress(document, 1)
+    return _MAGIC + hashlib.sha256(packed).digest() + packed
+
+
+def read_record(path: Path) -> Record:
+    """Read a file that `encode_record` made.
+
+    Raises:
+        BadRecord: it cannot be read, is foreign, cut or damaged, or has another format.
+    """
+    try:
+        if path.exists() and not path.is_file():
+            raise BadRecord(f"{path}: not a regular file")
+        data = path.read_bytes()
+    except OSError as error:
+        raise BadRecord(f"{path}: cannot be read: {error}") from error
+    return decode_record(data, name=str(path))
+
+
+def decode_record(data: bytes, *, name: str) -> Record:
+    """The record in `data`; see `read_record`."""
+    head = len(_MAGIC) + _DIGEST_BYTES
+    if data[: len(_MAGIC)] != _MAGIC:
+        raise BadRecord(f"{name}: not a record of the KV canary")
+    packed = data[head:]
+    if hashlib.sha256(packed).digest() != data[len(_MAGIC) : head]:
+        raise BadRecord(f"{name}: truncated or damaged")
+    unpacker = zlib.decompressobj()
+    try:
+        document = unpacker.decompress(packed, MAX_BYTES)
+        if unpacker.unconsumed_tail:
+            raise BadRecord(f"{name}: larger than {MAX_BYTES} bytes unpacked")
+        found = msgspec.msgpack.decode(document, type=_Formatted)
+        if found.format != FORMAT:
+            raise BadRecord(
+                f"{name}: format {found.format}, but this version reads {FORMAT}"
+            )
+        return msgspec.msgpack.decode(document, type=Record, dec_hook=_array)
+    except (zlib.error, msgspec.DecodeError, RecursionError) as error:
+        raise BadRecord(f"{name}: not a record of this version: {error}") from error
+
+
+class _Formatted(msgspec.Struct):
+    format: int
+
+
+def _array_bytes(value: Any) -> bytes:
+    if isinstance(value, np.ndarray):
+        return np.ascontiguousarray(value, dtype="<i8").tobytes()
+    raise NotImplementedError(f"{type(value).__name__} in a record")
+
+
+def _array(type_: Any, value: Any) -> Any:
+    if not isinstance(value, bytes) or len(value) % 8:
+        raise ValueError("no array of int64")
+    return np.frombuffer(value, dtype="<i8").astype(np.int64)

@@ -1,0 +1,240 @@
+"""Keeps what a scheduler decided in its last forwards, to be replayed later.
+
+A forward costs two tuples of references to arrays that exist already. The log
+has two generations; each begins with a checkpoint of the host's records, from which a
+replay can go on, and is dropped once the one after it is full.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sglang.srt.replay.recording.checkpoint import save_checkpoint
+from sglang.srt.replay.recording.identity import origin_of
+from sglang.srt.replay.recording.log import Launch, Noted, Round
+from sglang.srt.replay.recording.record_file import Checkpoint, Origin, encode_record
+from sglang.srt.replay.recording.written import to_record
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from sglang.srt.managers.batch.req import Req
+    from sglang.srt.managers.batch.schedule_batch import LaunchRecord, ScheduleBatch
+    from sglang.srt.managers.messages.io_struct import GenerateReq, StepInput
+    from sglang.srt.replay.recording.source import RecordedScheduler
+
+logger = logging.getLogger(__name__)
+
+# Saving a tree takes about a microsecond per run: the larger it is, the more forwards
+# share that.
+RUNS_PER_FORWARD = 2
+# A generation that cannot be followed by another one grows no longer than this.
+MAX_GENERATIONS = 4
+# After the first one, a record of a kind of incident that is known is written this
+# rarely: it takes time that the next step waits for.
+QUIET_SECONDS = 60.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Generation:
+    """A part of the log. `checkpoint` None: it begins with the engine, or where nothing
+    could be saved (`obstacle`)."""
+
+    checkpoint: Checkpoint | None = None
+    obstacle: str | None = None
+    rounds: list[Round] = field(default_factory=list)
+    requests: dict[int, Noted] = field(default_factory=dict)
+    num_launches: int = 0
+    due: int
+
+
+class Recorder:
+    """The recorder of one scheduler.
+
+    Args:
+        scheduler: at its start, or where it is to be recorded from.
+        num_forwards: the log never holds fewer of the newest forwards.
+        has_tokens: whether records hold the requests' own tokens.
+        rank: of this process.
+    """
+
+    def __init__(
+        self,
+        scheduler: RecordedScheduler,
+        *,
+        num_forwards: int,
+        has_tokens: bool,
+        rank: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._scheduler = scheduler
+        self._num_forwards = num_forwards
+        self._has_tokens = has_tokens
+        self._rank = rank
+        self._clock = clock
+        self._last_record: float | None = None
+        self._managers = scheduler.worker.canary_managers()
+        self._journal = scheduler.cache.allocator.keep_journal()
+        self._older: Generation | None = None
+        self._newer = Generation(due=num_forwards)
+        # The round that is under way, until its launch; None: it has one.
+        self._inputs: StepInput | None = None
+        self._resolves = False
+        self._accepted: list[int] = []
+        self._origin: Origin | None = None
+
+    # -- the log -------------------------------------------------------------------
+
+    @property
+    def is_due(self) -> bool:
+        """Whether a new generation is to begin with the next round."""
+        return self._newer.num_launches >= self._newer.due
+
+    def begin_generation(self) -> None:
+        """Save a checkpoint, nothing in flight, and begin a new generation with it."""
+        obstacle = self._scheduler.why_not_saved()
+        newer, limit = self._newer, MAX_GENERATIONS * self._num_forwards
+        if obstacle is not None and newer.num_launches < limit:
+            newer.due = newer.num_launches + 1
+            return
+        checkpoint = None if obstacle is not None else save_checkpoint(self._scheduler)
+        # In the checkpoint.
+        self._journal.drain()
+        runs = (
+            0
+            if checkpoint is None or checkpoint.tree is None
+            else len(checkpoint.tree.runs)
+        )
+        live = [req.serial for req in self._scheduler.unfinished]
+        self._older, self._newer = (
+            newer,
+            Generation(
+                checkpoint=checkpoint,
+                obstacle=obstacle,
+                requests={
+                    serial: newer.requests[serial]
+                    for serial in live
+                    if serial in newer.requests
+                },
+                due=max(self._num_forwards, runs // RUNS_PER_FORWARD),
+            ),
+        )
+
+    def begin_round(self, inputs: StepInput, *, resolves: bool) -> None:
+        """A round has its input, of which nothing is carried out yet."""
+        self._inputs = inputs
+        self._resolves = resolves
+
+    def end_round(self, *, is_kept: bool) -> None:
+        """A round without a launch is over; `is_kept` False: it changed nothing."""
+        if is_kept:
+            self._newer.rounds.append(self._close(None))
+        self._inputs = None
+
+    def _close(self, launch: Launch | None) -> Round:
+        """The round under way, which is over now, or its launch is known."""
+        round_ = self._open_round(launch)
+        self._inputs = None
+        if self._accepted:
+            self._accepted = []
+        return round_
+
+    def _open_round(self, launch: Launch | None = None) -> Round:
+        inputs = self._inputs
+        assert inputs is not None
+        return Round(
+            inputs.requests, inputs.grammars, self._resolves, self._accepted, launch
+        )
+
+    def on_request(self, request: GenerateReq, req: Req) -> None:
+        """A request was accepted."""
+        noted = Noted(request=request, tokens=req.tokens, prompt_len=req.prompt_len)
+        self._newer.requests[req.serial] = noted
+        if self._inputs is not None:
+            self._accepted.append(req.serial)
+
+    def on_end(self, req: Req) -> None:
+        """A request has ended."""
+        noted = self._newer.requests.get(req.serial)
+        if noted is not None and req.finish_reason is not None:
+            reason = req.finish_reason
+            noted.end = (reason.type, req.output_len, reason.status_code)
+
+    def on_revived(self, req: Req) -> None:
+        """The end of a request was taken back."""
+        noted = self._newer.requests.get(req.serial)
+        if noted is not None:
+            noted.end = None
+
+    def on_launch(self, batch: ScheduleBatch, launched: LaunchRecord) -> None:
+        """A batch is about to be launched."""
+        taken, given = self._journal.drain()
+        launch = Launch(
+            batch.forward_mode,
+            [manager.next_forward for manager in self._managers],
+            batch.serials,
+            launched.starts,
+            launched.ends,
+            taken,
+            given,
+        )
+        self._newer.rounds.append(self._close(launch))
+        self._newer.num_launches += 1
+
+    # -- records -------------------------------------------------------------------
+
+    @property
+    def launches(self) -> list[Launch]:
+        """Of the log, oldest first."""
+        rounds = [*(self._older.rounds if self._older else ()), *self._newer.rounds]
+        return [r.launch for r in rounds if r.launch is not None]
+
+    def rid_of(self, serial: int) -> str:
+        """The id of a request in the log."""
+        for generation in (self._newer, self._older):
+            if generation is not None and serial in generation.requests:
+                return generation.requests[serial].request.rid
+        return f"serial {serial}"
+
+    def record_for(self, *, is_new_kind: bool) -> bytes | None:
+        """The record of an incident, to be written beside it; None: one of its kind was
+        written lately.
+
+        A failure to make one is logged: the incident is told without it.
+        """
+        now, last = self._clock(), self._last_record
+        if not is_new_kind and last is not None and now - last < QUIET_SECONDS:
+            return None
+        self._last_record = now
+        try:
+            return self.encode()
+        except Exception as error:
+            # The incident must be told, and the engine go on.
+            logger.error("kv_canary: no record of this incident: %r", error)
+            return None
+
+    def encode(self) -> bytes:
+        """The file of the log as it is now."""
+        if self._origin is None:
+            self._origin = origin_of(
+                self._scheduler, rank=self._rank, has_tokens=self._has_tokens
+            )
+        older, newer = self._older, self._newer
+        if older is None or older.obstacle is not None and newer.obstacle is None:
+            older = Generation(
+                due=0, checkpoint=newer.checkpoint, obstacle=newer.obstacle
+            )
+        under_way = [] if self._inputs is None else [self._open_round()]
+        return encode_record(
+            to_record(
+                origin=self._origin,
+                checkpoint=older.checkpoint,
+                obstacle=older.obstacle,
+                requests={**older.requests, **newer.requests},
+                rounds=[*older.rounds, *newer.rounds, *under_way],
+                managers=self._managers,
+            )
+        )

@@ -1,0 +1,59 @@
+"""The op that chooses a token per row where no filter applies."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from sglang.srt.sampling.ops import row_ops
+from sglang.srt.sampling.ops.noise import uniform
+from sglang.srt.utils.dispatch import Op
+
+
+def choose_tokens_ref(
+    logits: Tensor,
+    *,
+    temperatures: Tensor | None = None,
+    seeds: Tensor | None = None,
+    positions: Tensor | None = None,
+    greedy_rows: Tensor | None = None,
+) -> Tensor:
+    """One token id per row, [R] int64 on the device, without waiting for it.
+
+    A greedy row takes the first id of the largest logit, NaN counting as the largest.
+    Any other row takes the first id whose cumulative softmax weight exceeds
+    `noise.uniform(seeds, positions)` times the total.
+
+    Args:
+        logits: [R, V] float32, bfloat16 or float16; rows contiguous.
+        temperatures: [R] float32 by which the logits of drawn rows are divided; None:
+            they are already.
+        seeds, positions: [R] int64; None: all rows are greedy.
+        greedy_rows: [R] bool; required with `seeds`.
+
+    Raises:
+        ValueError: seeds, positions and greedy_rows are not given together.
+    """
+    wide = logits.float()
+    if seeds is None or positions is None or greedy_rows is None:
+        require_together(seeds, positions, greedy_rows)
+        return row_ops.argmax_rows(wide)
+    scaled = wide if temperatures is None else wide / temperatures[:, None]
+    weights = torch.softmax(scaled, dim=-1)
+    drawn = row_ops.inverse_cdf(weights, uniform(seeds, positions))
+    if row_ops.on_host(logits) and not bool(greedy_rows.any()):
+        return drawn
+    return torch.where(greedy_rows, row_ops.argmax_rows(wide), drawn)
+
+
+def require_together(*given: Tensor | None) -> None:
+    """Raise ValueError unless all or none of the arguments of a draw are there."""
+    there = [x is not None for x in given]
+    if any(there) != all(there):
+        raise ValueError("seeds, positions and greedy_rows must be given together")
+
+
+choose_tokens = Op(
+    reference=choose_tokens_ref,
+    triton="sglang.srt.sampling.ops.choose_tokens.triton:choose_tokens",
+)
