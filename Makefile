@@ -123,7 +123,8 @@ test-browser: venv $(BROWSER)/.installed
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python scripts/check_layers.py
+	$(BIN)/lint-imports --no-logo --no-cache
+	$(BIN)/lint-imports --no-logo --no-cache cycles.toml
 	$(BIN)/python scripts/generate_server_docs.py --check
 	$(BIN)/python scripts/generate_canary_header.py --check
 	$(BIN)/python scripts/generate_canary_docs.py --check
