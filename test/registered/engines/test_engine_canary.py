@@ -54,9 +54,9 @@ def test_verifying_before_the_stamp_would_alarm(
     monkeypatch.setattr(launches, "stamp", lambda *_: None)
     write_tail = launches.write_tail
 
-    def late(state, view, checks, *, advance):  # type: ignore[no-untyped-def]
+    def late(state, view, checks, **how):  # type: ignore[no-untyped-def]
         stamp(state, view, checks)
-        write_tail(state, view, checks, advance=advance)
+        write_tail(state, view, checks, **how)
 
     monkeypatch.setattr(launches, "write_tail", late)
     found = share_in_one_forward(world)

@@ -146,7 +146,7 @@ def test_the_pool_of_a_draft_model_is_seen(kind: str, page_size: int) -> None:
         assert canary is world.canary.draft and canary is not None
         assert canary.forwards == world.canary.forwards > 10
         assert canary.reporter.total == 0
-        reads = canary.canary.state.counters[Counter.VERIFIED_SLOTS]
+        reads = canary.groups[0].state.counters[Counter.VERIFIED_SLOTS]
         assert reads > 10 * canary.forwards
         # A slot of a prefix, then one that a verification filled.
         for request, back in ((0, 20), (1, 2)):
@@ -312,9 +312,9 @@ def test_slots_are_poisoned_when_the_next_forward_begins() -> None:
         fill(world, random.Random(3))
         req = world.running["R0"]
         slot = int(world.table[req.req_pool_idx, 25])
-        held = world.canary.canary.state.tail[slot, 0].clone()
+        held = world.canary.groups[0].state.tail[slot, 0].clone()
         world.runner.token_to_kv_pool_allocator.free(upload([slot]))
-        assert world.canary.canary.state.tail[slot, 0] == held
+        assert world.canary.groups[0].state.tail[slot, 0] == held
         world.decode()
         world.settle()
         (incident,) = world.canary.reporter.incidents

@@ -69,7 +69,7 @@ def doctor(host: Host) -> int:
     except SettingsError as error:
         print(f"settings: {error}")
         return 1
-    print(f"settings: {PREFIX}={settings.mode.value}, real data {settings.real_data}")
+    print(f"settings: {PREFIX}={settings.mode_name}, real data {settings.real_data}")
     allowed = os.environ.get(host.plugins_variable)
     is_shut_out = bool(allowed) and _PLUGIN not in str(allowed).split(",")
     if is_shut_out:

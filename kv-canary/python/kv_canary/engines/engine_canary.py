@@ -1,61 +1,41 @@
-"""The canary of one worker of an engine: a step's ledger, its forward, its findings.
+"""vLLM's canary: turns a step's words and tables into the runtime's verbs.
 
 ```
-plan(step)       who got, shares and gave up which blocks; poison; lineages
-  before(reads)  stamp all rows, verify all rows
+plan(step)       who got, shares and gave up which blocks; frees, moves, announcements
+  before(reads)  views of the forward, one per group
   (the model)
-  after()        records; on the CPU the findings, too
+  after()        records; on the CPU the findings as well
 finish(...)      on a GPU the findings, when the step's tokens reach the host
 ```
 """
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
+from kv_canary import launches
 from kv_canary.engines.block_ledger import BlockLedger, Changes, Request
 from kv_canary.engines.group_canary import RING_CAPACITY, Group, GroupCanary
 from kv_canary.engines.reporting import reporter_of
-from kv_canary.engines.settings import Mode, Settings
-from kv_canary.records import NUM_COUNTERS, Counter, WriterKind, lineage_of
-from kv_canary.reporter import as_error
+from kv_canary.records import WriterKind, lineage_of
+from kv_canary.runtime.host import HostCapabilities
+from kv_canary.runtime.pending import GroupFindings, Pending
+from kv_canary.runtime.runtime import Announcement, CanaryRuntime, Testimony
+from kv_canary.runtime.uploads import upload_rows
 from kv_canary.view import ForwardView
 
 if TYPE_CHECKING:
+    from kv_canary.engines.settings import Settings
     from kv_canary.engines.step import ForwardReads, RowStep, Step
-    from kv_canary.slot_bytes import ByteFindings
+    from kv_canary.reporter import OwnerOf
     from kv_canary.violation import Violation
 
-logger = logging.getLogger(__name__)
-
 SWEEP_BUDGET = 4096
-_SUMMARY_FORWARDS = 10_000
 
-
-class Pending(NamedTuple):
-    """Findings of a forward that are still on their way to the host.
-
-    Fields:
-        counts: on the host, once `event` has happened: entries of each group's ring,
-            then findings about bytes.
-        found: (group, findings).
-        forward: its number.
-    """
-
-    event: torch.cuda.Event | None
-    counts: Tensor
-    found: list[tuple[int, ByteFindings]]
-    forward: int
-
-    def has_arrived(self) -> bool:
-        return self.event is None or self.event.query()
+VLLM = HostCapabilities(shares_new_slots=True)
+"""A request may share the blocks that another one fills in the same step."""
 
 
 class EngineCanary:
@@ -68,10 +48,9 @@ class EngineCanary:
         is_cached: whether the engine has a prefix cache.
 
     Attributes:
-        ledger: who holds what.
+        ledger: who holds which blocks.
         groups: by number.
         reporter: of everything found so far.
-        forwards: that were checked.
     """
 
     def __init__(
@@ -84,7 +63,7 @@ class EngineCanary:
         is_cached: bool,
         rank: int = 0,
     ) -> None:
-        self._settings = settings
+        self._sweep_interval = settings.sweep_interval
         self._device = groups[0].layers[0].device
         self.ledger = BlockLedger(
             [group.page_size for group in groups],
@@ -98,6 +77,7 @@ class EngineCanary:
                 num_rows=num_rows,
                 max_len=max_len,
                 mode=settings.fingerprint,
+                stamps_first=VLLM.shares_new_slots,
             )
             for number, group in enumerate(groups)
         ]
@@ -109,13 +89,28 @@ class EngineCanary:
             rank=rank,
             groups=[group.name for group in groups],
         )
-        self.forwards = 0
+        self._runtime = CanaryRuntime(
+            self.groups,
+            host=VLLM,
+            mode=settings.mode,
+            reporter=self.reporter,
+            with_tokens=settings.report_tokens,
+        )
+        self._testimony = Testimony(owner_of=self._owner_of)
         self._step: Step | None = None
         self._rows: dict[str, RowStep] = {}
-        self._pending: deque[Pending] = deque()
+
+    @property
+    def forwards(self) -> int:
+        """Number of forwards that were checked."""
+        return self._runtime.forwards
 
     def plan(self, step: Step) -> None:
-        """Take in a step before the engine does."""
+        """Take in a step before the engine does.
+
+        Raises:
+            CanaryViolation: mode `raise`, and an earlier forward found something.
+        """
         self.poll()
         self._step = step
         self._rows = {row.rid: row for row in step.rows}
@@ -132,20 +127,25 @@ class EngineCanary:
             for request in map(self.ledger.get, self._rows)
             if request is not None and request.is_ahead and id(request) not in known
         ]
-        self._announce(new, self._rows)
+        self._announce([request for request in new if request.rid in self._rows])
         self._correct(stale)
 
     def before(self, reads: ForwardReads) -> None:
         """Check all that the forward of the planned step is about to read.
 
         Raises:
-            RuntimeError: a row of it was never announced.
+            RuntimeError: one of its rows was never announced.
         """
-        views = self._views(reads)
+        make = self._view(reads)
         prefix = [self._rows[rid].computed for rid in reads.rids]
         seq_lens = reads.seq_lens[: len(reads.rids)].long()
-        for canary, view, group in zip(self.groups, views, reads.groups, strict=True):
-            canary.before(view, group, seq_lens, prefix)
+        views, num_read = [], []
+        for group, tables in zip(self.groups, reads.groups, strict=True):
+            table, count = group.reads(tables, seq_lens, prefix)
+            slots = tables.slot_mapping[: reads.num_tokens].long()
+            views.append(make(out_cache_loc=slots, reads=(table,)))
+            num_read.append(count)
+        self._runtime.forward.before(views, num_read=num_read)
 
     def after(self) -> None:
         """Record what the model has stored.
@@ -153,32 +153,20 @@ class EngineCanary:
         Raises:
             CanaryViolation: mode `raise`, on the CPU, where findings are there at once.
         """
-        found = [
-            (number, finding)
-            for number, canary in enumerate(self.groups)
-            for finding in canary.after()
-        ]
+        self._runtime.forward.after(advance=True)
         for row in self._rows.values():
             request = self.ledger[row.rid]
             request.computed = row.computed + row.scheduled - row.drafts
             request.is_ahead = row.drafts > 0
         self._step = None
-        self.forwards += 1
-        if self.forwards == 1:
-            logger.warning("kv_canary: the first forward is checked")
-        if self.forwards % _SUMMARY_FORWARDS == 0:
-            logger.info("kv_canary: %s", self.summary())
-        interval = self._settings.sweep_interval
-        if interval and self.forwards % interval == 0:
-            found += self._sweep()
-        pending = self._send(found)
-        if pending.event is None:
-            self.collect(pending)
-        else:
-            self._pending.append(pending)
+        self._runtime.count()
+        found: list[GroupFindings] = []
+        if self._sweep_interval and self.forwards % self._sweep_interval == 0:
+            found = self._sweep()
+        self._runtime.end(self._runtime.send(found=found), self._testimony)
 
     def finish(self) -> None:
-        """Say that the step's tokens are about to leave.
+        """Note that the step's tokens are about to leave.
 
         Raises:
             RuntimeError: its forward was not checked.
@@ -191,106 +179,69 @@ class EngineCanary:
             )
 
     def note_tokens(self, rid: str, tokens: Sequence[int]) -> None:
-        """The request has these further tokens."""
+        """Note further tokens of a request."""
         request = self.ledger.get(rid)
         if request is not None:
             request.tokens.extend(tokens)
 
     def poll(self) -> None:
-        """Report what has arrived of earlier forwards; waits for nothing.
+        """See `CanaryRuntime.poll`."""
+        self._runtime.poll(self._testimony)
 
-        Raises:
-            CanaryViolation: mode `raise`, and there is something.
-        """
-        while self._pending and self._pending[0].has_arrived():
-            self.collect(self._pending.popleft())
-
-    def take_pending(self) -> Pending | None:
-        """In mode `raise` what must be collected before the step's tokens may leave."""
-        if self._settings.mode is not Mode.RAISE or not self._pending:
-            return None
-        return self._pending.pop()
+    def take_pending(self) -> list[Pending]:
+        """See `CanaryRuntime.take_pending`."""
+        return self._runtime.take_pending()
 
     def collect(self, pending: Pending) -> list[Violation]:
-        """Report what a forward found; waits for it.
-
-        Raises:
-            CanaryViolation: mode `raise`, and there is something.
-        """
-        if pending.event is not None:
-            pending.event.synchronize()
-        if not bool(pending.counts.any()):
-            return []
-        # The clock ticks at the end of each forward.
-        late = self.forwards - pending.forward + 1
-        for number, finding in pending.found:
-            finding.report(self.groups[number].state, clock_offset=-late)
-        reported: list[Violation] = []
-        for number, canary in enumerate(self.groups):
-            state = canary.state
-            count = int(state.ring_count)
-            if not count:
-                continue
-            entries = state.ring[: min(count, RING_CAPACITY)].tolist()
-            state.ring_count.zero_()
-            state.verdict.zero_()
-            reported += self.reporter.report(
-                entries,
-                dropped=max(count - RING_CAPACITY, 0),
-                owner_of=partial(self.ledger.owner, number),
-                mode_of=lambda violation: violation.launch,
-            )
-        if reported and self._settings.mode is Mode.RAISE:
-            raise as_error(reported, with_tokens=self._settings.report_tokens)
-        return reported
+        """See `CanaryRuntime.collect`."""
+        return self._runtime.collect(pending, self._testimony)
 
     def counters(self) -> list[int]:
-        """`records.Counter` of all groups; waits for the device."""
-        totals = [0] * NUM_COUNTERS
-        for canary in self.groups:
-            for index, value in enumerate(canary.state.counters.tolist()):
-                totals[index] += value
-        return totals
+        """See `CanaryRuntime.counters`."""
+        return self._runtime.counters()
 
     def summary(self) -> str:
-        return (
-            f"{self.forwards} forwards checked, "
-            f"{self.counters()[Counter.VERIFIED_SLOTS]} slot reads verified, "
-            f"{self.reporter.total} violations"
-        )
+        return self._runtime.summary()
+
+    def _owner_of(self, group: GroupCanary) -> OwnerOf:
+        return partial(self.ledger.owner, self.groups.index(group))
 
     def _apply(self, changes: Changes, copies: Sequence[tuple[int, int]]) -> None:
-        fresh = sorted({block for blocks in changes.fresh for block in blocks})
-        for number, canary in enumerate(self.groups):
-            # A block has one owner, of one group: to the others it is gone.
-            canary.poison(sorted({*fresh, *changes.freed[number]}))
-            canary.copy(copies)
+        fresh = {block for blocks in changes.fresh for block in blocks}
+        for group, freed in zip(self.groups, changes.freed, strict=True):
+            # A block has one owner, in one group: the others have lost it.
+            group.free_blocks(sorted({*fresh, *freed}))
+        self._runtime.settle()
+        for group in self.groups:
+            group.copy_blocks(copies)
         for request, number, begin in changes.rows:
             blocks = request.blocks[number][begin:]
             self.groups[number].set_blocks(request.row, begin, blocks)
 
-    def _announce(self, new: Sequence[Request], rows: dict[str, RowStep]) -> None:
-        """Tell the device which history requests go on from, and whose rows are."""
-        new = [request for request in new if request.rid in rows]
+    def _announce(self, new: Sequence[Request]) -> None:
+        """Announce which history requests go on from, and which rows they have."""
         if not new:
             return
-        lineages = [self._lineage(r, rows[r.rid].computed) for r in new]
+        lineages = [self._lineage(request) for request in new]
         serials = [request.serial for request in new]
-        values = self._upload([lineages, [0] * len(new), serials])
-        numbers = self._upload([[request.row for request in new]])[0]
-        for canary in self.groups:
-            canary.expect(numbers, values)
+        numbers = upload_rows([[request.row for request in new]], self._device)[0]
+        values = upload_rows([lineages, [0] * len(new), serials], self._device)
+        self._runtime.announce(lambda: Announcement(numbers, values))
+        self._runtime.settle()
 
     def _correct(self, stale: Sequence[Request]) -> None:
-        """Set the histories of rows of which some tokens were only proposed."""
+        """Set the histories of rows whose newest tokens were only proposed."""
         if not stale:
             return
-        lineages = [self._lineage(r, self._rows[r.rid].computed) for r in stale]
-        numbers, values = self._upload([[r.row for r in stale], lineages])
-        for canary in self.groups:
-            canary.set_lineages(numbers, values)
+        lineages = [self._lineage(request) for request in stale]
+        numbers = [request.row for request in stale]
+        rows, values = upload_rows([numbers, lineages], self._device)
+        for group in self.groups:
+            launches.set_lineage(group.state, rows, values)
 
-    def _lineage(self, request: Request, length: int) -> int:
+    def _lineage(self, request: Request) -> int:
+        """The lineage of the tokens before the forward."""
+        length = self._rows[request.rid].computed
         if length > len(request.tokens):
             raise RuntimeError(
                 f"kv_canary: request {request.rid!r} has {length} tokens in its KV, "
@@ -298,8 +249,8 @@ class EngineCanary:
             )
         return lineage_of(request.tokens[:length], request.salt)
 
-    def _views(self, reads: ForwardReads) -> list[ForwardView]:
-        """A view per group; they share all but the slots."""
+    def _view(self, reads: ForwardReads) -> Callable[..., ForwardView]:
+        """Makes the forward's view in a group, given its slots."""
         try:
             rows = [self._rows[rid] for rid in reads.rids]
             requests = [self.ledger[rid] for rid in reads.rids]
@@ -308,59 +259,34 @@ class EngineCanary:
                 f"kv_canary: the forward has a row of request {error}, which the "
                 "scheduler did not announce"
             ) from None
-        req_rows, prefix, extend, serials, salts = self._upload(
+        req_rows, prefix, extend, serials, salts = upload_rows(
             [
                 [request.row for request in requests],
                 [row.computed for row in rows],
                 [row.scheduled for row in rows],
                 [request.serial for request in requests],
                 [request.salt for request in requests],
-            ]
+            ],
+            self._device,
         )
-        tokens, n = reads.num_tokens, len(rows)
         is_decode = all(row.scheduled == 1 for row in rows)
-        make: Callable[..., ForwardView] = partial(
+        return partial(
             ForwardView,
             req_rows=req_rows,
             prefix_lens=prefix,
             extend_lens=extend,
             serials=serials,
             salts=salts,
-            qo_indptr=reads.query_start_loc[: n + 1].long(),
-            input_ids=reads.input_ids[:tokens].long(),
-            positions=reads.positions[:tokens].long(),
+            qo_indptr=reads.query_start_loc[: len(rows) + 1].long(),
+            input_ids=reads.input_ids[: reads.num_tokens].long(),
+            positions=reads.positions[: reads.num_tokens].long(),
             writer_kind=WriterKind.DECODE if is_decode else WriterKind.EXTEND,
         )
-        return [
-            make(out_cache_loc=group.slot_mapping[:tokens].long())
-            for group in reads.groups
-        ]
 
-    def _upload(self, values: list[list[int]]) -> Tensor:
-        """int64 [len(values), n], without waiting."""
-        host = torch.tensor(values, dtype=torch.int64)
-        if self._device.type == "cpu":
-            return host
-        return host.pin_memory().to(self._device, non_blocking=True)
-
-    def _send(self, found: list[tuple[int, ByteFindings]]) -> Pending:
-        counts = torch.stack(
-            [canary.state.ring_count[0] for canary in self.groups]
-            + [finding.count for _, finding in found]
-        )
-        if self._device.type == "cpu":
-            return Pending(None, counts, found, self.forwards)
-        host = torch.empty(len(counts), dtype=torch.int64, pin_memory=True)
-        host.copy_(counts, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return Pending(event, host, found, self.forwards)
-
-    def _sweep(self) -> list[tuple[int, ByteFindings]]:
+    def _sweep(self) -> list[GroupFindings]:
         found = []
-        for number, canary in enumerate(self.groups):
-            held = self.ledger.held(number)
-            finding = canary.sweep(SWEEP_BUDGET, held)
-            if finding is not None:
-                found.append((number, finding))
+        for number, group in enumerate(self.groups):
+            findings = group.sweep(SWEEP_BUDGET, self.ledger.held(number))
+            if findings is not None:
+                found.append(GroupFindings(group, findings))
         return found

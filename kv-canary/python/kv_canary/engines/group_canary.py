@@ -1,21 +1,22 @@
-"""The canary of one group of layers: its records, its table, its launches."""
+"""A KV group whose slots lie in blocks, with its page map: the blocks of each row."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from kv_canary import launches
 from kv_canary.layout import FingerprintMode
 from kv_canary.pool_checks import PoolChecks
+from kv_canary.runtime.group import CanaryGroup
+from kv_canary.runtime.uploads import upload
 from kv_canary.slot_bytes import ByteFindings, PageLayout, SlotBytes
 from kv_canary.state import create_state
-from kv_canary.view import ForwardView, KVReadView
+from kv_canary.view import KVReadView
 from kv_canary.violation import POOLS
 
 if TYPE_CHECKING:
@@ -30,9 +31,9 @@ class Group:
 
     Fields:
         name: for reports.
-        layers: a tensor per layer, of one type, that begins with block 0.
-        pages: where their values lie; its page size is that of a block.
-        num_blocks: block 0, which belongs to nobody, included.
+        layers: one tensor per layer, all of one type, that begins with block 0.
+        pages: where their values lie; its page size is the size of a block.
+        num_blocks: including block 0, which belongs to nobody.
         window: tokens that a query sees; None: all.
     """
 
@@ -47,13 +48,22 @@ class Group:
         return self.pages.page_size
 
 
-class GroupCanary:
-    """Checks the slots of one group.
+class BlockReads(NamedTuple):
+    """What attention reads of a group, and how many prefix elements that is."""
+
+    table: KVReadView
+    num_read: int
+
+
+class GroupCanary(CanaryGroup):
+    """Checks the slots of a group's blocks.
 
     Args:
         number: of the group.
-        num_rows: requests at once.
+        num_rows: requests that may hold blocks at once.
         max_len: tokens of a request at most.
+        mode: which bytes are fingerprinted.
+        stamps_first: see `HostCapabilities.shares_new_slots`.
     """
 
     def __init__(
@@ -64,91 +74,51 @@ class GroupCanary:
         num_rows: int,
         max_len: int,
         mode: FingerprintMode,
+        stamps_first: bool,
     ) -> None:
         device = group.layers[0].device
-        self.group = group
-        self.state = create_state(
-            num_slots=group.num_blocks * group.page_size,
-            req_rows=num_rows + 1,
-            ring_capacity=RING_CAPACITY,
-            num_managers=1,
-            device=device,
-            pool=len(POOLS) * number,
-        )
         columns = -(-max_len // group.page_size) * group.page_size
+        self.group = group
         self.table = torch.zeros(
             num_rows + 1, columns, dtype=torch.int32, device=device
         )
-        self.checks = PoolChecks(page_size=group.page_size, req_to_token=self.table)
-        self.bytes: SlotBytes | None = None
-        if mode is not FingerprintMode.NONE:
-            self.bytes = SlotBytes(group.layers, group.pages, mode)
-        self._view: ForwardView | None = None
-        self._found: list[ByteFindings] = []
+        has_bytes = mode is not FingerprintMode.NONE
+        super().__init__(
+            state=create_state(
+                num_slots=group.num_blocks * group.page_size,
+                req_rows=num_rows + 1,
+                ring_capacity=RING_CAPACITY,
+                num_managers=1,
+                device=device,
+                pool=len(POOLS) * number,
+            ),
+            checks=PoolChecks(page_size=group.page_size, req_to_token=self.table),
+            slot_bytes=(
+                SlotBytes(group.layers, group.pages, mode) if has_bytes else None
+            ),
+            stamps_first=stamps_first,
+        )
         self._offsets = np.arange(group.page_size, dtype=np.int64)
         self._swept = group.page_size
 
     def set_blocks(self, row: int, begin: int, blocks: Sequence[int]) -> None:
-        """Blocks of a request from index `begin` on; none follows."""
-        size = self.group.page_size
-        slots = np.asarray(blocks, dtype=np.int64)[:, None] * size + self._offsets
-        line, start = self.table[row], begin * size
+        """Set the blocks of a request from index `begin` on; no others follow."""
+        line, start = self.table[row], begin * self.group.page_size
         line[start:].zero_()
-        end = min(start + slots.size, len(line))
-        values = torch.from_numpy(slots.reshape(-1)[: end - start].astype(np.int32))
-        line[start:end].copy_(_on(values, line.device), non_blocking=True)
+        values = self._host_slots(blocks)[: len(line) - start].to(torch.int32)
+        end = start + len(values)
+        line[start:end].copy_(upload(values, line.device), non_blocking=True)
 
-    def poison(self, blocks: Sequence[int]) -> None:
-        """A read of these blocks before the next write is reported."""
+    def free_blocks(self, blocks: Sequence[int]) -> None:
+        """`free` the slots of blocks."""
         if blocks:
-            launches.poison(self.state, self._slots_of(blocks))
+            self.free(self._host_slots(blocks))
 
-    def copy(self, copies: Sequence[tuple[int, int]]) -> None:
-        """The records of the first blocks follow their bytes to the second ones."""
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy the records of (source, destination) blocks, after their bytes."""
         if copies:
-            launches.move_records(
-                self.state,
-                src=self._slots_of([src for src, _ in copies]),
-                dst=self._slots_of([dst for _, dst in copies]),
-            )
-
-    def expect(self, rows: Tensor, values: Tensor) -> None:
-        """As `launches.expect_rows`."""
-        launches.expect_rows(self.state, rows, values)
-
-    def set_lineages(self, rows: Tensor, values: Tensor) -> None:
-        launches.set_lineage(self.state, rows, values)
-
-    def before(
-        self, view: ForwardView, reads: GroupReads, seq_lens: Tensor, prefix: list[int]
-    ) -> None:
-        """Stamp what the forward will write, then verify all that it will read.
-
-        Args:
-            view: of this group, without reads.
-            seq_lens: int64 [R], tokens that attention reads.
-            prefix: tokens before the forward, by row.
-        """
-        table, total = self._read_view(view, reads, seq_lens, prefix)
-        launches.stamp(self.state, view, self.checks)
-        launches.verify(self.state, view, self.checks, table, steps_phase=False)
-        self._found = []
-        if self.bytes is not None:
-            if total:
-                self._found.append(
-                    self.bytes.check(self.state, view, table, total=total)
-                )
-            self.bytes.mark_new(self.state, view)
-        self._view = view
-
-    def after(self) -> list[ByteFindings]:
-        """Record what the model stored; all findings about bytes of the forward."""
-        view, self._view = self._view, None
-        assert view is not None
-        launches.write_tail(self.state, view, self.checks, advance=True)
-        if self.bytes is not None:
-            self._found.append(self.bytes.note_new(self.state, view))
-        return self._found
+            sources, destinations = zip(*copies, strict=True)
+            self.move(dst=self._slots(destinations), src=self._slots(sources))
 
     def sweep(self, budget: int, held: set[int]) -> ByteFindings | None:
         """Check `budget` slots, in rotation, of blocks that no request holds."""
@@ -158,31 +128,32 @@ class GroupCanary:
         slots = torch.arange(self._swept, end, device=self.table.device)
         self._swept = end if end < self.state.num_slots else self.group.page_size
         if held:
-            taken = _on(torch.tensor(sorted(held)), slots.device)
+            taken = upload(torch.tensor(sorted(held)), slots.device)
             slots = slots[~torch.isin(slots // self.group.page_size, taken)]
         return self.bytes.check_slots(self.state, slots) if len(slots) else None
 
-    def _read_view(
-        self,
-        view: ForwardView,
-        reads: GroupReads,
-        seq_lens: Tensor,
-        prefix: list[int],
-    ) -> tuple[KVReadView, int]:
-        """(what attention reads, prefix elements of it in all)."""
+    def reads(
+        self, reads: GroupReads, seq_lens: Tensor, prefix: Sequence[int]
+    ) -> BlockReads:
+        """What attention reads of this group in a forward.
+
+        Args:
+            seq_lens: int64 [R], tokens that attention reads.
+            prefix: tokens before the forward, by row.
+        """
         size, columns = self.group.page_size, reads.block_table.stride(0)
         rows = torch.arange(len(prefix) + 1, device=seq_lens.device)
-        indptr, first_position, total = rows * columns, None, sum(prefix)
+        indptr, first_position, num_read = rows * columns, None, sum(prefix)
         before_first = None
         if self.group.window is not None:
-            # Blocks that left the window may be anybody's; whole pages are read.
+            # Blocks that left the window may have new owners; whole pages are read.
             firsts = [max(n - self.group.window + 1, 0) // size * size for n in prefix]
-            first_position = _on(torch.tensor(firsts), seq_lens.device)
+            first_position = upload(torch.tensor(firsts), seq_lens.device)
             indptr[:-1] += first_position // size
-            # So may the one before the first page.
+            # The slot before the first page may have a new owner as well.
             before_first = torch.full_like(first_position, -1)
             seq_lens = (seq_lens - first_position).clamp(min=0)
-            total -= sum(firsts)
+            num_read -= sum(firsts)
         table = KVReadView(
             read_lens=seq_lens,
             page_indices=_flat(reads.block_table),
@@ -191,24 +162,20 @@ class GroupCanary:
             prev_slots=before_first,
             page_size=size,
         )
-        return table, total
+        return BlockReads(table, num_read)
 
-    def _slots_of(self, blocks: Sequence[int]) -> Tensor:
+    def _slots(self, blocks: Sequence[int]) -> Tensor:
+        return upload(self._host_slots(blocks), self.table.device)
+
+    def _host_slots(self, blocks: Sequence[int]) -> Tensor:
         size = self.group.page_size
         slots = np.asarray(blocks, dtype=np.int64)[:, None] * size + self._offsets
-        return _on(torch.from_numpy(slots.reshape(-1)), self.table.device)
+        return torch.from_numpy(slots.reshape(-1))
 
 
 def _flat(table: Tensor) -> Tensor:
-    """The entries of a table with rows in one run of memory, its gaps included."""
+    """The entries of a table in one run of memory, with the gaps between its rows."""
     if table.shape[0] == 0:
         return table.reshape(-1)
     length = (table.shape[0] - 1) * table.stride(0) + table.shape[1]
     return table.as_strided((length,), (1,))
-
-
-def _on(values: Tensor, device: torch.device) -> Tensor:
-    """Uploads without waiting."""
-    if device.type == "cpu":
-        return values
-    return values.pin_memory().to(device, non_blocking=True)

@@ -28,7 +28,10 @@ class Counted(Protocol):
     """A worker's canary, whatever its engine."""
 
     reporter: ViolationReporter
-    forwards: int
+
+    @property
+    def forwards(self) -> int:
+        """Number of forwards that were checked."""
 
     def counters(self) -> list[int]:
         """`records.Counter`; waits for the device."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from pathlib import Path
 
 from kv_canary.layout import FingerprintMode
+from kv_canary.runtime.host import PLUGIN_MODES
+from kv_canary.runtime.mode import Mode as Mode
 
 PREFIX = "KV_CANARY"
 
@@ -18,17 +19,9 @@ REAL_DATA = {
     "all": FingerprintMode.ALL,
 }
 _OFF = ("off", "none")
+_MODES = {"off" if mode is Mode.OFF else mode.value: mode for mode in PLUGIN_MODES}
 _YES_NO = {"0": False, "1": True}
 _MAX_PORT = 65_535
-
-
-class Mode(Enum):
-    """OFF patches nothing; LOG reports and goes on; RAISE ends the step with the report
-    as the error, before its tokens leave the worker."""
-
-    OFF = "off"
-    LOG = "log"
-    RAISE = "raise"
 
 
 class SettingsError(ValueError):
@@ -62,6 +55,11 @@ class Settings:
     @property
     def fingerprint(self) -> FingerprintMode:
         return REAL_DATA[self.real_data]
+
+    @property
+    def mode_name(self) -> str:
+        """The mode as KV_CANARY spells it."""
+        return next(name for name, mode in _MODES.items() if mode is self.mode)
 
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
@@ -98,8 +96,7 @@ def _is_ours(name: str) -> bool:
 
 
 def _mode(name: str, value: str) -> Mode:
-    text = Mode.OFF.value if value in _OFF else value
-    return Mode(_choice(name, text, [mode.value for mode in Mode]))
+    return _MODES[_choice(name, "off" if value in _OFF else value, list(_MODES))]
 
 
 def _real_data(name: str, value: str) -> str:

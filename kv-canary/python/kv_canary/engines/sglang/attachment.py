@@ -20,7 +20,7 @@ from kv_canary.engines.sglang import hooks_of
 from kv_canary.engines.sglang.draft import unseen_because
 from kv_canary.engines.sglang.limits import refused_by
 from kv_canary.engines.sglang.pool import read_pool
-from kv_canary.engines.sglang.runner_canary import RunnerCanary
+from kv_canary.engines.sglang.runner_canary import SGLANG, RunnerCanary
 
 logger = logging.getLogger(__name__)
 
@@ -84,7 +84,7 @@ def attach_draft(runner: Any, settings: Settings) -> None:
 
 
 def _tell(canary: RunnerCanary, whose: str, settings: Settings) -> None:
-    pool = canary.canary.pool
+    pool = canary.pool
     logger.warning(
         "kv_canary: checks group %r%s: %d layers, %d slots in pages of %d (mode %s, "
         "real data %s)",
@@ -107,7 +107,7 @@ def _create(
         refused.append("a multimodal model: images have no token ids")
     if getattr(runner, "is_hybrid_swa", False):
         refused.append("a hybrid model: sliding-window slots of its own are not seen")
-    if settings.sweep_interval:
+    if settings.sweep_interval and not SGLANG.can_sweep:
         refused.append(
             "KV_CANARY_SWEEP_INTERVAL: slots of the prefix cache are only checked when "
             "they are read; unset it"

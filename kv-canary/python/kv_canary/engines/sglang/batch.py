@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kv_canary.engines.hooks import Refusal
 from kv_canary.records import WriterKind
+from kv_canary.runtime.uploads import upload_rows
 from kv_canary.view import ForwardView, KVReadView
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ class BatchRows:
 
     def begin(self, serials: Sequence[int], salts: Sequence[int]) -> None:
         """Rows of the forward that is about to run."""
-        values = on_device([serials, salts], self.live.device)
+        values = upload_rows([serials, salts], self.live.device)
         self._numbers[:, : len(serials)].copy_(values)
         self.live.fill_(len(serials))
 
@@ -149,11 +150,3 @@ def view_of(
         ],
         writer_kind=kind,
     )
-
-
-def on_device(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
-    """int64 [len(values), n], uploaded without waiting."""
-    host = torch.tensor(values, dtype=torch.int64)
-    if device.type == "cpu":
-        return host
-    return host.pin_memory().to(device, non_blocking=True)

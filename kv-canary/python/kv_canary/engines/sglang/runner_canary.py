@@ -1,4 +1,4 @@
-"""The canary of one model runner of SGLang: host and device, forward by forward.
+"""SGLang's canary: turns a runner's hooks and batches into the runtime's verbs.
 
 ```
 announce(request), free(slots)   the scheduler's word, queued
@@ -12,79 +12,68 @@ collect(pending)                 waits for findings; reports, and raises
 
 from __future__ import annotations
 
-import logging
-from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from kv_canary import launches
 from kv_canary.accepted import SampledTokens
 from kv_canary.engines.reporting import reporter_of
-from kv_canary.engines.settings import Mode, Settings
 from kv_canary.engines.sglang.batch import (
     IDLE,
     BatchRows,
     has_trees,
     lengths_of,
     mode_of,
-    on_device,
     view_of,
 )
-from kv_canary.engines.sglang.pool_canary import RING_CAPACITY, PoolCanary
 from kv_canary.engines.sglang.row_registry import Row, RowRegistry
 from kv_canary.engines.sglang.tree import Trees
+from kv_canary.engines.sglang.tree_histories import TreeHistories
 from kv_canary.evidence import Owner
-from kv_canary.records import Counter
-from kv_canary.reporter import as_error
+from kv_canary.pool_checks import PoolChecks
+from kv_canary.records import UNKNOWN, Request
+from kv_canary.runtime.group import CanaryGroup
+from kv_canary.runtime.host import HostCapabilities
+from kv_canary.runtime.runtime import Announcement, CanaryRuntime, Testimony
+from kv_canary.runtime.uploads import upload_rows
+from kv_canary.state import create_state
+from kv_canary.violation import GROUPS, pool_number
 
 if TYPE_CHECKING:
+    from kv_canary.engines.settings import Settings
     from kv_canary.engines.sglang.pool import SeenPool
-    from kv_canary.reporter import ViolationReporter
-    from kv_canary.view import ForwardView
+    from kv_canary.reporter import OwnerOf, ViolationReporter
+    from kv_canary.runtime.pending import Pending
     from kv_canary.violation import Violation
 
-logger = logging.getLogger(__name__)
-
-_SUMMARY_FORWARDS = 10_000
+RING_CAPACITY = 1024
 _SPARE_ROWS = 512
 
-
-class Pending(NamedTuple):
-    """Findings of a forward on their way to the host.
-
-    Fields:
-        counts: on the host, once `event` has happened: entries of the ring, and
-            forwards that were checked since the one before.
-        mode: of the forward.
-    """
-
-    event: torch.cuda.Event | None
-    counts: Tensor
-    mode: str
-
-    def has_arrived(self) -> bool:
-        return self.event is None or self.event.query()
+SGLANG = HostCapabilities(can_sweep=False, captures_launches=True)
+"""Its runners capture the model's forward, and the prefix cache has no hook to walk it
+between two steps."""
 
 
 class RunnerCanary:
     """Checks the forwards of one runner.
 
     Args:
-        pool: its KV.
-        req_to_token: int32 [rows, columns].
-        allocator: of slots; asked for its free pages when something is found.
-        tree_width: nodes of a verification; 0: there is none.
-        target: whose draft model the pool belongs to; its requests and its reports are
-            that canary's.
+        pool: the runner's KV.
+        req_to_token: int32 [rows, columns], the engine's own table; row 0 is padding.
+        allocator: of slots. Asked for its free pages when something is found.
+        tree_width: nodes of a verification; 0 if there is none.
+        target: the canary of the target whose draft model has this pool. It also keeps
+            the requests and reports for both.
 
     Attributes:
-        registry: whose the rows are.
-        canary: of the pool.
-        draft: of the draft model's pool.
+        registry: which request has which row.
+        pool: the runner's KV.
+        groups: of the pool.
+        draft: the canary of the draft model's pool.
         reporter: of everything found so far.
-        forwards: that were checked.
     """
 
     def __init__(
@@ -98,20 +87,15 @@ class RunnerCanary:
         rank: int = 0,
         target: RunnerCanary | None = None,
     ) -> None:
-        self._settings = settings
         self._device = pool.device
         self._allocator = allocator
+        self._table = req_to_token
         self._is_draft = target is not None
+        self.pool = pool
         self.registry: RowRegistry = (
             RowRegistry() if target is None else target.registry
         )
         self.draft: RunnerCanary | None = None
-        self.canary = PoolCanary(
-            pool, req_to_token, tree_width=tree_width, is_draft=self._is_draft
-        )
-        capacity = req_to_token.shape[0] + _SPARE_ROWS
-        self.rows = BatchRows(capacity, self._device)
-        self.trees = Trees(capacity, tree_width, self._device)
         self.reporter: ViolationReporter = (
             reporter_of(
                 settings,
@@ -123,45 +107,62 @@ class RunnerCanary:
             if target is None
             else target.reporter
         )
-        self.forwards = 0
+        self._group = _create_group(pool, req_to_token, is_draft=self._is_draft)
+        self.groups = [self._group]
+        self._runtime = CanaryRuntime(
+            self.groups,
+            host=SGLANG,
+            mode=settings.mode,
+            reporter=self.reporter,
+            with_tokens=settings.report_tokens,
+        )
+        self._testimony = Testimony(owner_of=self._owner_of)
+        capacity = req_to_token.shape[0] + _SPARE_ROWS
+        self.rows = BatchRows(capacity, self._device)
+        self.trees = Trees(capacity, tree_width, self._device)
+        self._histories = TreeHistories(
+            self._group.state, req_to_token, tree_width=tree_width
+        )
         self._announced: dict[int, Row] = {}
-        self._freed: list[Tensor] = []
-        self._is_cleared = False
-        self._view: ForwardView | None = None
         self._mode = IDLE
-        self._clock = self.canary.state.clock.clone()
-        self._pending: deque[Pending] = deque()
+        # Whether the open forward has trees; a capture has no `begin`.
+        self._has_trees = False
+
+    @property
+    def forwards(self) -> int:
+        """Number of forwards that were checked."""
+        return self._runtime.forwards
 
     def announce(self, request: Any) -> None:
-        """A request is about to prefill, or to go on with it."""
+        """Note a request that is about to prefill, or to continue its prefill."""
         row = self.registry.announce(request)
         for canary in self._both():
             canary._announced[row.number] = row
 
     def free(self, slots: Tensor) -> None:
-        """Slots [n] are given back; poisoned before the next forward, after those that
-        still run."""
+        """Note that slots [n] were freed. They are poisoned before the next forward,
+        after those that still run."""
         if slots.numel():
             # The engine may hand over a view of its table.
-            copy = slots.detach().clone()
+            copy = slots.detach().clone().long()
             for canary in self._both():
-                canary._freed.append(copy)
+                canary._group.free(copy)
 
     def clear(self) -> None:
-        """All slots are given back."""
+        """Note that all slots were freed."""
         for canary in self._both():
-            canary._freed, canary._is_cleared = [], True
+            group = canary._group
+            group.freed = [torch.arange(group.state.num_slots, device=canary._device)]
 
     def move(self, *, dst: Tensor, src: Tensor) -> None:
-        """The bytes of slots `src` were moved to `dst`, [n] each."""
-        if dst.numel():
-            self.canary.move(dst=dst.long(), src=src.long())
+        """Note that the bytes of slots `src` were moved to `dst`, [n] each."""
+        self._group.move(dst.long(), src.long())
 
     def begin(self, batch: Any) -> None:
         """Before a forward of the runner, in its stream.
 
         Raises:
-            RuntimeError: a row of it was never announced.
+            RuntimeError: one of its rows was never announced.
             CanaryViolation: mode `raise`, and an earlier forward found something.
         """
         self.poll()
@@ -169,7 +170,9 @@ class RunnerCanary:
         if self._mode == IDLE or not batch.batch_size:
             self._mode = IDLE
             return
-        self._apply()
+        if self._announced:
+            self._runtime.announce(self._announcement)
+        self._runtime.begin()
         rows = self._rows_of(batch)
         self.rows.begin([row.serial for row in rows], [row.salt for row in rows])
         if has_trees(self._mode):
@@ -179,146 +182,106 @@ class RunnerCanary:
                 lengths_of(batch).prefix[: len(rows)],
                 int(spec.draft_token_num),
             )
-        self._clock.copy_(self.canary.state.clock)
 
     def before(self, batch: Any) -> None:
         """Before the model's forward; in a capture, into the graph."""
-        self._view = None
-        if mode_of(batch) == IDLE:
+        mode = mode_of(batch)
+        if mode == IDLE:
+            self._runtime.forward.abandon()
             return
-        self._view = view_of(
-            batch, self.rows, self.trees, self.canary.table, self.canary.seeds
-        )
-        self.canary.before(self._view)
+        self._has_trees = has_trees(mode)
+        view = view_of(batch, self.rows, self.trees, self._table, self._group.seeds)
+        self._histories.before(view)
+        self._runtime.forward.before([view])
 
     def after(self) -> None:
         """After the model's forward."""
-        view, self._view = self._view, None
-        if view is not None:
-            self.canary.after(view)
+        forward = self._runtime.forward
+        if not forward.is_open:
+            return
+        (view,) = forward.after(advance=not self._has_trees)
+        assert view is not None
+        # Until the engine samples, the next input is not known.
+        requests = self._group.state.requests
+        requests[:, Request.NEXT_WORD0].index_fill_(0, view.req_rows, UNKNOWN)
+        self._histories.after(view)
 
-    def end(self) -> Pending | None:
-        """After a forward of the runner; what it found, on its way.
+    def end(self) -> None:
+        """After a forward of the runner: its findings are on their way.
 
         Raises:
             CanaryViolation: mode `raise`, on the CPU, where findings are there at once.
-            RuntimeError: the forward went past the checks, likewise.
+            RuntimeError: the forward was not checked, likewise.
         """
         if self._mode == IDLE:
-            return None
+            return
         self.rows.end()
-        self.forwards += 1
-        if self.forwards == 1:
-            logger.warning("kv_canary: the first forward is checked")
-        if self.forwards % _SUMMARY_FORWARDS == 0:
-            logger.info("kv_canary: %s", self.summary())
-        pending = self._send()
-        if pending.event is None:
-            self.collect(pending)
-            return None
-        self._pending.append(pending)
-        return pending
+        self._runtime.count()
+        self._runtime.end(self._runtime.send(mode=self._mode), self._testimony)
 
     def sampled(self, batch: Any, tokens: Tensor) -> None:
-        """The next inputs of the rows of the forward that has just run."""
+        """Note the next inputs of the rows of the forward that has just run."""
         mode = mode_of(batch)
         if mode == IDLE or has_trees(mode) or tokens.numel() != batch.batch_size:
             return
         n = tokens.numel()
         lengths = lengths_of(batch)
-        self.canary.note(
+        launches.note_tokens(
+            self._group.state,
             SampledTokens(
                 req_rows=batch.req_pool_indices[:n].long(),
                 serials=self.rows.serials[:n].clone(),
                 tokens=tokens.view(-1).long(),
                 prefix_lens=lengths.prefix[:n].contiguous(),
                 extend_lens=lengths.extend[:n].contiguous(),
-            )
+            ),
         )
 
     def poll(self) -> None:
-        """Report what has arrived of earlier forwards; waits for nothing.
-
-        Raises:
-            CanaryViolation: mode `raise`, and there is something.
-        """
-        while self._pending and self._pending[0].has_arrived():
-            self.collect(self._pending.popleft())
+        """See `CanaryRuntime.poll`."""
+        self._runtime.poll(self._testimony)
 
     def take_pending(self) -> list[Pending]:
-        """Of this pool, in mode `raise`: to be collected before tokens may leave."""
-        if self._settings.mode is not Mode.RAISE:
-            return []
-        taken = list(self._pending)
-        self._pending.clear()
-        return taken
+        """See `CanaryRuntime.take_pending`."""
+        return self._runtime.take_pending()
 
     def collect(self, pending: Pending) -> list[Violation]:
-        """Report what a forward found; waits for it.
-
-        Raises:
-            CanaryViolation: mode `raise`, and there is something.
-            RuntimeError: the forward went past the checks.
-        """
-        if pending.event is not None:
-            pending.event.synchronize()
-        found, checked = pending.counts.tolist()
-        if not checked:
-            raise RuntimeError(
-                f"kv_canary: a {pending.mode} forward ran that was not checked: the "
-                "engine went past the model's forward, or captured it before"
-            )
-        if not found:
-            return []
-        state = self.canary.state
-        count = int(state.ring_count)
-        entries = state.ring[: min(count, RING_CAPACITY)].tolist()
-        state.ring_count.zero_()
-        state.verdict.zero_()
-        reported = self.reporter.report(
-            entries,
-            dropped=max(count - RING_CAPACITY, 0),
-            owner_of=self.owner,
-            mode_of=lambda violation: pending.mode.lower(),
-        )
-        if reported and self._settings.mode is Mode.RAISE:
-            raise as_error(reported, with_tokens=self._settings.report_tokens)
-        return reported
+        """See `CanaryRuntime.collect`."""
+        return self._runtime.collect(pending, self._testimony)
 
     def found_now(self) -> list[Violation]:
-        """Report what the forward found that has just run, in mode `log`; waits for the
-        device. For self-tests, which call it before `end`."""
-        return self.collect(self._send())
+        """Report now, in mode `log`, what the last forward found; waits for the device.
+        For self-tests, which call it before `end`."""
+        return self.collect(self._runtime.send(mode=self._mode))
 
     def owner(self, slot: int) -> Owner:
         """The owner of a slot by the engine's tables; waits for the device."""
-        size = self.canary.pool.page_size
         held = [row.rid for row in self.registry.rows() if self._holds(row, slot)]
         if held:
             names = " and ".join(repr(rid) for rid in held)
             return Owner(f"request {names}", is_allocated=True)
         free = getattr(self._allocator, "free_pages", None)
-        if isinstance(free, Tensor) and bool((free == slot // size).any()):
+        page = slot // self.pool.page_size
+        if isinstance(free, Tensor) and bool((free == page).any()):
             return Owner("nobody")
         return Owner("the prefix cache, or nobody", is_shared=True, is_allocated=True)
 
-    def _holds(self, row: Row, slot: int) -> bool:
-        return slot > 0 and bool((self.canary.table[row.number] == slot).any())
-
     def counters(self) -> list[int]:
         """`records.Counter` of all pools; waits for the device."""
-        lists = [canary.canary.state.counters.tolist() for canary in self._both()]
+        lists = [canary._runtime.counters() for canary in self._both()]
         return [sum(values) for values in zip(*lists, strict=True)]
 
     def summary(self) -> str:
-        return (
-            f"{self.forwards} forwards checked, "
-            f"{self.counters()[Counter.VERIFIED_SLOTS]} slot reads verified, "
-            f"{self.reporter.total} violations"
-        )
+        return self._runtime.summary()
+
+    def _owner_of(self, group: CanaryGroup) -> OwnerOf:
+        return self.owner
+
+    def _holds(self, row: Row, slot: int) -> bool:
+        return slot > 0 and bool((self._table[row.number] == slot).any())
 
     def _both(self) -> list[RunnerCanary]:
-        """This one, and that of the draft model's pool."""
+        """This canary, and the one of the draft model's pool."""
         return [self] if self.draft is None else [self, self.draft]
 
     def _rows_of(self, batch: Any) -> Sequence[Row]:
@@ -330,33 +293,35 @@ class RunnerCanary:
             )
         return self.registry.rows_of(rids)
 
-    def _apply(self) -> None:
-        """Frees first: a slot that was freed may have a new owner in this forward."""
-        state = self.canary.state
-        if self._is_cleared:
-            self.canary.poison(torch.arange(state.num_slots, device=self._device))
-            self._is_cleared = False
-        for slots in self._freed:
-            if slots.is_cuda:
-                slots.record_stream(torch.cuda.current_stream())
-            self.canary.poison(slots.long())
-        self._freed = []
-        rows = list(self._announced.values())
-        self._announced = {}
-        if rows:
-            numbers = on_device([[row.number for row in rows]], self._device)[0]
-            begins = [r.shifted if self._is_draft else r.lineage for r in rows]
-            values = [begins, [row.seed for row in rows]]
-            values.append([row.serial for row in rows])
-            self.canary.expect(numbers, on_device(values, self._device))
+    def _announcement(self) -> Announcement:
+        rows, self._announced = list(self._announced.values()), {}
+        numbers = upload_rows([[row.number for row in rows]], self._device)[0]
+        begins = [row.shifted if self._is_draft else row.lineage for row in rows]
+        values = [begins, [row.seed for row in rows], [row.serial for row in rows]]
+        self._histories.forget(numbers)
+        return Announcement(numbers, upload_rows(values, self._device))
 
-    def _send(self) -> Pending:
-        state = self.canary.state
-        counts = torch.cat((state.ring_count, state.clock - self._clock))
-        if not counts.is_cuda:
-            return Pending(None, counts, self._mode)
-        host = torch.empty(2, dtype=torch.int64, pin_memory=True)
-        host.copy_(counts, non_blocking=True)
-        event = torch.cuda.Event()
-        event.record()
-        return Pending(event, host, self._mode)
+
+def _create_group(
+    pool: SeenPool, req_to_token: Tensor, *, is_draft: bool
+) -> CanaryGroup:
+    state = create_state(
+        num_slots=pool.num_slots,
+        req_rows=req_to_token.shape[0],
+        ring_capacity=RING_CAPACITY,
+        num_managers=1,
+        device=pool.device,
+        pool=pool_number(is_draft=is_draft, group=GROUPS[0]),
+    )
+    # A draft's slot holds the token after its position: histories begin with a seed.
+    rows = req_to_token.shape[0]
+    return CanaryGroup(
+        state=state,
+        checks=PoolChecks(
+            page_size=pool.page_size,
+            fingerprint=pool.fingerprint,
+            req_to_token=req_to_token,
+        ),
+        seeds=state.expected_lineage.new_zeros(rows) if is_draft else None,
+        slot_bytes=pool.scattered,
+    )

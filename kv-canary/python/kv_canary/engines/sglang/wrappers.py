@@ -14,7 +14,8 @@ from kv_canary.engines.sglang.draft import extend_after
 
 if TYPE_CHECKING:
     from kv_canary.engines.settings import Settings
-    from kv_canary.engines.sglang.runner_canary import Pending, RunnerCanary
+    from kv_canary.engines.sglang.runner_canary import RunnerCanary
+    from kv_canary.runtime.pending import Pending
 
 Method = Callable[..., Any]
 _PENDING = "_kv_canary_pending"

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from kv_canary.engines.engine_canary import EngineCanary, Pending
+from kv_canary.engines.engine_canary import EngineCanary
 from kv_canary.engines.hooks import Refusal
 from kv_canary.engines.metrics import serve_metrics
 from kv_canary.engines.reporting import unless_refused
@@ -19,6 +19,7 @@ from kv_canary.engines.vllm.steps import read_step
 if TYPE_CHECKING:
     from kv_canary.engines.settings import Settings
     from kv_canary.engines.step import ForwardReads
+    from kv_canary.runtime.pending import Pending
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +64,8 @@ class Attachment:
             self.canary.finish()
 
     def tokens_of(self, output: Any) -> Any:
-        """The output of a step on its way out: `raise` holds it back until all findings
-        of its forward are there.
+        """The output of a step on its way out. Mode `raise` holds it back until all
+        findings of its forward have arrived.
 
         Raises:
             CanaryViolation: mode `raise`.
@@ -83,9 +84,9 @@ class Attachment:
         output.get_output = get_output
         return output
 
-    def _note(self, output: Any, pending: Pending | None) -> None:
-        if pending is not None:
-            self.canary.collect(pending)
+    def _note(self, output: Any, pending: Sequence[Pending]) -> None:
+        for findings in pending:
+            self.canary.collect(findings)
         tokens = getattr(output, "sampled_token_ids", None)
         if tokens:
             for rid, of_request in zip(output.req_ids, tokens, strict=False):
@@ -93,7 +94,7 @@ class Attachment:
 
 
 def attachment_of(runner: Any) -> Attachment | None:
-    """The attachment of a runner; None: it is not checked."""
+    """The attachment of a runner, or None if it is not checked."""
     found: Attachment | None = getattr(runner, _ATTRIBUTE, None)
     return found
 

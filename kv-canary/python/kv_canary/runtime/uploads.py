@@ -1,0 +1,20 @@
+"""Copies from the host to a device, in stream order and without waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def upload(values: Tensor, device: torch.device) -> Tensor:
+    """Copy `values` to `device`; a tensor that is not on the host comes back as is."""
+    if device.type == "cpu" or not values.is_cpu:
+        return values
+    return values.pin_memory().to(device, non_blocking=True)
+
+
+def upload_rows(values: Sequence[Sequence[int]], device: torch.device) -> Tensor:
+    """Upload lists of equal length as one int64 tensor [len(values), n]."""
+    return upload(torch.tensor(values, dtype=torch.int64), device)
