@@ -29,7 +29,7 @@ def modules_with_ops() -> Iterator[str]:
     for package in (sglang, kv_canary):
         root = Path(package.__path__[0])
         for path in sorted(root.rglob("*.py")):
-            if "= Op(\n" in path.read_text(encoding="utf-8"):
+            if " Op(\n" in path.read_text(encoding="utf-8"):
                 parts = path.relative_to(root.parent).with_suffix("").parts
                 yield ".".join(parts)
 

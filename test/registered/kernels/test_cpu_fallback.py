@@ -24,7 +24,8 @@ import logging
 logging.basicConfig(format="%(message)s")
 import torch
 from kv_canary.op import native_available
-from sglang.srt.layers.ops.linear import op as linear, norm
+from sglang.srt.layers.ops.linear import op as linear
+from sglang.srt.layers.ops.norm import op as norm
 x = torch.randn(3, 8)
 for _ in range(3):
     norm.rmsnorm(x, torch.ones(8), 1e-6)
