@@ -128,6 +128,7 @@ lint: venv
 	$(BIN)/python scripts/generate_server_docs.py --check
 	$(BIN)/python scripts/generate_canary_header.py --check
 	$(BIN)/python scripts/generate_canary_docs.py --check
+	$(BIN)/python scripts/generate_fault_docs.py --check
 	$(BIN)/mypy
 
 bench: venv

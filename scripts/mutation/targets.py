@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
+from kv_canary.faults.fault import Place
+
 REPO = Path(__file__).resolve().parents[2]
 TESTS = "test/registered/"
 PLAIN, SPEC, BOTH = "plain", "spec", "both"
@@ -13,19 +15,24 @@ PLAIN, SPEC, BOTH = "plain", "spec", "both"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Area:
-    """Modules that do one part of the work.
+    """Modules that do one part of the work: where one-line faults are planted.
 
     Fields:
+        place: the part, as in the catalogue of faults.
         modules: below `prefix`.
         worlds: kinds of engines that run them; empty: none is run for a fault.
         tests: files below `TESTS`, each within about 20 s.
     """
 
-    name: str
+    place: Place
     modules: tuple[str, ...]
     worlds: str
     tests: tuple[str, ...]
     prefix: str = "sglang.srt."
+
+    @property
+    def name(self) -> str:
+        return self.place.value
 
     @property
     def names(self) -> list[str]:
@@ -105,13 +112,13 @@ CORE_TESTS = (
 
 AREAS = (
     Area(
-        name="memory",
+        place=Place.MEMORY,
         modules=(
             "mem_cache.allocator",
             "mem_cache.base_prefix_cache",
             "mem_cache.common",
             "mem_cache.memory_pool",
-            "mem_cache.ops.move_kv.op",
+            "mem_cache.ops",
             "mem_cache.page_ledger",
             "mem_cache.radix_cache",
             "mem_cache.tree_node",
@@ -120,7 +127,7 @@ AREAS = (
         tests=MEMORY_TESTS + SCHEDULER_TESTS + WINDOW_TESTS,
     ),
     Area(
-        name="batch",
+        place=Place.BATCH,
         modules=(
             "managers.batch.req",
             "managers.batch.schedule_batch",
@@ -130,9 +137,9 @@ AREAS = (
         tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1],
     ),
     Area(
-        name="scheduler",
+        place=Place.SCHEDULER,
         modules=(
-            "managers.scheduler.scheduler",
+            "managers.scheduler",
             "managers.scheduler.batch_selector",
             "managers.scheduler.request_intake",
             "managers.scheduler.retraction",
@@ -141,7 +148,7 @@ AREAS = (
         tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1],
     ),
     Area(
-        name="results",
+        place=Place.RESULTS,
         modules=(
             "managers.scheduler.result_processor",
             "managers.batch.forward_result",
@@ -150,13 +157,13 @@ AREAS = (
         tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1] + RESULT_TESTS,
     ),
     Area(
-        name="publishing",
+        place=Place.PUBLISHING,
         modules=("managers.worker.tp_worker",),
         worlds=BOTH,
         tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1] + RESULT_TESTS,
     ),
     Area(
-        name="relay",
+        place=Place.RELAY,
         modules=(
             "draft_trees.relay",
             "draft_trees.workspace",
@@ -172,7 +179,7 @@ AREAS = (
         ),
     ),
     Area(
-        name="tree",
+        place=Place.TREE,
         modules=(
             "speculative.eagle_utils",
             "draft_trees.buffers",
@@ -183,7 +190,7 @@ AREAS = (
         tests=TREE_TESTS[:1] + TREE_TESTS[2:3] + SPEC_TESTS + RESULT_TESTS[1:],
     ),
     Area(
-        name="branches",
+        place=Place.BRANCHES,
         modules=(
             "mem_cache.ops.branch_slots.op",
             "mem_cache.draft_region",
@@ -198,7 +205,7 @@ AREAS = (
         ),
     ),
     Area(
-        name="attention",
+        place=Place.ATTENTION,
         modules=("layers.attention.paged_backend", "layers.attention.branch_lists"),
         worlds=BOTH,
         tests=(
@@ -210,7 +217,7 @@ AREAS = (
         ),
     ),
     Area(
-        name="core",
+        place=Place.CORE,
         prefix="kv_canary.",
         modules=(
             "canary",

@@ -13,6 +13,9 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
+# The room that plants faults.
+FAULTS_ROOM = "sglang.srt.kv_canary.perturb"
+
 _TRUE = frozenset({"1", "true", "yes", "on"})
 _FALSE = frozenset({"0", "false", "no", "off", ""})
 
@@ -27,14 +30,25 @@ def _parse_bool(text: str) -> bool:
 
 
 class EnvVar(Generic[T]):
-    """A typed variable, read at every `get` so that tests and children see changes."""
+    """A typed variable, read at every `get` so that tests and children see changes.
+
+    `room` is the module above the engine that acts on it (`arg_groups/rooms.py`); it is
+    empty where the engine itself does.
+    """
 
     def __init__(
-        self, name: str, default: T, parse: Callable[[str], T], doc: str
+        self,
+        name: str,
+        default: T,
+        parse: Callable[[str], T],
+        doc: str,
+        *,
+        room: str = "",
     ) -> None:
         self.name = name
         self.default = default
         self.doc = doc
+        self.room = room
         self._parse = parse
 
     def get(self) -> T:
@@ -164,6 +178,7 @@ class Envs:
         False,
         _parse_bool,
         "Sample the tokens of the token oracle instead of the logits (tests).",
+        room=FAULTS_ROOM,
     )
     SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL = EnvVar(
         "SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL",
@@ -177,12 +192,14 @@ class Envs:
         0.0,
         float,
         "Fault injection: chance per forward that an entry of a live row is changed.",
+        room=FAULTS_ROOM,
     )
     SGLANG_KV_CANARY_PERTURB_REAL_KV_USED_PROB = EnvVar(
         "SGLANG_KV_CANARY_PERTURB_REAL_KV_USED_PROB",
         0.0,
         float,
         "Fault injection: chance per forward that KV bytes of a live slot are flipped.",
+        room=FAULTS_ROOM,
     )
     SGLANG_KV_CANARY_PERTURB_REAL_KV_UNUSED_CACHE_PROB = EnvVar(
         "SGLANG_KV_CANARY_PERTURB_REAL_KV_UNUSED_CACHE_PROB",
@@ -190,6 +207,7 @@ class Envs:
         float,
         "Fault injection: chance per forward that KV bytes of a slot that only the "
         "prefix cache holds are flipped.",
+        room=FAULTS_ROOM,
     )
     SGLANG_KV_CANARY_PERTURB_REAL_KV_POST_FORWARD_PROB = EnvVar(
         "SGLANG_KV_CANARY_PERTURB_REAL_KV_POST_FORWARD_PROB",
@@ -197,24 +215,28 @@ class Envs:
         float,
         "Fault injection: chance per forward that KV bytes are flipped after the "
         "write; the next read reports it.",
+        room=FAULTS_ROOM,
     )
     SGLANG_KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB = EnvVar(
         "SGLANG_KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB",
         0.0,
         float,
         "Fault injection: chance per forward that two requests get each other's token.",
+        room=FAULTS_ROOM,
     )
     SGLANG_KV_CANARY_PERTURB_TARGET_GROUP = EnvVar(
         "SGLANG_KV_CANARY_PERTURB_TARGET_GROUP",
         "full",
         str,
         "Group of slots that is damaged: full, or swa of a model with window slots.",
+        room=FAULTS_ROOM,
     )
     SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS = EnvVar(
         "SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS",
         50,
         int,
         "Forwards before the first injected fault.",
+        room=FAULTS_ROOM,
     )
     SGLANG_DEBUG_REVERT_PR = EnvVar(
         "SGLANG_DEBUG_REVERT_PR",
@@ -222,6 +244,7 @@ class Envs:
         str,
         "Re-open a historical fault at its fault point (tests of the canary); refused "
         "where that cannot fire: see docs/kv_canary.md.",
+        room=FAULTS_ROOM,
     )
     SGLANG_SIMULATE_ACC_LEN = EnvVar(
         "SGLANG_SIMULATE_ACC_LEN",
@@ -230,6 +253,7 @@ class Envs:
         "Benchmarks of speculative decoding with --load-format dummy: accept this many "
         "tokens per verification on average, whatever the target predicts, with the KV "
         "canary off; 0: off.",
+        room="sglang.faults.simulated_acceptance",
     )
 
 
@@ -270,6 +294,12 @@ def only_variables(
         for name in values:
             del os.environ[name]
         os.environ.update(before)
+
+
+def rooms_of_set_variables() -> list[str]:
+    """The rooms that a set variable belongs to, in alphabetical order."""
+    known = (v for v in vars(Envs).values() if isinstance(v, EnvVar))
+    return sorted({v.room for v in known if v.room and v.is_set()})
 
 
 def child_environment(**extra: str) -> dict[str, str]:

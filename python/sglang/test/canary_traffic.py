@@ -12,8 +12,9 @@ from unittest.mock import patch
 
 from kv_canary.reporter import CanaryViolation
 from kv_canary.sweep import SweepRun
+from sglang.faults.driver import Planted
 from sglang.srt.forward.batch import ForwardBatch
-from sglang.srt.kv_canary.perturb.driver import Planted
+from sglang.srt.kv_canary.perturb import PerturbDriver, drivers_of
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.runner.sweep import Sweeper
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
@@ -145,6 +146,11 @@ def canary_of(harness: EngineHarness) -> CanaryManager:
     return harness.scheduler.worker.canary_managers()[0]
 
 
+def faults_of(harness: EngineHarness) -> PerturbDriver:
+    """The driver that plants faults in the target's pool."""
+    return drivers_of(harness.scheduler)[0]
+
+
 def plant(
     model: Path, name: str, *, seed: int, group: str = "full", **server_args: Any
 ) -> Outcome:
@@ -163,7 +169,7 @@ def plant(
         "kv_canary_real_data": "partial",
     }
     harness = EngineHarness(model, **(defaults | server_args))
-    manager = canary_of(harness)
+    manager, faults = canary_of(harness), faults_of(harness)
     rng = random.Random(seed)
     shared = [rng.randrange(VOCAB) for _ in range(32)]
     prompts: list[list[int]] = []
@@ -191,10 +197,10 @@ def plant(
                 submit(submitted)
                 submitted += 1
             if step == WARM_STEPS:
-                manager.perturb.arm(name, seed=seed, group=group)
-            if manager.perturb.planted and not has_met:
+                faults.arm(name, seed=seed, group=group)
+            if faults.planted and not has_met:
                 has_met = True
-                prompt = manager.perturb.planted[0].damage.prompt
+                prompt = faults.planted[0].damage.prompt
                 if prompt is not None:
                     asked["meets"] = prompt
                     harness.submit(prompt, rid="meets", max_new_tokens=4)
@@ -202,16 +208,16 @@ def plant(
                 harness.scheduler.step()
             except CanaryViolation as error:
                 return str(error)
-        planted = manager.perturb.planted
+        planted = faults.planted
         raise AssertionError(f"{name}, seed {seed}: not reported; planted {planted}")
 
     with logged(harness) as log:
         text = run()
     incident = manager.reporter.incidents[-1]
-    assert len(manager.perturb.planted) == 1, manager.perturb.planted
+    assert len(faults.planted) == 1, faults.planted
     answers = harness.collect()
     return Outcome(
-        planted=manager.perturb.planted[0],
+        planted=faults.planted[0],
         violations=incident["violations"],
         forward=incident["forward"],
         text=text,

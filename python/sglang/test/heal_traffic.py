@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from kv_canary.faults.catalogue import STEP_FAULTS
 from kv_canary.op import native_available
+from sglang.faults.steps.planters import PLANTERS
+from sglang.faults.steps.site import planted
+from sglang.srt.kv_canary.perturb import drivers_of
 from sglang.srt.mem_cache.common import check_busy
 from sglang.test.harness import EngineHarness, Finished
-from sglang.test.hole_injectors import HOLE_INJECTORS
 from sglang.test.hole_traffic import Engine
-from sglang.test.holes.site import planted
 from sglang.test.mock_oracle import NO_WINDOWS, Windows, next_tokens
 from sglang.test.spec_canary_traffic import (
     POOLS,
@@ -122,7 +124,7 @@ def run_healing(
         "kv_canary_heal_limit": 0,
         "kv_canary_sweep_interval": 2,
     }
-    hole = None if name is None else HOLE_INJECTORS.get(name)
+    hole = None if name is None else STEP_FAULTS.get(name)
     if hole is not None and hole.needs_all:
         settings["kv_canary_real_data"] = "all"
     harness = engine.build(models, **(settings | options))
@@ -131,19 +133,19 @@ def run_healing(
     run = Healed(harness=harness, asks=traffic.asks)
     rng = random.Random(seed)
     moment = WARM_STEPS + rng.randrange(MOMENTS)
-    manager = dict(zip(POOLS, scheduler.worker.canary_managers(), strict=False))[pool]
+    faults = dict(zip(POOLS, drivers_of(scheduler), strict=False))[pool]
     step = 0
     while step < REQUESTS * EVERY or scheduler.has_work() or harness.io.requests:
         traffic.submit(harness, step)
         if step == moment and name is not None and hole is None:
-            manager.perturb.arm(name, seed=seed, group=group)
+            faults.arm(name, seed=seed, group=group)
         if hole is not None and step >= moment and not run.harmed:
-            with planted(hole, scheduler, rng=rng) as site:
+            with planted(PLANTERS[hole.name], scheduler, rng=rng) as site:
                 scheduler.step()
             run.harmed = bool(site.harmed)
         else:
             scheduler.step()
-        run.harmed = run.harmed or bool(manager.perturb.planted)
+        run.harmed = run.harmed or bool(faults.planted)
         if checks_steps:
             check_books(harness)
         step += 1

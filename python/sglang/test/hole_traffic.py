@@ -1,4 +1,4 @@
-"""Run of an engine in which one of `HOLE_INJECTORS` is planted, until the canary stops
+"""Run of an engine in which one of `STEP_FAULTS` is planted, until the canary stops
 it, or without the canary, to see what clients would have received."""
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any
 from unittest.mock import patch
 
 from kv_canary.checks import reason_labels
+from kv_canary.faults.catalogue import STEP_FAULTS
+from kv_canary.faults.fault import Bound, Harm
 from kv_canary.reporter import CanaryViolation
+from sglang.faults.steps.planters import PLANTERS
+from sglang.faults.steps.site import planted
 from sglang.srt.managers.batch.forward_result import GenerationBatchResult
 from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
 from sglang.test.harness import EngineHarness, Finished
-from sglang.test.hole_injectors import HOLE_INJECTORS
-from sglang.test.holes.site import Changes, FoundBy, planted
 from sglang.test.mock_oracle import next_tokens
 from sglang.test.spec_canary_traffic import (
     POOLS,
@@ -165,11 +167,11 @@ def stop_by(
     name: str, engine: Engine, models: dict[str, Path], *, seed: int
 ) -> Stopped:
     """Serve mock requests in mode `raise`, plant the fault, run to the report."""
-    injector, rng = HOLE_INJECTORS[name], random.Random(seed)
+    fault, rng = STEP_FAULTS[name], random.Random(seed)
     harness = engine.build(
         models,
         kv_canary="raise",
-        kv_canary_real_data="all" if injector.needs_all else "partial",
+        kv_canary_real_data="all" if fault.needs_all else "partial",
     )
     traffic, moment = engine.traffic(harness, seed=seed), _moment(rng)
     log = LaunchLog(harness=harness)
@@ -181,7 +183,7 @@ def stop_by(
         if harmed or number < moment:
             harness.scheduler.step()
             return
-        with planted(injector, harness.scheduler, rng=rng) as site:
+        with planted(PLANTERS[name], harness.scheduler, rng=rng) as site:
             try:
                 harness.scheduler.step()
             finally:
@@ -243,7 +245,7 @@ def run_unseen(
         if name is None or number < moment:
             harness.scheduler.step()
             continue
-        with planted(HOLE_INJECTORS[name], harness.scheduler, rng=rng):
+        with planted(PLANTERS[name], harness.scheduler, rng=rng):
             harness.scheduler.step()
     said = harness.collect()
     return Unseen(
@@ -263,33 +265,33 @@ def does_damage(
     name: str, engine: Engine, models: dict[str, Path], *, seed: int
 ) -> bool:
     """Whether clients notice the fault as its table says, without the canary."""
-    changes = HOLE_INJECTORS[name].changes
+    harm = STEP_FAULTS[name].harm
     unseen = run_unseen(name, engine, models, seed=seed)
-    if changes is Changes.TOKENS:
+    if harm is Harm.TOKENS:
         return unseen.wrong > 0
     # The target decides: worse drafts take more steps, and are nothing else.
     assert unseen.wrong == 0
     sent = _sent_unharmed(engine, **models, seed=seed)
-    return unseen.sent != sent if changes is Changes.DRAFTS else unseen.sent == sent
+    return unseen.sent != sent if harm is Harm.DRAFTS else unseen.sent == sent
 
 
 def check_named(name: str, stopped: Stopped) -> None:
     """A harmed request is named with an expected reason, first by the launch that the
     fault belongs to; nothing of the step that failed was sent, and nothing wrong."""
-    injector = HOLE_INJECTORS[name]
-    allowed = set(reason_labels(injector.reasons))
+    fault = STEP_FAULTS[name]
+    allowed = set(reason_labels(fault.reasons))
     found = [
         violation
         for violation in stopped.violations
         if allowed & set(violation["reasons"]) and violation["rid"] in stopped.harmed
     ]
     assert found, stopped.text
-    if injector.found_by is FoundBy.HOST:
+    if fault.bound is Bound.HOST:
         assert {v["launch"] for v in found} == {"result"}
-    is_next = injector.found_by is FoundBy.NEXT
+    is_next = fault.bound is Bound.NEXT
     due = stopped.next_launch() if is_next else stopped.planted
     # With overlap the host takes a result when the next batch has been launched.
-    earliest = due - (injector.found_by is FoundBy.HOST)
+    earliest = due - (fault.bound is Bound.HOST)
     assert earliest <= min(map(stopped.launch_of, found)) <= due, stopped.text
     assert stopped.last_messages == 0
     assert wrong_tokens(stopped.asked, stopped.said) == 0

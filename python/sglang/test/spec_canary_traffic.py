@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from kv_canary.reporter import CanaryViolation
+from sglang.faults.driver import Planted
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode
-from sglang.srt.kv_canary.perturb.driver import Planted
+from sglang.srt.kv_canary.perturb import PerturbDriver, drivers_of
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.test.harness import EngineHarness, Finished
@@ -198,6 +199,12 @@ def canaries_of(harness: EngineHarness) -> dict[str, CanaryManager]:
     return dict(zip(POOLS, managers, strict=True))
 
 
+def faults_of(harness: EngineHarness) -> dict[str, PerturbDriver]:
+    """The drivers that plant faults, by pool. To be called before `logged`, which
+    records a forward before anything is planted in it."""
+    return dict(zip(POOLS, drivers_of(harness.scheduler), strict=True))
+
+
 @contextmanager
 def logged(harness: EngineHarness) -> Iterator[dict[str, PoolLog]]:
     """Log the forwards of each pool within the context; eager forwards only."""
@@ -304,29 +311,29 @@ def plant_in(
 ) -> SpecOutcome:
     """Serve mock requests in mode `raise`, plant the fault, run to the report."""
     harness = speculating(model, draft, tree=tree, page_size=page_size, **server_args)
-    manager = canaries_of(harness)[pool]
+    manager, faults = canaries_of(harness)[pool], faults_of(harness)[pool]
     traffic = SpecTraffic(harness, seed=seed, longer_by=longer_for(page_size))
 
     def run() -> tuple[str, int]:
         for step in range(MAX_STEPS):
             traffic.on_step(step)
             if step == WARM_STEPS:
-                manager.perturb.arm(name, seed=seed)
+                faults.arm(name, seed=seed)
             messages = len(harness.io.responses)
             try:
                 harness.scheduler.step()
             except CanaryViolation as error:
                 return str(error), len(harness.io.responses) - messages
-        planted = manager.perturb.planted
+        planted = faults.planted
         raise AssertionError(f"{name}, seed {seed}: not reported; planted {planted}")
 
     with logged(harness) as logs:
         text, last_messages = run()
-    assert len(manager.perturb.planted) == 1, manager.perturb.planted
+    assert len(faults.planted) == 1, faults.planted
     incident = manager.reporter.incidents[-1]
     return SpecOutcome(
         pool=pool,
-        planted=manager.perturb.planted[0],
+        planted=faults.planted[0],
         violations=incident["violations"],
         text=text,
         logs=logs,

@@ -7,11 +7,11 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from sglang.srt.configs.draft_layout import BranchLayout, BranchRegion
-from sglang.srt.kv_canary.perturb.fault_points import (
+from sglang.faults.fault_points import (
     SHORT_BRANCH_TABLE,
     SMALL_INDEX_BUFFER,
 )
+from sglang.srt.configs.draft_layout import BranchLayout, BranchRegion
 from sglang.srt.layers.attention.branch_lists import BranchLists
 from sglang.srt.layers.attention.paged_backend import (
     BranchDraftDecode,

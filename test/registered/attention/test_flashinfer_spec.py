@@ -25,15 +25,15 @@ from flashinfer_stand_in import stand_in
 from torch import Tensor
 
 from kv_canary.reporter import CanaryViolation
+from sglang.faults.fault_points import (
+    SHORT_BRANCH_TABLE,
+    SMALL_INDEX_BUFFER,
+)
 from sglang.srt.configs.draft_layout import BranchLayout, BranchRegion
 from sglang.srt.draft_trees.draft_input import duplicate_prefix_tail_to_draft_branches
 from sglang.srt.environ import envs
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode
 from sglang.srt.forward.graph_capture import BreakableGraph, capture_graph
-from sglang.srt.kv_canary.perturb.fault_points import (
-    SHORT_BRANCH_TABLE,
-    SMALL_INDEX_BUFFER,
-)
 from sglang.srt.layers.attention.base_attn_backend import (
     AttentionBackend,
     DraftDecodeBackend,

@@ -41,9 +41,10 @@ FAULTY_RANK = """
 import time
 
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.kv_canary.perturb.driver import PerturbDriver
+from sglang.srt.kv_canary.perturb import PerturbDriver, drivers_of
 from kv_canary.reporter import ViolationReporter
 from sglang.srt.managers.scheduler import scheduler_main
+from sglang.srt.managers.scheduler.scheduler import Scheduler
 
 report = ViolationReporter.report
 
@@ -66,6 +67,13 @@ def on_one_rank(self, forward_batch):
 
 PerturbDriver.before_forward = on_one_rank
 PerturbDriver.is_idle = property(lambda self: False, lambda self, is_idle: None)
+init = Scheduler.__init__
+
+def init_with_faults(self, **options):
+    init(self, **options)
+    drivers_of(self)
+
+Scheduler.__init__ = init_with_faults
 scheduler_main.main()
 """
 

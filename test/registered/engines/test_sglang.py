@@ -26,6 +26,7 @@ from sglang_world import (
     upload,
 )
 
+from kv_canary.checks import reason_labels
 from kv_canary.engines import cli, hooks
 from kv_canary.engines.hooks import Refusal, problem_with
 from kv_canary.engines.settings import Mode, Settings
@@ -33,15 +34,16 @@ from kv_canary.engines.sglang import (
     attachment,
     draft,
     hooks_of,
-    planting,
     plugin,
-    selftest,
 )
-from kv_canary.engines.sglang.faults import FAULTS, Scene
 from kv_canary.engines.sglang.limits import LIMITS, refused_by
-from kv_canary.engines.sglang.planting import is_named
 from kv_canary.engines.sglang.row_registry import RowRegistry, salt_of
 from kv_canary.engines.sglang.tree import chain_of, tree_of
+from kv_canary.faults.catalogue import by_host_name
+from kv_canary.faults.fault import Engine
+from kv_canary.faults.sglang import planting, selftest
+from kv_canary.faults.sglang.planters import PLANTERS, Scene
+from kv_canary.faults.sglang.planting import is_named
 from kv_canary.records import Counter, lineage_of
 from kv_canary.reporter import CanaryViolation
 from kv_canary.violation import Violation
@@ -216,14 +218,14 @@ def planted(name: str, seed: int, **options: Any) -> tuple[list[Any], list[Viola
             free=(allocator.free_pages * world.page_size).tolist(),
             rng=rng,
         )
-        with FAULTS[name](scene) as due:
+        with PLANTERS[name](scene) as due:
             world.run(batch)
             world.settle()
     assert world.canary.forwards
     return list(due), found
 
 
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", PLANTERS)
 def test_a_fault_is_named(name: str) -> None:
     for seed in range(count(ci=2, full=20)):
         for kind, page_size in (("whole", 1), ("latent", 4)):
@@ -528,6 +530,9 @@ def test_faults_are_planted_by_plan(
     outcomes = [json.loads(line) for line in file.read_text().splitlines()]
     assert [outcome["fault"] for outcome in outcomes] == list(faults)
     assert [o for o in outcomes if not o["named"]] == []
+    for outcome in outcomes:
+        due = reason_labels(by_host_name(Engine.SGLANG)[outcome["fault"]].reasons)
+        assert any(label in line for line in outcome["found"] for label in due), outcome
 
 
 def test_the_older_method_of_pools_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -93,7 +93,7 @@ def test_clean_traffic_is_silent_and_unchanged(
 
 _RENAMED = """
 from kv_canary.engines.vllm import plugin
-from kv_canary.engines.vllm.host import Host, write_model
+from kv_canary.faults.vllm.host import Host, write_model
 import pathlib, tempfile
 import vllm.v1.worker.gpu_model_runner as m
 m.GPUModelRunner.forward_of_the_model = m.GPUModelRunner._model_forward
@@ -135,7 +135,7 @@ def get(url: str, body: dict[str, Any] | None = None) -> str:
 
 def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
     """Workers of a server load their plugins in a process of their own, and late."""
-    write = "from pathlib import Path; from kv_canary.engines.vllm.host import *; "
+    write = "from pathlib import Path; from kv_canary.faults.vllm.host import *; "
     model = run(["-c", f"{write}print(write_model(Path({str(tmp_path)!r}), 'plain'))"])
     folder, port, metrics = model.stdout.strip(), free_port(), free_port()
     flags = "--load-format dummy --skip-tokenizer-init --enforce-eager --dtype float32"

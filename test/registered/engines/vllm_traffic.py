@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from kv_canary.engines.settings import Mode, read_settings
-from kv_canary.engines.vllm.host import Host, random_tokens, write_model
+from kv_canary.faults.vllm.host import Host, random_tokens, write_model
 from kv_canary.records import Counter
 
 AT_ONCE = 16

@@ -10,7 +10,7 @@ import pytest
 
 from kv_canary.explain import explain
 from kv_canary.reporter import CanaryViolation
-from sglang.test.canary_traffic import CONTEXT, VOCAB, canary_of, plant
+from sglang.test.canary_traffic import CONTEXT, VOCAB, canary_of, faults_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.spec_canary_traffic import canaries_of, plant_in, speculating
@@ -186,8 +186,7 @@ def test_a_wrong_input(model: Path, with_tokens: bool) -> None:
     harness = serving(model, kv_canary_report_tokens=with_tokens)
     submit(harness, PROMPT, "r")
     step(harness, 5)
-    manager = canary_of(harness)
-    manager.perturb.arm("input_token", seed=1)
+    faults_of(harness).arm("input_token", seed=1)
     (found,) = stop(harness)
     assert (found["reasons"], found["diagnosis"]) == (
         ["write_token"],
@@ -198,7 +197,7 @@ def test_a_wrong_input(model: Path, with_tokens: bool) -> None:
     told = [f"token {token}" for token in (due, (due + 1) % VOCAB)]
     if not with_tokens:
         told = ["token withheld (--kv-canary-report-tokens shows it)"] * 2
-    text = explain(manager.reporter.incidents[0])
+    text = explain(canary_of(harness).reporter.incidents[0])
     place = f"position {found['position']}"
     assert f"   expected  {told[0]}, {place}, as published\n" in text
     assert f"   found     {told[1]}, {place}, in the forward's inputs\n" in text

@@ -10,10 +10,7 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
-from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.environ import envs
-from sglang.srt.kv_canary.perturb.fault_points import (
+from sglang.faults.fault_points import (
     EARLY_FREE,
     EARLY_POSITIONS,
     FAULT_POINTS,
@@ -25,6 +22,9 @@ from sglang.srt.kv_canary.perturb.fault_points import (
     FaultPoint,
     open_fault_point,
 )
+from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.environ import envs
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 from sglang.test.canary_traffic import CONTEXT, VOCAB

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from kv_canary.reporter import CanaryViolation
+from sglang.faults.driver import PerturbDriver
 from sglang.srt.forward.batch import ForwardBatch
-from sglang.srt.kv_canary.perturb.driver import PerturbDriver
 from sglang.srt.managers.batch.req import Req
 from sglang.srt.utils.paths import bundled_demo_model_path
-from sglang.test.canary_traffic import canary_of
+from sglang.test.canary_traffic import canary_of, faults_of
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.heal_traffic import check_books, joined
@@ -87,16 +87,17 @@ class EveryForward:
         manager = canary_of(harness)
         self._serials = manager.serials
         self._state = manager.target.buffers.state
-        before = manager.perturb.before_forward
+        faults = faults_of(harness)
+        before = faults.before_forward
 
         def damaged(batch: ForwardBatch) -> None:
             before(batch)
             self._damage(batch)
 
-        patch.setattr(manager.perturb, "before_forward", damaged)
+        patch.setattr(faults, "before_forward", damaged)
         patch.setattr(PerturbDriver, "is_idle", False, raising=False)
-        manager.perturb.is_idle = False
-        manager.perturb._has_chances = True
+        faults.is_idle = False
+        faults._has_chances = True
 
     def _damage(self, batch: ForwardBatch) -> None:
         if self.decode_only and not batch.forward_mode.is_decode:
@@ -119,7 +120,7 @@ def test_again_at_once(model: Path, name: str) -> None:
 
     def on_step(step: int) -> None:
         if 6 <= step < 14:
-            canary_of(harness).perturb.arm(name, seed=step)
+            faults_of(harness).arm(name, seed=step)
         check_books(harness)
 
     check(harness.run(on_step=on_step), of=6)
@@ -134,7 +135,7 @@ def test_every_request_in_one_step(model: Path, name: str) -> None:
 
     def on_step(step: int) -> None:
         if step == 6:
-            canary_of(harness).perturb.arm(name, seed=1)
+            faults_of(harness).arm(name, seed=1)
 
     check(harness.run(on_step=on_step), of=8)
     (incident,) = harness.scheduler.own_incidents()
@@ -154,8 +155,8 @@ def test_an_overflowing_ring(
 
     def on_step(step: int) -> None:
         if step == 8:
-            canary_of(harness).perturb.arm(name, seed=3)
-            canary_of(harness).perturb.arm("write_foreign", seed=4)
+            faults_of(harness).arm(name, seed=3)
+            faults_of(harness).arm("write_foreign", seed=4)
 
     check(harness.run(on_step=on_step), of=6)
     assert harness.scheduler.own_incidents()[0]["dropped"] > 0
@@ -199,7 +200,7 @@ def test_the_sweep_drops_what_nobody_uses(model: Path) -> None:
     harness = healing(model, kv_canary_sweep_interval=1)
     harness.generate(prompt_of(50), max_new_tokens=1)
     cached = harness.scheduler.cache.total_size()
-    canary_of(harness).perturb.arm("real_kv_unused_cache", seed=1)
+    faults_of(harness).arm("real_kv_unused_cache", seed=1)
     submit(harness, 0)
     check(harness.run(), of=1)
     (incident,) = harness.scheduler.own_incidents()
@@ -219,7 +220,7 @@ def test_a_client_that_leaves_meanwhile(model: Path) -> None:
 
     def on_step(step: int) -> None:
         if step == 6:
-            canary_of(harness).perturb.arm("shift_view", seed=1)
+            faults_of(harness).arm("shift_view", seed=1)
         if step == 7:
             # Healed in the step before: they wait.
             assert all(req.req_pool_idx == 0 for req in harness.scheduler.waiting)
@@ -246,7 +247,7 @@ def test_a_request_that_ends_in_the_damaged_step(
 
     def on_step(step: int) -> None:
         if step == last:
-            canary_of(harness).perturb.arm("shift_view", seed=1)
+            faults_of(harness).arm("shift_view", seed=1)
 
     check(harness.run(on_step=on_step), of=2, length=last + 1)
     assert heals(harness) == 1
@@ -262,7 +263,7 @@ def test_chunks_in_flight(model: Path) -> None:
 
         def on_step(step: int, at: int = at, harness: EngineHarness = harness) -> None:
             if step == at:
-                canary_of(harness).perturb.arm("early_free", seed=at)
+                faults_of(harness).arm("early_free", seed=at)
             check_books(harness)
 
         answers = harness.run(on_step=on_step)
@@ -282,7 +283,7 @@ def test_a_pool_too_small_for_all(model: Path) -> None:
     def on_step(step: int) -> None:
         if step % 25 == 10:
             name = rng.choice(["shift_view", "early_free", "write_foreign", "record"])
-            canary_of(harness).perturb.arm(name, seed=step)
+            faults_of(harness).arm(name, seed=step)
         check_books(harness)
 
     check(harness.run(on_step=on_step), of=10, length=80)
@@ -300,7 +301,7 @@ def test_watched_pages_come_back_where_memory_is_short(
 
     def on_step(step: int) -> None:
         if step in (20, 50):
-            canary_of(harness).perturb.arm("early_free", seed=1)
+            faults_of(harness).arm("early_free", seed=1)
 
     check(harness.run(on_step=on_step), of=1, length=80)
     assert heals(harness) == 2
@@ -319,7 +320,7 @@ def test_hidden_states_logprobs_and_embeddings(model: Path) -> None:
 
         def on_step(step: int) -> None:
             if is_damaged and step in (2, 5, 9):
-                canary_of(harness).perturb.arm("shift_view", seed=1)
+                faults_of(harness).arm("shift_view", seed=1)
 
         answers = harness.run(on_step=on_step)
         assert (heals(harness) > 1) == is_damaged
@@ -370,7 +371,7 @@ def test_grammars_and_stop_strings(name: str, monkeypatch: pytest.MonkeyPatch) -
             if damaged_at is None or forwards.num_forwards != damaged_at:
                 return
             if name != "take_back":
-                canary_of(harness).perturb.arm(name, seed=step)
+                faults_of(harness).arm(name, seed=step)
             elif not heals(harness):
                 lose_tokens(harness, monkeypatch)
 
@@ -478,7 +479,7 @@ def test_a_page_that_is_written_to_meanwhile(model: Path) -> None:
 
     def on_step(step: int) -> None:
         if step == 5:
-            canary_of(harness).perturb.arm("real_kv_used", seed=1)
+            faults_of(harness).arm("real_kv_used", seed=1)
         if len(healer.quarantine.pages) and not len(healer.quarantine.kept):
             slot = int(healer.quarantine.pages[0]) * 4 + 1
             pool = harness.scheduler.worker.model_runner.token_to_kv_pool
@@ -501,7 +502,7 @@ def test_too_many_damaged_pages_stop_the_engine(model: Path) -> None:
 
     def on_step(step: int) -> None:
         if step == 5:
-            canary_of(harness).perturb.arm("real_kv_used", seed=1)
+            faults_of(harness).arm("real_kv_used", seed=1)
         for page in healer.quarantine.pages.tolist():
             canary_of(harness).target.buffers.state.head[4 * page, 0] = 3
 
@@ -522,7 +523,7 @@ def test_a_wrong_choice_is_not_repeated_for_ever(
 
     def on_step(step: int) -> None:
         if step == 8:
-            canary_of(harness).perturb.arm("next_token_swap", seed=1)
+            faults_of(harness).arm("next_token_swap", seed=1)
 
     answers = harness.run(on_step=on_step)
     codes = [a.finish_reason and a.finish_reason.status_code for a in answers.values()]
@@ -536,7 +537,7 @@ def test_numbers(model: Path) -> None:
 
     def on_step(step: int) -> None:
         if step == 6:
-            canary_of(harness).perturb.arm("record", seed=1)
+            faults_of(harness).arm("record", seed=1)
 
     harness.run(on_step=on_step)
     stats = harness.scheduler.stats_snapshot()

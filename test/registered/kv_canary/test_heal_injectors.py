@@ -8,13 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.kv_canary.perturb.injectors import INJECTORS
-from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
+from kv_canary.faults.catalogue import (
+    DRAFT_FAULTS,
+    POOL_FAULTS,
+    STEP_FAULTS,
+    in_serving,
+)
+from kv_canary.faults.fault import Group, Serving
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.heal_traffic import Healed, check_exact, run_healing
-from sglang.test.hole_injectors import HOLE_INJECTORS
 from sglang.test.hole_traffic import Engine
-from sglang.test.holes.site import Where
 from sglang.test.scale import count
 from sglang.test.spec_canary_traffic import write_mock_models
 
@@ -34,9 +37,9 @@ TREES = [
     Engine(page_size=1, tree=(4, 4, 12)),
     Engine(page_size=64, tree=(8, 3, 16), overlap=True),
 ]
-MOVES = {"moved_without_record", "record_without_kv", "skipped_move"}
+MOVES = {name for name, fault in DRAFT_FAULTS.items() if Group.FULL in fault.groups}
 # A chain has no branches and moves nothing.
-NEED_BRANCHES = {"branch_offset", "small_index_buffer", *MOVES}
+NEED_BRANCHES = set(DRAFT_FAULTS) - {*in_serving(DRAFT_FAULTS, Serving.CHAIN)}
 IN_BOTH = ["real_kv_used", "real_kv_post_forward", "record", "early_free"]
 
 
@@ -76,7 +79,7 @@ def check_incidents(run: Healed) -> bool:
 
 
 # In CI every other one; all of them are named in test_injectors.
-@pytest.mark.parametrize("name", sorted(INJECTORS)[:: count(ci=2, full=1)])
+@pytest.mark.parametrize("name", sorted(POOL_FAULTS)[:: count(ci=2, full=1)])
 def test_injectors(models: dict[str, Path], name: str) -> None:
     check_all(name, PLAIN, models)
 
@@ -84,9 +87,7 @@ def test_injectors(models: dict[str, Path], name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     # In CI every other one; all of them are named in test_hole_injectors.
-    [n for n, hole in HOLE_INJECTORS.items() if Where.PLAIN in hole.where][
-        :: count(ci=2, full=1)
-    ],
+    in_serving(STEP_FAULTS, Serving.PLAIN)[:: count(ci=2, full=1)],
 )
 def test_holes(models: dict[str, Path], name: str) -> None:
     check_all(name, PLAIN, models)
@@ -95,7 +96,7 @@ def test_holes(models: dict[str, Path], name: str) -> None:
 @pytest.mark.parametrize(
     ("pool", "name"),
     [
-        *(("draft", name) for name in sorted({*SPEC_INJECTORS, *IN_BOTH})),
+        *(("draft", name) for name in sorted({*DRAFT_FAULTS, *IN_BOTH})),
         *(("target", name) for name in sorted({*MOVES, *IN_BOTH})),
         # In CI every other one; all of them are named in test_spec_injectors.
     ][:: count(ci=2, full=1)],
@@ -110,13 +111,11 @@ def test_injectors_of_speculation(
 @pytest.mark.parametrize(
     "name",
     # In CI every other one; all of them are named there (test_spec_hole_injectors).
-    [n for n, hole in HOLE_INJECTORS.items() if hole.where & Where.SPECULATION][
-        :: count(ci=2, full=1)
-    ],
+    in_serving(STEP_FAULTS, Serving.SPECULATION)[:: count(ci=2, full=1)],
 )
 def test_holes_of_speculation(models: dict[str, Path], name: str) -> None:
-    where = HOLE_INJECTORS[name].where
-    check_all(name, [CHAIN, *TREES] if Where.CHAIN in where else TREES, models)
+    serving = STEP_FAULTS[name].serving
+    check_all(name, [CHAIN, *TREES] if Serving.CHAIN in serving else TREES, models)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.kv_canary.perturb.injectors import INJECTORS
-from sglang.srt.kv_canary.perturb.window_injectors import WINDOW_INJECTORS
+from kv_canary.faults.catalogue import POOL_FAULTS, WINDOW_FAULTS
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.heal_traffic import Healed, check_exact, run_healing
 from sglang.test.hole_traffic import Engine
@@ -65,12 +64,12 @@ def check_pages(run: Healed) -> None:
     assert group.usable_size() == group.slots.size
 
 
-@pytest.mark.parametrize("name", sorted(WINDOW_INJECTORS))
+@pytest.mark.parametrize("name", sorted(WINDOW_FAULTS))
 def test_faults_in_window_slots(models: dict[str, Path], name: str) -> None:
     check_all(name, models, group="swa")
 
 
-@pytest.mark.parametrize("name", sorted(INJECTORS)[:: 1 if is_full() else 4])
+@pytest.mark.parametrize("name", sorted(POOL_FAULTS)[:: 1 if is_full() else 4])
 def test_faults_in_full_slots(models: dict[str, Path], name: str) -> None:
     check_all(name, models, group="full")
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from kv_canary.faults.catalogue import STEP_FAULTS, in_serving
+from kv_canary.faults.fault import Serving
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.hole_injectors import HOLE_INJECTORS
 from sglang.test.hole_traffic import Engine, check_named, does_damage, stop_by
-from sglang.test.holes.site import Where
 from sglang.test.scale import count, sampled
 from sglang.test.spec_canary_traffic import CONTEXT, VOCAB
 from sglang.test.tiny_models import write_mock_model
@@ -24,7 +24,7 @@ ENGINES = [
     for page_size in (1, 4, 16)
     for overlap in (False, True)
 ]
-NAMES = [name for name, hole in HOLE_INJECTORS.items() if Where.PLAIN in hole.where]
+NAMES = in_serving(STEP_FAULTS, Serving.PLAIN)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kv_canary.checks import Reason, reason_labels
-from sglang.srt.kv_canary.perturb.injectors import INJECTORS
+from kv_canary.faults.catalogue import POOL_FAULTS
 from sglang.test.canary_traffic import Forward, Outcome, plant
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
@@ -69,11 +69,11 @@ def check_place(outcome: Outcome, found: list[dict[str, Any]]) -> None:
 
 
 @each_page_size
-@pytest.mark.parametrize("name", sorted(set(INJECTORS) - {CACHED, "phantom_prefix"}))
+@pytest.mark.parametrize("name", sorted(set(POOL_FAULTS) - {CACHED, "phantom_prefix"}))
 def test_is_reported_at_once(model: Path, name: str, page_size: int) -> None:
     for seed in SEEDS:
         outcome = plant(model, name, seed=seed, page_size=page_size)
-        found = fitting(outcome, INJECTORS[name].reasons)
+        found = fitting(outcome, POOL_FAULTS[name].reasons)
         assert outcome.forward == first_read(outcome).clock, (seed, outcome.text)
         check_place(outcome, found)
 
@@ -99,7 +99,7 @@ def test_damage_of_what_only_the_cache_holds(
         passes = sum(bool(forward.swept) for forward in until)
         assert passes <= 2 * math.ceil(outcome.cached / SWEEP_BUDGET)
         assert len(until) <= SWEEP_INTERVAL * (passes + 1)
-        for violation in fitting(outcome, INJECTORS[CACHED].reasons):
+        for violation in fitting(outcome, POOL_FAULTS[CACHED].reasons):
             assert (violation["slot"], violation["position"]) in damage.places
             launches.add(violation["launch"])
             readers = {
@@ -122,7 +122,7 @@ def test_phantom_prefix(model: Path, page_size: int) -> None:
         assert outcome.forward == forward.clock, (seed, outcome.text)
         rows = {row.rid: row for row in forward.rows}
         end = 1 + max(position for _, position in outcome.planted.damage.places)
-        for violation in fitting(outcome, INJECTORS["phantom_prefix"].reasons):
+        for violation in fitting(outcome, POOL_FAULTS["phantom_prefix"].reasons):
             row, position = rows[violation["rid"]], violation["position"]
             assert position in (end, row.prefix_len - 1)
             assert violation["slot"] == row.slots[position]

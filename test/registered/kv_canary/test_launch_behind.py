@@ -15,6 +15,7 @@ from kv_canary.evidence import Owner
 from kv_canary.records import POISON_WORD
 from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.forward.graph_capture import BreakableGraph, SideStream
+from sglang.srt.kv_canary.perturb import driver_of
 from sglang.srt.kv_canary.runner import due_work
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.single_forward_manager import manager as forward_manager
@@ -202,7 +203,7 @@ def test_a_damaged_prefix_is_found_in_the_forward_that_reads_it(
 def test_a_planted_fault_is_found(world: World, injector: str) -> None:
     """It is planted before the graph; the launch still follows the graph's start."""
     batch = world.prefill(7, cached=6)
-    world.manager.perturb.arm(injector, seed=1)
+    driver_of(world.manager).arm(injector, seed=1)
     assert findings(world.harness, batch)
 
 

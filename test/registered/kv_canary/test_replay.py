@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from kv_canary.faults.catalogue import POOL_FAULTS
 from kv_canary.reporter import CanaryViolation
-from sglang.srt.kv_canary.perturb.injectors import INJECTORS
 from sglang.srt.managers.messages.io_struct import FlushCacheReq, PauseReq
 from sglang.srt.replay.playing.bisect import bisect
 from sglang.srt.replay.playing.command import main
@@ -64,14 +64,14 @@ def begin_of(record: Record) -> int:
 # -- planted faults ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(INJECTORS))
+@pytest.mark.parametrize("name", sorted(POOL_FAULTS))
 def test_planted_faults_appear_at_the_same_forward(
     model: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """At least 95 % of them, whether the record reaches back to the engine's start or
     begins with a checkpoint, and whether it holds the tokens or not."""
     reproduced = 0
-    offset = sorted(INJECTORS).index(name)
+    offset = sorted(POOL_FAULTS).index(name)
     for seed in range(SEEDS):
         num_forwards, page_size, has_tokens = WAYS[(seed + offset) % len(WAYS)]
         folder = tmp_path / str(seed)

@@ -29,7 +29,7 @@ from sglang.srt.replay.recording.record_file import (
     read_record,
 )
 from sglang.srt.server_args import ServerArgs
-from sglang.test.canary_traffic import CONTEXT, VOCAB, canary_of, plant
+from sglang.test.canary_traffic import CONTEXT, VOCAB, canary_of, faults_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.replay_traffic import (
     LONG_AGO,
@@ -347,7 +347,7 @@ def test_a_record_that_fails_costs_no_incident(
     recorder = harness.scheduler.recorder
     assert recorder is not None
     monkeypatch.setattr(recorder, "encode", lambda: 1 / 0)
-    canary_of(harness).perturb.arm("real_kv_used", seed=1)
+    faults_of(harness).arm("real_kv_used", seed=1)
     harness.submit(list(range(30)), max_new_tokens=20)
     with pytest.raises(CanaryViolation):
         harness.run()

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
+from kv_canary.faults.catalogue import DRAFT_FAULTS
 from sglang.srt.replay.playing.command import main
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.replay_traffic import LONG_AGO, check_same, record_of, replayed
@@ -25,7 +25,7 @@ REQUIRED_SHARE = 0.95
 # (topk, steps, nodes), page size.
 TREE, CHAIN = ((4, 4, 12), 4), ((1, 4, 5), 4)
 FAULTS = [
-    *(("draft", name) for name in sorted(SPEC_INJECTORS)),
+    *(("draft", name) for name in sorted(DRAFT_FAULTS)),
     *(("draft", name) for name in ("real_kv_used", "record", "early_free")),
     *(("target", name) for name in ("skipped_move", "input_token")),
 ]

@@ -10,13 +10,10 @@ from typing import Any
 
 import pytest
 
+from sglang.faults.settings import VARIABLES, PerturbSettings
 from sglang.srt.kv_canary.api import install_canary
-from sglang.srt.kv_canary.config import (
-    CanaryConfig,
-    CanaryMode,
-    PerturbConfig,
-    RealData,
-)
+from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
+from sglang.srt.kv_canary.perturb import driver_of
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils import paths
 from sglang.test.canary_traffic import plant
@@ -40,6 +37,11 @@ def config_of(**flags: Any) -> CanaryConfig:
     return CanaryConfig.from_server_args(ServerArgs(device="cpu", **flags))
 
 
+def perturb_of(**flags: Any) -> PerturbSettings:
+    args = ServerArgs(device="cpu", **flags)
+    return PerturbSettings.from_environment(args, CanaryConfig.from_server_args(args))
+
+
 # -- defaults ----------------------------------------------------------------------
 
 
@@ -55,10 +57,10 @@ def test_defaults() -> None:
         max_report_files=1000,
         ring_capacity=1024,
         stats_every=100,
-        perturb=PerturbConfig(warmup_steps=50),
     )
     assert not config_of().is_on
-    assert not config_of().perturb.is_active
+    assert perturb_of() == PerturbSettings(chances={}, warmup_steps=50, group="full")
+    assert {one.name: name for name, one in VARIABLES.items()} == PROBABILITIES
     assert config_of(kv_canary="log").is_on
     assert config_of(kv_canary="raise").real_data is RealData.PARTIAL
 
@@ -80,7 +82,7 @@ def test_every_setting_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         monkeypatch.setenv(PREFIX + name, value)
     for i, name in enumerate(PROBABILITIES):
         monkeypatch.setenv(name, str((i + 1) / 8))
-    config = config_of(
+    flags = dict(
         kv_canary="log",
         kv_canary_real_data="rotate",
         kv_canary_sweep_interval=8,
@@ -88,7 +90,7 @@ def test_every_setting_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         kv_canary_report_tokens=True,
     )
     chances = {field: (i + 1) / 8 for i, field in enumerate(PROBABILITIES.values())}
-    assert config == CanaryConfig(
+    assert config_of(**flags) == CanaryConfig(
         mode=CanaryMode.LOG,
         real_data=RealData.ROTATE,
         sweep_interval=8,
@@ -102,8 +104,8 @@ def test_every_setting_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         check_write_inputs=True,
         check_read_tokens=True,
         use_token_oracle=True,
-        perturb=PerturbConfig(**chances, warmup_steps=0),
     )
+    assert perturb_of(**flags) == PerturbSettings(chances=chances, warmup_steps=0)
 
 
 # -- refusals ----------------------------------------------------------------------
@@ -233,7 +235,7 @@ def test_variables_that_do_not_fit_are_refused(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(ValueError, match=message):
-        config_of(kv_canary=mode)
+        perturb_of(kv_canary=mode)
 
 
 def test_a_pool_that_cannot_be_fingerprinted_is_refused(tmp_path: Path) -> None:
@@ -271,11 +273,11 @@ def test_faults_that_cannot_be_planted_are_refused(model: Path) -> None:
     manager = ForwardHarness(model, kv_canary="log").runner.canary_manager
     assert manager is not None
     with pytest.raises(ValueError, match="next_token_swap .*oracle, which is off"):
-        manager.perturb.arm("next_token_swap", seed=0)
+        driver_of(manager).arm("next_token_swap", seed=0)
     message = "no fault of group full is called 'flip'; choose from req_"
     with pytest.raises(ValueError, match=message):
-        manager.perturb.arm("flip", seed=0)
-    assert manager.perturb.is_idle
+        driver_of(manager).arm("flip", seed=0)
+    assert driver_of(manager).is_idle
 
 
 def test_the_canary_costs_64_bytes_per_slot(model: Path) -> None:

@@ -43,6 +43,7 @@ from sglang.srt.kv_canary.api import (
     _with_canary_bracketing,
 )
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
+from sglang.srt.kv_canary.perturb import driver_of
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.runner.scopes import context_tuple
@@ -329,7 +330,7 @@ class TestLaunchEndpointsPerForward:
         """Warm-ups and captures: checked, but no faults, sweeps or health checks."""
         harness = ForwardHarness(model, slots=512, kv_canary="log")
         manager = canary_of(harness)
-        manager.perturb.arm("early_free", seed=0)
+        driver_of(manager).arm("early_free", seed=0)
         (row,) = prefilled(harness, 5)
         assert findings(harness, decode_batch(harness, row)) == []
         assert manager.num_forwards == 0

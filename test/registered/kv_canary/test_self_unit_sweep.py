@@ -16,7 +16,7 @@ from sglang.srt.kv_canary.runner.sweep import Sweeper
 from sglang.srt.mem_cache.allocator import create_allocator
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.radix_cache import RadixCache
-from sglang.test.canary_traffic import canary_of
+from sglang.test.canary_traffic import canary_of, faults_of
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.scale import count
@@ -204,11 +204,12 @@ def test_damage_in_the_cache_is_found_within_two_rotations(
     engine.submit([7] * 5, max_new_tokens=200, ignore_eos=True)
     for _ in range(rng.randrange(1, 10)):
         engine.scheduler.step()
-    manager.perturb.arm("real_kv_unused_cache", seed=seed)
+    faults = faults_of(engine)
+    faults.arm("real_kv_unused_cache", seed=seed)
     before = manager.num_sweep_passes
     with pytest.raises(CanaryViolation, match="launch_tag=target.sweep"):
         engine.run()
-    (planted,) = manager.perturb.planted
+    (planted,) = faults.planted
     (found,) = manager.reporter.incidents[-1]["violations"]
     place = (planted.damage.slot, planted.damage.position)
     assert (found["slot"], found["position"]) == place

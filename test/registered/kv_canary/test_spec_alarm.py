@@ -21,6 +21,7 @@ from sglang.test.spec_canary_traffic import (
     WARM_STEPS,
     SpecTraffic,
     canaries_of,
+    faults_of,
     logged,
     speculating,
     worker_of,
@@ -66,6 +67,7 @@ def serve(models: dict[str, Path], *, seed: int, fault: str | None) -> Run:
         **models, tree=(1, 4, 5), page_size=4, kv_canary="log", dtype="float32"
     )
     manager = canaries_of(harness)["draft"]
+    faults = faults_of(harness)["draft"]
     worker, traffic = worker_of(harness), SpecTraffic(harness, seed=seed)
     decode, accepted, reported = worker._decode, [], None
 
@@ -83,13 +85,13 @@ def serve(models: dict[str, Path], *, seed: int, fault: str | None) -> Run:
         for step in range(STEPS):
             traffic.on_step(step)
             if fault is not None and step == WARM_STEPS:
-                manager.perturb.arm(fault, seed=seed)
+                faults.arm(fault, seed=seed)
             accepted.append({})
             harness.scheduler.step()
             if reported is None and manager.reporter.total:
                 reported = step
     if fault is not None:
-        (planted,) = manager.perturb.planted
+        (planted,) = faults.planted
         # Reported by the forward that read it first, under the draft's name.
         incident = manager.reporter.incidents[0]
         slots = [slot for slot, _ in planted.damage.places]

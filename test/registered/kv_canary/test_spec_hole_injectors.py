@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from kv_canary.checks import Reason
+from kv_canary.faults.catalogue import STEP_FAULTS
+from kv_canary.faults.fault import Serving
 from kv_canary.view import KVReadView
 from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.layers.attention.paged_backend import (
@@ -16,9 +19,7 @@ from sglang.srt.layers.attention.paged_backend import (
     PagedAttnBackend,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.hole_injectors import CARRIED, HOLE_INJECTORS
 from sglang.test.hole_traffic import Engine, check_named, does_damage, stop_by
-from sglang.test.holes.site import Where
 from sglang.test.scale import count, is_full
 from sglang.test.spec_canary_traffic import CONTEXT, VOCAB, SpecTraffic
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
@@ -36,16 +37,16 @@ ENGINES = [
 
 def engines_of(name: str) -> list[Engine]:
     """Those in which a fault can occur."""
-    where = HOLE_INJECTORS[name].where
+    serving = STEP_FAULTS[name].serving
     return [
         engine
         for engine in ENGINES
         if engine.tree is not None
-        and (Where.CHAIN if engine.tree[0] == 1 else Where.TREE) in where
+        and (Serving.CHAIN if engine.tree[0] == 1 else Serving.TREE) in serving
     ]
 
 
-NAMES = [name for name in HOLE_INJECTORS if engines_of(name)]
+NAMES = [name for name in STEP_FAULTS if engines_of(name)]
 # In CI each fault meets one engine, and they take turns.
 CASES = [
     (name, engine)
@@ -71,7 +72,9 @@ def models_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Model
     }
 
     def models(name: str) -> Models:
-        source = "hidden" if name in CARRIED else "attention"
+        fault = STEP_FAULTS.get(name)
+        is_carried = fault is not None and fault.reasons == Reason.CARRIED_STATE
+        source = "hidden" if is_carried else "attention"
         return {"model": target, "draft": drafts[source]}
 
     return models

@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from kv_canary.checks import reason_labels
+from kv_canary.faults.catalogue import DRAFT_FAULTS, POOL_FAULTS, in_serving
+from kv_canary.faults.fault import Group, Serving
 from kv_canary.reporter import CanaryViolation
 from kv_canary.view import KVReadView
-from sglang.srt.forward.batch import ForwardBatch
-from sglang.srt.kv_canary.perturb.damage import Damage
-from sglang.srt.kv_canary.perturb.fault_points import (
+from sglang.faults.fault_points import (
     EARLY_POSITIONS,
     NARROW_ROWS,
     PROMPT_TAIL,
@@ -26,8 +26,8 @@ from sglang.srt.kv_canary.perturb.fault_points import (
     SMALL_INDEX_BUFFER,
     FaultPoint,
 )
-from sglang.srt.kv_canary.perturb.injectors import INJECTORS
-from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
+from sglang.faults.pools.scene import Damage
+from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.layers.attention.branch_lists import BranchLists
 from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
 from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
@@ -44,6 +44,7 @@ from sglang.test.spec_canary_traffic import (
     SpecOutcome,
     SpecTraffic,
     canaries_of,
+    faults_of,
     logged,
     plant_in,
     speculating,
@@ -58,8 +59,8 @@ SEEDS = range(count(ci=1, full=20))
 CHAIN, FLAT = ((1, 4, 5), 4), ((4, 4, 12), 1)
 TREE, WIDE = ((4, 4, 12), 4), ((8, 3, 16), 64)
 # Those of draft steps and moves that trees alone have; the others on chains, too.
-NEED_BRANCHES = {"branch_offset", "small_index_buffer"}
-MOVES = {"moved_without_record", "record_without_kv", "skipped_move"}
+MOVES = {name for name, fault in DRAFT_FAULTS.items() if Group.FULL in fault.groups}
+NEED_BRANCHES = set(DRAFT_FAULTS) - {*in_serving(DRAFT_FAULTS, Serving.CHAIN)} - MOVES
 # Found where they are planted, by the forward's own reads or writes.
 AT_ONCE = {
     "branch_offset",
@@ -92,7 +93,7 @@ def with_language_model(tmp_path_factory: pytest.TempPathFactory) -> dict[str, P
 
 def cases() -> list[tuple[str, str, tuple[tuple[int, int, int], int]]]:
     found = []
-    for name in SPEC_INJECTORS:
+    for name in DRAFT_FAULTS:
         if name in MOVES:
             # Accepted paths in the target's pool, copies of tails in the draft's.
             found += [("target", name, shape) for shape in (FLAT, TREE, WIDE)]
@@ -129,7 +130,7 @@ def check_named(outcome: SpecOutcome, topk: int) -> None:
     forward = first_read(outcome)
     assert {v["worker"] for v in outcome.violations} == {outcome.pool}
     assert min(v["forward"] for v in outcome.violations) == forward.clock
-    allowed = set(reason_labels({**INJECTORS, **SPEC_INJECTORS}[name].reasons))
+    allowed = set(reason_labels({**POOL_FAULTS, **DRAFT_FAULTS}[name].reasons))
     victim = outcome.victim(damage.serial)
     assert (victim is None) == (name == "idle_row_write")
     found = [
@@ -313,8 +314,8 @@ def test_both_pools_are_reported_before_the_engine_stops(
         for step in range(WARM_STEPS + 1):
             traffic.on_step(step)
             harness.scheduler.step()
-        for manager in managers.values():
-            manager.perturb.arm("real_kv_used", seed=seed)
+        for faults in faults_of(harness).values():
+            faults.arm("real_kv_used", seed=seed)
         with pytest.raises(CanaryViolation, match=r"launch_tag=target\.verify"):
             harness.scheduler.step()
         incidents = managers["target"].reporter.incidents
@@ -337,10 +338,11 @@ def test_a_flipped_entry_names_a_slot_of_both_pools(models: dict[str, Path]) -> 
     for step in range(WARM_STEPS + 1):
         traffic.on_step(step)
         harness.scheduler.step()
-    draft.perturb.arm("req_to_token", seed=0)
-    draft.perturb._rng = Highest(0)
+    faults = faults_of(harness)["draft"]
+    faults.arm("req_to_token", seed=0)
+    faults._rng = Highest(0)
     stop(harness)
-    (planted,) = draft.perturb.planted
+    (planted,) = faults.planted
     allocator = harness.scheduler.cache.allocator
     assert planted.damage.slot == allocator.num_pages * allocator.page_size
     assert draft.target.buffers.state.num_slots > planted.damage.slot + 4

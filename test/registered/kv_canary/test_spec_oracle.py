@@ -15,7 +15,7 @@ from sglang.srt.utils.hashing import hash_string
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.scale import count
-from sglang.test.spec_canary_traffic import canaries_of, worker_of
+from sglang.test.spec_canary_traffic import canaries_of, faults_of, worker_of
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
 register_cpu_ci(est_time=39, suite="cpu", full_time=150)
@@ -186,9 +186,10 @@ def test_next_token_swap(folder: Path, shape: tuple[tuple[int, int, int], int]) 
         for _ in range(8):
             harness.scheduler.step()
         manager = canaries_of(harness)["target"]
-        manager.perturb.arm("next_token_swap", seed=seed)
+        faults = faults_of(harness)["target"]
+        faults.arm("next_token_swap", seed=seed)
         found = stop(harness)
-        damage = manager.perturb.planted[0].damage
+        damage = faults.planted[0].damage
         assert damage.other is not None
         ends = {
             manager.serials.rid(serial): position

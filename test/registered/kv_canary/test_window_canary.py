@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kv_canary.checks import reason_labels
-from sglang.srt.kv_canary.perturb.window_injectors import WINDOW_INJECTORS
+from kv_canary.faults.catalogue import WINDOW_FAULTS
 from sglang.srt.kv_canary.runner.swa_divergence import MARK
 from sglang.test.canary_traffic import CONTEXT, VOCAB, Outcome, plant
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -48,7 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def check_report(outcome: Outcome, name: str) -> None:
     """One of the expected reasons, at the fault's own places, in the group."""
     damage = outcome.planted.damage
-    allowed = set(reason_labels(WINDOW_INJECTORS[name].reasons))
+    allowed = set(reason_labels(WINDOW_FAULTS[name].reasons))
     found = [v for v in outcome.violations if allowed & set(v["reasons"])]
     assert found, outcome.text
     assert {v["group"] for v in outcome.violations} == {"swa"}, outcome.text
@@ -62,7 +62,7 @@ def check_report(outcome: Outcome, name: str) -> None:
 
 
 @each_page_size
-@pytest.mark.parametrize("name", sorted(set(WINDOW_INJECTORS) - {CACHED, LATER}))
+@pytest.mark.parametrize("name", sorted(set(WINDOW_FAULTS) - {CACHED, LATER}))
 def test_is_reported_at_once(model: Path, name: str, page_size: int) -> None:
     for seed in SEEDS:
         outcome = plant(model, name, seed=seed, group="swa", page_size=page_size)

@@ -7,7 +7,7 @@ import random
 
 import pytest
 
-from sglang.srt.kv_canary.perturb import fault_points
+from sglang.faults import fault_points
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_oracle import MockOracle

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from sglang.srt.kv_canary.perturb.injectors import INJECTORS
-from sglang.srt.kv_canary.perturb.spec_injectors import SPEC_INJECTORS
+from kv_canary.faults.catalogue import DRAFT_FAULTS, POOL_FAULTS
+from sglang.srt.kv_canary.perturb import drivers_of
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.heal_traffic import check_books
@@ -30,7 +30,7 @@ FORWARDS_BETWEEN = count(ci=15, full=50)
 # Faults in what the prefix cache holds.
 NEED_CACHE = {"phantom_prefix", "real_kv_unused_cache"}
 DRAFT_NAMES = sorted(
-    {*SPEC_INJECTORS, "real_kv_used", "real_kv_post_forward", "record", "early_free"}
+    {*DRAFT_FAULTS, "real_kv_used", "real_kv_post_forward", "record", "early_free"}
 )
 # (page size, slots, chunk, policy, radix cache, overlap): small enough to retract.
 PLAIN = [
@@ -71,9 +71,9 @@ def serve(harness: EngineHarness, *, seed: int) -> None:
     """Serve random requests and plant faults in either pool."""
     rng, scheduler = random.Random(seed), harness.scheduler
     traffic = Traffic(harness, random.Random(seed), REQUESTS, longest_output=120)
-    managers = scheduler.worker.canary_managers()
+    drivers = drivers_of(scheduler)
     has_cache = not harness.server_args.disable_radix_cache
-    target_names = sorted(set(INJECTORS) - (set() if has_cache else NEED_CACHE))
+    target_names = sorted(set(POOL_FAULTS) - (set() if has_cache else NEED_CACHE))
     answers: dict[str, Finished] = {}
     last = 0
 
@@ -82,18 +82,18 @@ def serve(harness: EngineHarness, *, seed: int) -> None:
         traffic.on_step(step)
         if scheduler._stats.num_forwards >= last + FORWARDS_BETWEEN:
             last = scheduler._stats.num_forwards
-            pool = rng.randrange(len(managers))
+            pool = rng.randrange(len(drivers))
             names = DRAFT_NAMES if pool else target_names
             # One that has found no opportunity makes room.
-            managers[pool].perturb._armed.clear()
-            managers[pool].perturb.arm(rng.choice(names), seed=rng.randrange(1000))
+            drivers[pool]._armed.clear()
+            drivers[pool].arm(rng.choice(names), seed=rng.randrange(1000))
             check_books(harness)
 
     while traffic.left:
         answers |= harness.run(on_step=on_step)
     check(traffic.expected, answers, vocab_size=VOCAB)
     heals = sum(scheduler.stats_snapshot().kv_canary_heals_total.values())
-    planted = sum(len(manager.perturb.planted) for manager in managers)
+    planted = sum(len(driver.planted) for driver in drivers)
     assert planted > 0 and (REQUESTS < 2000 or heals >= planted / 2), (planted, heals)
 
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 import sglang
 from kv_canary.checks import reason_labels
+from kv_canary.faults.catalogue import POOL_FAULTS
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import (
     TensorParallelGroup,
     tensor_parallel_group,
 )
 from sglang.srt.forward.batch import ForwardMode
-from sglang.srt.kv_canary.perturb.injectors import INJECTORS
 from sglang.srt.mem_cache.mla_memory_pool import MLATokenToKVPool
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import num_layer_weights
@@ -292,7 +292,7 @@ FAULTS = [
 # Not with `rotate`, which reaches a slot only if its request goes on for a rotation.
 EVERY_FAULT = [
     (name, page_size, "all")
-    for name in sorted(set(INJECTORS) - {"phantom_prefix"})
+    for name in sorted(set(POOL_FAULTS) - {"phantom_prefix"})
     for page_size in (1, 4, 16)
 ]
 
@@ -320,7 +320,7 @@ def test_faults_are_reported(
         kv_canary_real_data=real_data,
         kv_canary_sweep_interval=2,
     )
-    allowed = set(reason_labels(INJECTORS[name].reasons))
+    allowed = set(reason_labels(POOL_FAULTS[name].reasons))
     found = [v for v in outcome.violations if allowed & set(v["reasons"])]
     assert found, outcome.text
     places = outcome.planted.damage.places

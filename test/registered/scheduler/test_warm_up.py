@@ -161,7 +161,7 @@ def test_a_rehearsal_leaves_no_trace_either(
         monkeypatch.setattr(model_runner, "cuda_graph_backend", RecordingBackend)
     with monkeypatch.context() as patch:
         patch.setattr(ModelRunner, "_compiled_mark", lambda self: Unset())
-        patch.setattr(build, "is_warmed_up", lambda args, worker: True)
+        patch.setattr(build, "is_warmed_up", lambda args: True)
         warm = EngineHarness(model, **options, **CANARY)
     # After it: kernels that this one loaded would have come late to an engine before.
     fresh = EngineHarness(model, **options, **CANARY)
@@ -202,7 +202,7 @@ def test_nothing_is_refused(
 
 def test_the_cpu_does_not_wait_for_it(tiny: Path) -> None:
     engine = EngineHarness(tiny, device="cpu", skip_tokenizer_init=True)
-    assert not is_warmed_up(engine.server_args, engine.scheduler.worker)
+    assert not is_warmed_up(engine.server_args)
 
 
 @settings(deadline=None, max_examples=200)

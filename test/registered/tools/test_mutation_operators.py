@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from kv_canary.faults.fault import Place
 from scripts.mutation.choice import Fault, only, sample
 from scripts.mutation.mutants import mutants
 from scripts.mutation.sites import Mutant
@@ -134,7 +135,8 @@ def test_a_field_is_only_taken_where_the_module_knows_it() -> None:
 
 def test_a_sample_serves_all_areas_and_operators_alike(found: list[Mutant]) -> None:
     few, many = (
-        Area(name=name, modules=(), worlds="", tests=()) for name in ("few", "many")
+        Area(place=place, modules=(), worlds="", tests=())
+        for place in (Place.RELAY, Place.TREE)
     )
     faults = [Fault(area=many, mutant=m) for m in found]
     faults += [Fault(area=few, mutant=m) for m in found[:3]]

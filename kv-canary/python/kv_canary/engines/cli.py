@@ -145,7 +145,7 @@ def _kernels() -> str:
 def selftest_of(host: Host, model: str | None, seeds: int) -> int:
     """Run the self-test of one model here, or that of each in a process of its own."""
     if model is not None:
-        test = importlib.import_module(f"kv_canary.engines.{host.name}.selftest")
+        test = importlib.import_module(f"kv_canary.faults.{host.name}.selftest")
         return 0 if test.run(model, seeds) else 1
     code = 0
     for kind in host.models:

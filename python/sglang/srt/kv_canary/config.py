@@ -5,19 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from kv_canary.violation import GROUPS
 from sglang.srt.environ import EnvVar, envs
 from sglang.srt.utils.paths import private_folder
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
-
-
-FULL = GROUPS[0]
-# A model without window slots has one group, whatever its name.
-DAMAGED_GROUPS = GROUPS[:2]
 
 
 class CanaryMode(str, Enum):
@@ -36,32 +30,6 @@ class RealData(str, Enum):
     PARTIAL = "partial"
     ROTATE = "rotate"
     ALL = "all"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PerturbConfig:
-    """Chances per forward of each injected fault, all 0 in production, and the group of
-    slots that is damaged."""
-
-    req_to_token: float = 0.0
-    real_kv_used: float = 0.0
-    real_kv_unused_cache: float = 0.0
-    real_kv_post_forward: float = 0.0
-    next_token_swap: float = 0.0
-    warmup_steps: int = 50
-    group: str = "full"
-
-    @property
-    def is_active(self) -> bool:
-        return any(
-            (
-                self.req_to_token,
-                self.real_kv_used,
-                self.real_kv_unused_cache,
-                self.real_kv_post_forward,
-                self.next_token_swap,
-            )
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,7 +63,6 @@ class CanaryConfig:
     check_read_tokens: bool = False
     use_token_oracle: bool = False
     divergence_every: int = 0
-    perturb: PerturbConfig = PerturbConfig()
 
     @property
     def is_on(self) -> bool:
@@ -118,27 +85,21 @@ class CanaryConfig:
             mode=CanaryMode(server_args.kv_canary),
             real_data=RealData(server_args.kv_canary_real_data),
             sweep_interval=server_args.kv_canary_sweep_interval,
-            sweep_budget=_at_least(envs.SGLANG_KV_CANARY_SWEEP_BUDGET, 1),
-            rotation_steps=_at_least(envs.SGLANG_KV_CANARY_ROTATION_STEPS, 1),
+            sweep_budget=at_least(envs.SGLANG_KV_CANARY_SWEEP_BUDGET, 1),
+            rotation_steps=at_least(envs.SGLANG_KV_CANARY_ROTATION_STEPS, 1),
             report_dir=_report_dir(server_args.kv_canary_report_dir),
             report_tokens=server_args.kv_canary_report_tokens,
-            max_report_files=_at_least(envs.SGLANG_KV_CANARY_MAX_REPORT_FILES, 0),
-            ring_capacity=_at_least(envs.SGLANG_KV_CANARY_RING_CAPACITY, 1),
-            stats_every=_at_least(envs.SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS, 0),
+            max_report_files=at_least(envs.SGLANG_KV_CANARY_MAX_REPORT_FILES, 0),
+            ring_capacity=at_least(envs.SGLANG_KV_CANARY_RING_CAPACITY, 1),
+            stats_every=at_least(envs.SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS, 0),
             check_write_inputs=envs.SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT.get(),
             check_read_tokens=envs.SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT.get(),
             use_token_oracle=envs.SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE.get(),
-            divergence_every=_at_least(
+            divergence_every=at_least(
                 envs.SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL, 0
             ),
-            perturb=_perturb(),
         )
         config._refuse_conflicts()
-        if server_args.disable_radix_cache and config.perturb.real_kv_unused_cache:
-            raise ValueError(
-                "SGLANG_KV_CANARY_PERTURB_REAL_KV_UNUSED_CACHE_PROB damages the prefix "
-                "cache, which --disable-radix-cache turns off; unset one of them"
-            )
         return config
 
     def refuse_without_windows(self) -> None:
@@ -147,18 +108,8 @@ class CanaryConfig:
         Raises:
             ValueError: a variable is about them; names it.
         """
-        for variable, is_set in (
-            (
-                envs.SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL,
-                self.divergence_every > 0,
-            ),
-            (envs.SGLANG_KV_CANARY_PERTURB_TARGET_GROUP, self.perturb.group != FULL),
-        ):
-            if is_set:
-                raise ValueError(
-                    f"{variable.name}={variable.get()} is about window slots, which "
-                    "this model with these flags does not have; unset it"
-                )
+        if self.divergence_every > 0:
+            refuse_without_windows(envs.SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL)
 
     def _refuse_conflicts(self) -> None:
         if self.check_write_inputs and not self.use_token_oracle:
@@ -167,12 +118,6 @@ class CanaryConfig:
                 "token oracle; set SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE=1 too"
             )
         if self.is_on:
-            if self.perturb.next_token_swap and not self.check_write_inputs:
-                raise ValueError(
-                    "SGLANG_KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB swaps tokens that "
-                    "only the token oracle can tell apart; set "
-                    "SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT=1 too"
-                )
             return
         for variable, is_set in (
             (
@@ -184,54 +129,39 @@ class CanaryConfig:
                 self.check_read_tokens,
             ),
             ("SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE", self.use_token_oracle),
-            ("SGLANG_KV_CANARY_PERTURB_*_PROB", self.perturb.is_active),
             (
                 "SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL",
                 self.divergence_every > 0,
             ),
         ):
             if is_set:
-                raise ValueError(
-                    f"{variable} has no effect with --kv-canary none; unset it, or use "
-                    "--kv-canary log, raise or heal"
-                )
+                refuse_while_off(variable)
 
 
-def _at_least(variable: EnvVar[int], low: int) -> int:
+def refuse_while_off(variable: str) -> NoReturn:
+    raise ValueError(
+        f"{variable} has no effect with --kv-canary none; unset it, or use "
+        "--kv-canary log, raise or heal"
+    )
+
+
+def refuse_without_windows(variable: EnvVar[Any]) -> NoReturn:
+    raise ValueError(
+        f"{variable.name}={variable.get()} is about window slots, which "
+        "this model with these flags does not have; unset it"
+    )
+
+
+def at_least(variable: EnvVar[int], low: int) -> int:
+    """Return the value of `variable`.
+
+    Raises:
+        ValueError: it is below `low`; names the variable.
+    """
     value = variable.get()
     if value < low:
         raise ValueError(f"{variable.name}={value} must be at least {low}")
     return value
-
-
-def _probability(variable: EnvVar[float]) -> float:
-    value = variable.get()
-    if not 0.0 <= value <= 1.0:
-        raise ValueError(f"{variable.name}={value} must lie between 0 and 1")
-    return value
-
-
-def _perturb() -> PerturbConfig:
-    group = envs.SGLANG_KV_CANARY_PERTURB_TARGET_GROUP
-    if group.get() not in DAMAGED_GROUPS:
-        raise ValueError(
-            f"{group.name}={group.get()!r} must be one of {', '.join(DAMAGED_GROUPS)}"
-        )
-    return PerturbConfig(
-        group=group.get(),
-        req_to_token=_probability(envs.SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB),
-        real_kv_used=_probability(envs.SGLANG_KV_CANARY_PERTURB_REAL_KV_USED_PROB),
-        real_kv_unused_cache=_probability(
-            envs.SGLANG_KV_CANARY_PERTURB_REAL_KV_UNUSED_CACHE_PROB
-        ),
-        real_kv_post_forward=_probability(
-            envs.SGLANG_KV_CANARY_PERTURB_REAL_KV_POST_FORWARD_PROB
-        ),
-        next_token_swap=_probability(
-            envs.SGLANG_KV_CANARY_PERTURB_NEXT_TOKEN_SWAP_PROB
-        ),
-        warmup_steps=_at_least(envs.SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS, 0),
-    )
 
 
 def _report_dir(path: str | None) -> Path | None:

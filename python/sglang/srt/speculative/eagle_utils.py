@@ -189,19 +189,3 @@ def accepted_logprobs(
             named_ids=named_ids,
         ),
     )
-
-
-def simulate_acceptance(result: VerifyResult, *, mean: float) -> None:
-    """Accept the first nodes of each tree instead: `mean` tokens on average, drawn anew
-    for every request. For benchmarks with random weights only.
-    """
-    bs, width = result.accept_index.shape
-    nodes = result.predict.shape[1]
-    device = result.predict.device
-    base = int(mean)
-    noise = torch.rand(bs, device=device)
-    lens = (base + (noise < mean - base).long()).clamp_(1, width)
-    column = torch.arange(width, device=device)
-    places = torch.arange(bs, device=device)[:, None] * nodes + column
-    result.accept_index.copy_(places.where(column < lens[:, None], -1))
-    result.accept_lens.copy_(lens)

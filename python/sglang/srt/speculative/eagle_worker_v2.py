@@ -20,7 +20,6 @@ from torch import Tensor
 from kv_canary.accepted import AcceptedPath
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.draft_trees.ops.verify.op import gather_accepted
-from sglang.srt.environ import envs
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode, HostLens
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
 from sglang.srt.managers.worker.tp_worker import TpModelWorker, to_host
@@ -34,7 +33,6 @@ from sglang.srt.speculative.eagle_utils import (
     accept_drafts,
     accepted_logprobs,
     node_history,
-    simulate_acceptance,
 )
 
 if TYPE_CHECKING:
@@ -92,12 +90,6 @@ class EAGLEWorkerV2:
             acc=server_args.speculative_accept_threshold_acc,
         )
         self._group = get_tp_group()
-        self._simulated_length = envs.SGLANG_SIMULATE_ACC_LEN.get()
-        if self._simulated_length and server_args.load_format != "dummy":
-            raise ValueError(
-                f"SGLANG_SIMULATE_ACC_LEN={self._simulated_length} makes tokens up and "
-                "is for benchmarks: it needs --load-format dummy; unset it"
-            )
 
     def capture_graphs(self) -> None:
         """As `Worker.capture_graphs`."""
@@ -200,7 +192,7 @@ class EAGLEWorkerV2:
             logits: [b * D, V], the target's after each node.
             history: tokens on the path to each node, where a request has a penalty.
         """
-        decided = accept_drafts(
+        return accept_drafts(
             live.tree,
             logits,
             sampling_info,
@@ -210,11 +202,6 @@ class EAGLEWorkerV2:
             # Not every sum over a distribution on a GPU has the same bits twice.
             agree=self._group.broadcast,
         )
-        if self._simulated_length:
-            simulate_acceptance(live.result, mean=self._simulated_length)
-            for tensor in (live.result.accept_index, live.result.accept_lens):
-                self._group.broadcast(tensor)
-        return decided
 
     def _history(
         self, batch: ScheduleBatch, live: WorkspaceRows
@@ -328,8 +315,6 @@ class EAGLEWorkerV2:
             path,
             draft=draft.ends,
             salts=identity.salt,
-            # A simulated path is none of the tree.
-            checks=not self._simulated_length,
             accepted=lambda: self._accepted_rows(live),
         )
 

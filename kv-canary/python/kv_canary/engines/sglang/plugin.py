@@ -12,7 +12,6 @@ from collections.abc import Callable
 from kv_canary.engines.hooks import Refusal, import_failure, require
 from kv_canary.engines.settings import Mode, SettingsError, read_settings
 from kv_canary.engines.sglang.hooks_of import EVERYTHING, REGISTRY
-from kv_canary.engines.sglang.planting import PLAN, plant
 from kv_canary.engines.sglang.wrappers import wrap_engine
 
 logger = logging.getLogger(__name__)
@@ -22,6 +21,8 @@ OLDEST = (0, 5, 11)
 VARIABLE = "SGLANG_PLUGINS"
 """Of SGLang: names of the plugins that may load, separated by commas."""
 NAME = "kv_canary"
+SELF_TEST = "SELFTEST_OF_KV_CANARY"
+"""Set by the self-test alone: its plan for the scheduler's process."""
 
 _undo: list[Callable[[], None]] = []
 
@@ -77,10 +78,10 @@ def register() -> None:
             raise SystemExit(text) from None
         logger.error("%s. NOTHING IS CHECKED", text)
         return
-    plan = os.environ.get(PLAN)
-    if plan:
-        # Inside of the canary's own wrapper.
-        _undo.append(plant(plan))
+    if os.environ.get(SELF_TEST):
+        # Inside of the canary's own wrapper. Nothing else imports the room of faults.
+        planting = importlib.import_module("kv_canary.faults.sglang.planting")
+        _undo.append(planting.plant(os.environ[SELF_TEST]))
     _undo.extend(wrap_engine(settings))
 
 

@@ -1,7 +1,7 @@
 """The canary of one worker: scopes around launches and forwards, and their findings.
 
 ```
-with_ops_outside_graph            poison what was freed, lineages, faults, sweep
+with_ops_outside_graph            poison what was freed, lineages, sweep
   with_active_single_forward_manager(i)      one model forward, captured or not
     pre_ops_maybe_inside_graph    verify and head; on a GPU beside a large model step,
                                   and after the start of a prefill graph
@@ -43,7 +43,6 @@ from sglang.srt.forward.graph_capture import SideStream
 from sglang.srt.kv_canary.attention_calls import AttentionCalls
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.draft_state import DraftState
-from sglang.srt.kv_canary.perturb.driver import PerturbDriver, SavedPerturb
 from sglang.srt.kv_canary.pool_patcher.api import SWA
 from sglang.srt.kv_canary.runner.due_work import DueWork
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
@@ -106,11 +105,14 @@ class Examined(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class SavedCanary:
-    """Where a canary is between two steps; `perturb` None: no fault is due."""
+    """Where a canary is between two steps.
+
+    `perturb` is what a room above the engine adds, as plain data; None: nothing.
+    """
 
     next_forward: int
     num_launches: int
-    perturb: SavedPerturb | None
+    perturb: dict[str, Any] | None = None
 
 
 class CanaryManager:
@@ -126,7 +128,6 @@ class CanaryManager:
         serials: requests by serial; the scheduler adds them.
         reporter: of everything found so far.
         ends: ends steps.
-        perturb: fault injection.
         active: whose forward is open.
         calls: of attention, in the forward that is open.
         side: the stream of launches beside the model; None on the CPU.
@@ -197,7 +198,6 @@ class CanaryManager:
         self._stats = StatsLogger(config.stats_every, pool=POOLS[target.is_draft])
         self._health = HealthChecker()
         self._counters = [0] * NUM_COUNTERS
-        self.perturb = PerturbDriver(target)
         self.calls = AttentionCalls(target.kv_pool)
         self.calls.watch(target.attn_backend)
 
@@ -222,7 +222,6 @@ class CanaryManager:
 
     def attach_radix_cache(self, cache: BasePrefixCache) -> None:
         """Sweep the unused slots of this prefix cache from now on."""
-        self.perturb.attach(cache)
         if self.config.sweep_interval and isinstance(cache, RadixCache):
             groups: list[tuple[CanaryBuffers, GroupRuns | None]]
             groups = [(self.target.buffers, None)]
@@ -268,7 +267,7 @@ class CanaryManager:
         return DraftState(self._state, req_rows=req_rows, max_nodes=max_nodes)
 
     def mark_init_finished(self) -> None:
-        """Let faults, sweeps and health checks begin: all graphs are captured."""
+        """Let sweeps and health checks begin: all graphs are captured."""
         self._is_init_finished = True
         self._clock = int(self._state.clock.item())
         self._launches.clear()
@@ -283,12 +282,11 @@ class CanaryManager:
         return SavedCanary(
             next_forward=self._clock,
             num_launches=self._forwards,
-            perturb=None if self.perturb.is_idle else self.perturb.save(),
         )
 
     @contextmanager
     def setting_up(self) -> Iterator[None]:
-        """Scope of forwards that rebuild the pool: no faults, no sweeps, not counted.
+        """Scope of forwards that rebuild the pool: no sweeps, not counted.
 
         Raises:
             RuntimeError: something was found in them.
@@ -328,8 +326,6 @@ class CanaryManager:
         self._state.clock.fill_(saved.next_forward)
         self._forwards = saved.num_launches
         self._launches.clear()
-        if saved.perturb is not None:
-            self.perturb.load(saved.perturb)
 
     # -- around launches -----------------------------------------------------------
 
@@ -369,14 +365,11 @@ class CanaryManager:
         self._launches.add(self._clock, len(indices), forward_batch.forward_mode)
         self._clock += len(indices)
         try:
-            # A fault that is planted must find what is due done.
-            if not (self.perturb.is_idle and self._may_run_behind(forward_batch)):
+            if not self._may_run_behind(forward_batch):
                 self._due.settle()
             for i in indices:
                 self._managers[i].pre_ops_outside_graph(forward_batch)
             if self._is_init_finished:
-                if not self.perturb.is_idle:
-                    self.perturb.before_forward(forward_batch)
                 if self._sweepers:
                     self._sweep_if_due()
                 if self.windows is not None:
@@ -399,8 +392,6 @@ class CanaryManager:
             self._managers[i].post_ops_outside_graph(forward_batch)
         if self._is_init_finished:
             self._forwards += 1
-            if not self.perturb.is_idle:
-                self.perturb.after_forward(forward_batch)
 
     def pre_ops_maybe_inside_graph(
         self, forward_batch: ForwardBatch, *, is_replayed: bool = False
@@ -415,9 +406,7 @@ class CanaryManager:
         """
         current = self.active or self._current()
         backend = get_forward_context().attn_backend
-        perturb, is_launched = self.perturb, self._launched is not None
-        if is_launched and self._is_init_finished and not perturb.is_idle:
-            perturb.before_step(forward_batch, step=current.index, backend=backend)
+        is_launched = self._launched is not None
         views = backend.read_view(forward_batch)
         window = None
         if self.windows is not None:

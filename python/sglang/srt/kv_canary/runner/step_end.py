@@ -114,7 +114,6 @@ class StepEnd:
         *,
         draft: StepEnd,
         salts: Tensor,
-        checks: bool,
         accepted: Callable[[], ForwardBatch],
     ) -> Tensor:
         """Check and note what a verification accepted, and gather the findings of both
@@ -122,7 +121,7 @@ class StepEnd:
 
         Args:
             draft: of the draft's pool; its findings are sent, too.
-            salts, checks: as for `launches.finish_accepted`.
+            salts: as for `launches.finish_accepted`.
             accepted: makes the batch of the tokens whose KV stays, `extend_lens` of
                 each row, for the token oracle.
 
@@ -132,7 +131,7 @@ class StepEnd:
         if self._oracle is not None:
             self._oracle.check_accepted(self._state, accepted())
         sent = finish_accepted(
-            self._state, draft._state, path, salts=salts, checks=checks
+            self._state, draft._state, path, salts=salts, checks=True
         )
         if self._windows is not None:
             self._windows.finish(path.rows(salts), sent.findings)

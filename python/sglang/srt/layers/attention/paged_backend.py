@@ -90,7 +90,7 @@ def store_kv(
 
 
 class AttendedRows(NamedTuple):
-    """The rows as attention of one layer takes them; as in `layers.ops.attention.op`.
+    """The rows as attention of one layer takes them; as in `layers.ops.attention`.
     `first_position`: int64 [R], of element 0 of each; None: 0."""
 
     page_table: Tensor | None
@@ -104,8 +104,8 @@ class AttendedRows(NamedTuple):
 class PagedAttnBackend(AttentionBackend):
     """Base of the paged backends, which differ in the ops they call.
 
-    All ops take the arguments of `layers.ops.attention.op` and `layers.ops.rope.op`;
-    `latent_store_op` writes latents.
+    All ops take the arguments of `layers.ops.attention` and `layers.ops.rope`; latents
+    are written by `latent_store_op`.
     """
 
     store_op: Callable[..., None]

@@ -170,8 +170,8 @@ class StackPlan:
                 number of layers means the output of the last one.
             k_caches, v_caches: of each layer, [slots, Hkv, D] float32.
             read_lens: of a decode, else None: then `prefix_lens` and `qo_indptr` are
-                given. These and the rest are as in `layers.ops.attention.op` and
-                `layers.ops.rope.op`.
+                given. These and the rest are as in `layers.ops.attention` and
+                `layers.ops.rope`.
 
         Raises:
             RuntimeError: an argument is not as described, or a slot is outside of the

@@ -16,10 +16,9 @@ import msgspec
 import torch
 
 from kv_canary.reporter import CanaryViolation
+from sglang.srt.arg_groups.rooms import opened_rooms
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import get_tp_group, init_tensor_parallel
-from sglang.srt.kv_canary.perturb.fault_points import open_fault_point
-from sglang.srt.kv_canary.perturb.token_faults import install_token_faults
 from sglang.srt.managers.messages.io_struct import EngineFailed, SchedulerReady
 from sglang.srt.managers.scheduler.kv_event_feed import open_event_publisher
 from sglang.srt.managers.scheduler.scheduler import Scheduler
@@ -70,15 +69,14 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
         if server_args.speculative_algorithm is None
         else EAGLEWorkerV2
     )
-    with open_fault_point(server_args):
+    with opened_rooms(server_args):
         worker: Worker = create(server_args=server_args, model_config=model_config)
-        is_warm = is_warmed_up(server_args, worker)
+        is_warm = is_warmed_up(server_args)
         if is_warm:
             compile_ahead(server_args, worker)
         worker.capture_graphs()
         if is_warm:
             warm_up(server_args, worker, tokenizer)
-        install_token_faults(worker)
         worker.model_runner.watch_kernels()
         return Scheduler(
             server_args=server_args,

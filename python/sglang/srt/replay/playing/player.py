@@ -11,7 +11,8 @@ import msgspec
 import numpy as np
 
 from kv_canary.reporter import CanaryViolation
-from sglang.srt.environ import only_variables
+from sglang.srt.arg_groups.rooms import load_room
+from sglang.srt.environ import FAULTS_ROOM, only_variables
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     FlushCacheReq,
@@ -123,6 +124,8 @@ def play(record: Record, setting: Setting) -> Played:
     }
     try:
         with only_variables(VARIABLES, variables):
+            if any(record.armed):
+                load_room(FAULTS_ROOM).join_recording()
             player = _Player(record, setting, forces=not uses_oracle)
             return player.play()
     except (ValueError, MemoryError) as error:
@@ -207,7 +210,6 @@ class _Player:
         self._differing: list[int] = []
         if forces:
             self._differing = force_tokens(self._scheduler.worker, self._tokens_of)
-        self._armed = [list(of_pool) for of_pool in record.armed]
         self._played = Played()
 
     def _check_pool(self) -> None:
@@ -255,8 +257,6 @@ class _Player:
         return played
 
     def _play_round(self, round_: RecordedRound) -> None:
-        if self._setting.with_faults:
-            self._arm()
         if round_.resolves:
             self._scheduler.resolve_all()
         for kind, value in round_.events:
@@ -284,13 +284,6 @@ class _Player:
             requests.append(PauseReq(call_id=0, is_pause=False))
         else:
             raise CannotReplay(f"an event {kind!r} is not known to this version")
-
-    def _arm(self) -> None:
-        """Ask for the faults that were asked for before the next forward."""
-        for manager, armed in zip(self._managers, self._armed, strict=True):
-            while armed and armed[0].clock <= manager.next_forward:
-                fault = armed.pop(0)
-                manager.perturb.arm(fault.name, seed=fault.seed, group=fault.group)
 
     # -- requests ------------------------------------------------------------------
 

@@ -18,7 +18,6 @@ import msgspec
 import numpy as np
 
 # msgspec resolves the annotations.
-from sglang.srt.kv_canary.perturb.driver import Armed  # noqa: TC001
 from sglang.srt.kv_canary.runner.canary_manager import SavedCanary  # noqa: TC001
 from sglang.srt.managers.batch.saved_req import SavedReq  # noqa: TC001
 from sglang.srt.managers.scheduler.batch_selector import SavedBatches  # noqa: TC001
@@ -152,14 +151,14 @@ class Record:
 
     Fields:
         obstacle: why it cannot be replayed; None: it can.
-        armed: faults that were asked for, by pool.
+        armed: what the room of faults was asked for, by pool, as plain data.
     """
 
     origin: Origin
     checkpoint: Checkpoint | None
     requests: list[RecordedRequest]
     rounds: list[RecordedRound]
-    armed: list[list[Armed]]
+    armed: list[list[dict[str, Any]]]
     obstacle: str | None = None
     format: int = FORMAT
 

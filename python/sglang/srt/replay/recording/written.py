@@ -61,9 +61,6 @@ def to_record(
     Args:
         requests: by serial. managers: of the pools, target first.
     """
-    begin = [0] * len(managers)
-    if checkpoint is not None:
-        begin = [canary.next_forward for canary in checkpoint.canaries]
     # Who is who is not told; who is another decides about turns.
     clients: dict[str, str] = {}
     for _, noted in sorted(requests.items()):
@@ -82,10 +79,7 @@ def to_record(
         obstacle=obstacle,
         requests=written,
         rounds=[_round(round_, requests) for round_ in rounds],
-        armed=[
-            [armed for armed in manager.perturb.asked if armed.clock >= clock]
-            for manager, clock in zip(managers, begin, strict=True)
-        ],
+        armed=[[] for _ in managers],
     )
 
 

@@ -1,0 +1,127 @@
+"""A planted fault: where it is done, and what must name it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum, Flag, auto
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kv_canary.checks import Reason
+
+
+class Planted(Enum):
+    """Where a fault acts, and so what plants it."""
+
+    POOL = "pool"
+    """In slots and tables, around a launch: `sglang.faults.pools`."""
+    SAMPLING = "sampling"
+    """In the sampled tokens: `sglang.faults.driver`."""
+    WINDOW = "window"
+    """In window slots alone, as `POOL`."""
+    DRAFT = "draft"
+    """In draft steps and moves, as `POOL`."""
+    STEP = "step"
+    """In what one part of a step hands to the next: `sglang.faults.steps`."""
+    START = "start"
+    """In everything that an engine is built of: `sglang.faults.fault_points`."""
+    PLUGIN = "plugin"
+    """In stock engines alone: `kv_canary.faults.vllm`, `kv_canary.faults.sglang`."""
+
+
+class Place(Enum):
+    """The part of an engine's work that goes wrong; one-line faults have the same."""
+
+    MEMORY = "memory"
+    BATCH = "batch"
+    SCHEDULER = "scheduler"
+    RESULTS = "results"
+    PUBLISHING = "publishing"
+    RELAY = "relay"
+    TREE = "tree"
+    BRANCHES = "branches"
+    ATTENTION = "attention"
+    CORE = "core"
+
+
+class Group(Flag):
+    """Kinds of slots."""
+
+    FULL = auto()
+    WINDOW = auto()
+    LATENT = auto()
+    DRAFT = auto()
+
+
+class Serving(Flag):
+    """Ways of decoding that a fault can occur in: plain, chains of drafts, trees."""
+
+    PLAIN = auto()
+    CHAIN = auto()
+    TREE = auto()
+    SPECULATION = CHAIN | TREE
+    ALL = PLAIN | SPECULATION
+
+
+class Engine(Enum):
+    """Stock engines whose plugin plants a fault in its self-test."""
+
+    VLLM = "vllm"
+    SGLANG = "sglang"
+
+
+class Bound(Enum):
+    """Who names a fault at the latest."""
+
+    SAME = "that launch"
+    NEXT = "the request's next launch"
+    READ = "the first forward that reads it"
+    HIT = "the first hit's forward"
+    SWEEP = "the sweep pass that reaches it, or a hit before that"
+    HOST = "the host, with the result"
+    NEVER = "the host alone"
+
+
+class Harm(Enum):
+    """What clients would notice without the canary."""
+
+    TOKENS = "tokens"
+    DRAFTS = "drafts"
+    NOTHING = "nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fault:
+    """One fault of the catalogue.
+
+    Fields:
+        planted: where it acts.
+        name: unique among the faults that are planted there.
+        place: the part of the work that it breaks.
+        groups: kinds of slots that it can damage.
+        reasons: at least one of them must be reported, about a harmed request.
+        bound: who reports it at the latest.
+        harm: what it changes where no canary looks.
+        what: what it does, in one line.
+        names: what a report must name, or how the fault is seen; empty: the request.
+        variable: the environment variable that plants it by chance; empty: none.
+        upstream: its further numbers in SGLang.
+        hosts: its name in the self-test of each plugin that plants it.
+        needs_all: whether it is seen only where all bytes are fingerprinted.
+    """
+
+    planted: Planted
+    name: str
+    place: Place
+    groups: Group
+    serving: Serving
+    reasons: Reason
+    bound: Bound
+    harm: Harm
+    what: str
+    names: str
+    variable: str
+    upstream: tuple[str, ...]
+    hosts: Mapping[Engine, str]
+    needs_all: bool

@@ -1,0 +1,350 @@
+"""Plants the faults of the catalogue in a running vLLM (V1 runner).
+
+Each is memory-safe and planted where the host keeps the thing that is wrong: its
+tables, its scheduler's messages, its metadata, its store, the bytes themselves.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kv_canary.faults.catalogue import by_host_name
+from kv_canary.faults.fault import Engine
+from kv_canary.faults.vllm.host import BLOCK, Host, random_tokens
+
+Undo = Callable[[], None]
+Read = tuple[str, int, int]
+"""(request, slot, position) that a report must name."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planted:
+    """A fault that is planted.
+
+    Fields:
+        due: returns reads or writes, at least one of which must be named. It is called
+            after they happened, because their blocks may be allocated late.
+    """
+
+    due: Callable[[], frozenset[Read]]
+    undo: Undo = lambda: None
+
+
+Plant = Callable[[Host, random.Random], Planted]
+"""Called with A and B running, of three full blocks and more; C, with the prefix of A,
+is added after it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Fields: named: whether a due read was; found: diagnoses, in order."""
+
+    named: bool
+    due: frozenset[Read]
+    found: list[str]
+    lines: list[str]
+
+
+def run_fault(host: Host, name: str, seed: int) -> Outcome:
+    """Plant a fault in clean traffic, and see what is reported of it.
+
+    Raises:
+        RuntimeError: something was reported before.
+    """
+    rng = random.Random(f"{name} {seed}")
+    host.reset()
+    prefix = random_tokens(rng, 3 * BLOCK + rng.randrange(1, BLOCK))
+    a = host.add(prefix + random_tokens(rng, 9), new_tokens=20)
+    b = host.add(random_tokens(rng, 3 * BLOCK + rng.randrange(1, 20)), new_tokens=20)
+    host.until(
+        lambda: all(
+            host.is_running(rid)
+            and host.request(rid).computed > len(host.request(rid).tokens) - 2
+            and len(host.request(rid).tokens) > 3 * BLOCK
+            for rid in (a, b)
+        )
+    )
+    for _ in range(rng.randrange(3)):
+        host.step()
+    if host.canary.reporter.incidents:
+        raise RuntimeError(f"clean traffic was reported: {host.canary.reporter.counts}")
+    _names[host] = (a, b, prefix)
+    # The pool's tensors were made in this mode.
+    with torch.inference_mode():
+        planted = PLANTERS[name](host, rng)
+    try:
+        for _ in range(3):
+            host.step()
+    finally:
+        planted.undo()
+    violations = [
+        violation
+        for incident in host.canary.reporter.incidents
+        for violation in incident["violations"]
+    ]
+    named = {(v["rid"], v["slot"], v["position"]) for v in violations}
+    due = planted.due()
+    return Outcome(
+        named=bool(named & due),
+        due=due,
+        found=list(dict.fromkeys(v["diagnosis"] for v in violations)),
+        lines=[
+            f"{v['rid']} slot {v['slot']} position {v['position']} "
+            f"{v['reasons']} {v['diagnosis']}"
+            for v in violations
+        ],
+    )
+
+
+_names: dict[Host, tuple[str, str, list[int]]] = {}
+
+
+def _a(host: Host) -> Any:
+    return host.request(_names[host][0])
+
+
+def _b(host: Host) -> Any:
+    return host.request(_names[host][1])
+
+
+def _in_block(rid: str, block: int, index: int) -> frozenset[Read]:
+    """Reads of a whole block that is number `index` of a request."""
+    return frozenset((rid, block * BLOCK + i, index * BLOCK + i) for i in range(BLOCK))
+
+
+def _layers(host: Host) -> list[torch.Tensor]:
+    return list(host.canary.groups[0].group.layers)
+
+
+def overwritten_block(host: Host, rng: random.Random) -> Planted:
+    request, index = _a(host), rng.randrange(3)
+    block = request.blocks[0][index]
+    for layer in _layers(host):
+        layer[block].uniform_(-1, 1)
+    return Planted(due=lambda: _in_block(request.rid, block, index))
+
+
+def flipped_byte(host: Host, rng: random.Random) -> Planted:
+    request = rng.choice((_a(host), _b(host)))
+    position = rng.randrange(3 * BLOCK)
+    block = request.blocks[0][position // BLOCK]
+    slot = block * BLOCK + position % BLOCK
+    canary = host.canary.groups[0]
+    assert canary.bytes is not None
+    canary.bytes.flip(slot, int(canary.state.tail[slot, 1]))
+    return Planted(due=lambda: frozenset({(request.rid, slot, position)}))
+
+
+def swapped_table_entry(host: Host, rng: random.Random) -> Planted:
+    request, index = _a(host), rng.randrange(3)
+    other = _b(host).blocks[0][rng.randrange(3)]
+    row = host.runner.input_batch.req_id_to_index[request.rid]
+    table = host.runner.input_batch.block_table[0].get_numpy_array()
+    before = int(table[row, index])
+    table[row, index] = other
+
+    def undo() -> None:
+        table[row, index] = before
+
+    return Planted(due=lambda: _in_block(request.rid, other, index), undo=undo)
+
+
+def block_of_another_group(host: Host, rng: random.Random) -> Planted:
+    request = _a(host)
+    groups = host.canary.groups
+    (number,) = (i for i, g in enumerate(groups) if g.group.window is None)
+    index = rng.randrange(3)
+    foreign = request.blocks[1 - number][-1]
+    row = host.runner.input_batch.req_id_to_index[request.rid]
+    table = host.runner.input_batch.block_table[number].get_numpy_array()
+    before = int(table[row, index])
+    table[row, index] = foreign
+
+    def undo() -> None:
+        table[row, index] = before
+
+    return Planted(due=lambda: _in_block(request.rid, foreign, index), undo=undo)
+
+
+def _around(owner: Any, name: str, around: Callable[..., Any]) -> Undo:
+    """Put a function around a method of one object."""
+    method = getattr(owner, name)
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(method, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+    return lambda: setattr(owner, name, method)
+
+
+def wrong_slot_mapping(host: Host, rng: random.Random) -> Planted:
+    request = _a(host)
+    wrong = request.blocks[0][rng.randrange(2)] * BLOCK + rng.randrange(BLOCK)
+    due = frozenset((request.rid, wrong, request.computed + i) for i in range(3))
+
+    def around(method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        row = host.runner.input_batch.req_id_to_index[request.rid]
+        place = int(host.runner.query_start_loc.np[row])
+        result[0][0][place] = wrong
+        return result
+
+    return Planted(
+        due=lambda: due, undo=_around(host.runner, "_get_slot_mappings", around)
+    )
+
+
+def skipped_store(host: Host, rng: random.Random) -> Planted:
+    request = _a(host)
+    modules = host.runner.vllm_config.compilation_config.static_forward_context
+    undo = []
+
+    def around(
+        method: Any, layer: Any, key: Any, value: Any, kv: Any, slots: Any
+    ) -> Any:
+        row = host.runner.input_batch.req_id_to_index.get(request.rid)
+        if row is not None:
+            slots = slots.clone()
+            slots[int(host.runner.query_start_loc.np[row])] = -1
+        return method(layer, key, value, kv, slots)
+
+    for name in host.runner.kv_cache_config.kv_cache_groups[0].layer_names:
+        undo.append(_around(modules[name].impl, "do_kv_cache_update", around))
+    position = request.computed
+
+    def undo_all() -> None:
+        for one in undo:
+            one()
+
+    return Planted(due=lambda: _writes(request, position), undo=undo_all)
+
+
+def _writes(request: Any, start: int, *, shift: int = 0) -> frozenset[Read]:
+    """The next writes of a decoding request, at positions that are `shift` too high."""
+    ends = min(start + 3, len(request.blocks[0]) * BLOCK)
+    return frozenset(
+        (request.rid, _slot(request, p), p + shift) for p in range(start, ends)
+    )
+
+
+def _slot(request: Any, position: int) -> int:
+    return int(request.blocks[0][position // BLOCK] * BLOCK + position % BLOCK)
+
+
+def truncated_table(host: Host, rng: random.Random) -> Planted:
+    request, missing = _b(host), rng.randrange(2, 3 * BLOCK)
+    due = frozenset(
+        (request.rid, -1, request.computed + 1 + i - missing) for i in range(3)
+    )
+
+    def around(method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        row = host.runner.input_batch.req_id_to_index[request.rid]
+        for metadata in {id(m): m for m in result[0].values()}.values():
+            metadata.seq_lens = metadata.seq_lens.clone()
+            metadata.seq_lens[row] -= missing
+        return result
+
+    undo = _around(host.runner, "_build_attention_metadata", around)
+    return Planted(due=lambda: due, undo=undo)
+
+
+def _with_new_request(
+    host: Host, rng: random.Random, change: Callable[[Any], Read | None]
+) -> Planted:
+    """C shares the prefix of A; `change` gets the scheduler's message about it."""
+    _, _, prefix = _names[host]
+    due: set[Read] = set()
+
+    def around(method: Any, *args: Any, **kwargs: Any) -> Any:
+        output = method(*args, **kwargs)
+        for request in output.scheduled_new_reqs:
+            found = change(request)
+            if found is not None:
+                rid, block, index = found
+                due.update(_in_block(rid, block, index))
+        return output
+
+    undo = _around(host.core.scheduler, "schedule", around)
+    host.add(prefix + random_tokens(rng, 5), new_tokens=4)
+    host.step()
+    undo()
+    return Planted(due=lambda: frozenset(due))
+
+
+def stale_block_after_free(host: Host, rng: random.Random) -> Planted:
+    """A block that a finished request has left, handed out as a cached one."""
+    name = host.add(random_tokens(rng, BLOCK // 2), new_tokens=2)
+    host.until(lambda: host.is_running(name))
+    stale = host.request(name).blocks[0][0]
+    host.until(lambda: not host.is_running(name))
+    return _with_new_request(host, rng, _replace_cached(stale, rng.randrange(2)))
+
+
+def _replace_cached(block: int, index: int) -> Callable[[Any], Read | None]:
+    """Point a cached block of a new request, by its index, to `block`."""
+
+    def change(request: Any) -> Read | None:
+        if request.num_computed_tokens < (index + 1) * BLOCK:
+            return None
+        request.block_ids = tuple(list(ids) for ids in request.block_ids)
+        request.block_ids[0][index] = block
+        return request.req_id, block, index
+
+    return change
+
+
+def copied_block_without_its_record(host: Host, rng: random.Random) -> Planted:
+    """A cached block, moved to a free one past the worker's ledger."""
+    index = rng.randrange(2)
+    held = host.canary.ledger.held(0)
+    total = host.canary.groups[0].group.num_blocks
+    free = next(block for block in range(total - 1, 0, -1) if block not in held)
+    source = _a(host).blocks[0][index]
+    for layer in _layers(host):
+        layer[free].copy_(layer[source])
+
+    return _with_new_request(host, rng, _replace_cached(free, index))
+
+
+def two_rows_with_one_block(host: Host, rng: random.Random) -> Planted:
+    """A block of A, given to C as a new one."""
+    victim, index = _a(host), rng.randrange(1, 3)
+    block = victim.blocks[0][index]
+
+    def change(request: Any) -> Read | None:
+        fresh = request.num_computed_tokens // BLOCK
+        request.block_ids = tuple(list(ids) for ids in request.block_ids)
+        request.block_ids[0][fresh] = block
+        return victim.rid, block, index
+
+    return _with_new_request(host, rng, change)
+
+
+def wrong_positions(host: Host, rng: random.Random) -> Planted:
+    """Positions that are one too high for one row."""
+    request = _b(host)
+    start = request.computed
+
+    def around(method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        row = host.runner.input_batch.req_id_to_index[request.rid]
+        host.runner.positions[int(host.runner.query_start_loc.np[row])] += 1
+        return result
+
+    undo = _around(host.runner, "_build_attention_metadata", around)
+    return Planted(due=lambda: _writes(request, start, shift=1), undo=undo)
+
+
+PLANTERS: Mapping[str, Plant] = {
+    name: globals()[name.replace(" ", "_")] for name in by_host_name(Engine.VLLM)
+}
+"""By the fault's name here; the function's has underscores."""
+
+IN_HYBRID = ("block of another group",)
+"""Faults that need two groups of layers."""

@@ -1,0 +1,37 @@
+"""Plants one fault of each class in the installed vLLM, and says what was named."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+from kv_canary.faults.vllm.host import MODELS, Host, write_model
+from kv_canary.faults.vllm.planters import IN_HYBRID, PLANTERS, run_fault
+
+
+def run(kind: str, seeds: int) -> bool:
+    """Run the faults of one model, in this process, under `KV_CANARY=log`.
+
+    Prints a line per fault, then one of JSON; returns whether all were named.
+    """
+    named: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        host = Host(write_model(Path(folder), kind))
+        for name in PLANTERS:
+            if (name in IN_HYBRID) != (kind == "hybrid"):
+                continue
+            outcomes = [run_fault(host, name, seed) for seed in range(seeds)]
+            count = named[name] = sum(outcome.named for outcome in outcomes)
+            found = list(dict.fromkeys(d for o in outcomes for d in o.found))
+            print(f"{name:32} {count}/{seeds}  {'; '.join(found[:2])}")
+            for seed, outcome in enumerate(outcomes):
+                if not outcome.named:
+                    print(f"  seed {seed}: due {sorted(outcome.due)[:2]}, named:")
+                    print("".join(f"    {line}\n" for line in outcome.lines[:4]))
+        print(host.canary.summary())
+    print(json.dumps({"model": kind, "seeds": seeds, "named": named}), flush=True)
+    return all(count == seeds for count in named.values())
+
+
+KINDS = tuple(MODELS)

@@ -1,0 +1,82 @@
+"""Faults of the hidden states and candidates that a draft hands on beside its KV."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from sglang.srt.speculative import eagle_worker_v2
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sglang.faults.steps.site import Fault, Site
+    from sglang.srt.draft_trees.buffers import DraftCandidates, VerifyResult
+
+
+def stash_nothing(site: Site) -> None:
+    """Keep a request's old hidden state for the next iteration."""
+
+    def fault(
+        stash: Fault, rows: Tensor, candidates: DraftCandidates, hidden: Tensor
+    ) -> None:
+        for row in site.candidates()[:1] if site.is_decode else []:
+            old = site.worker.draft_worker.relay.hidden_states
+            assert old is not None
+            hidden = hidden.clone()
+            hidden[row] = old[rows[row]]
+            site.harm(row)
+        stash(rows, candidates, hidden)
+
+    site.wrap(site.worker.draft_worker.relay, "stash", fault)
+
+
+def stash_swapped(site: Site) -> None:
+    """Stash the candidates of two requests in each other's row."""
+
+    def fault(
+        stash: Fault, rows: Tensor, candidates: DraftCandidates, hidden: Tensor
+    ) -> None:
+        for a, b in site.pairs()[:1] if site.is_decode else []:
+            candidates = type(candidates)(
+                probs=_swapped(candidates.probs, a, b),
+                ids=_swapped(candidates.ids, a, b),
+            )
+            site.harm(a, b)
+        stash(rows, candidates, hidden)
+
+    site.wrap(site.worker.draft_worker.relay, "stash", fault)
+
+
+def gather_neighbours(site: Site) -> None:
+    """Start a request's iteration from another one's hidden state."""
+
+    def fault(gather: Fault, rows: Tensor) -> tuple[DraftCandidates, Tensor]:
+        candidates, hidden = gather(rows)
+        for a, b in site.pairs()[:1]:
+            hidden = hidden.clone()
+            hidden[a] = hidden[b]
+            site.harm(a)
+        return candidates, hidden
+
+    site.wrap(site.worker.draft_worker.relay, "gather", fault)
+
+
+def take_other_nodes(site: Site) -> None:
+    """Extend the draft with the hidden states of the nodes after the accepted ones."""
+
+    def fault(gather: Fault, result: VerifyResult, **out: Any) -> None:
+        gather(result, **out)
+        for row in site.candidates()[:1]:
+            nodes = result.predict.shape[1]
+            first = row * nodes
+            taken = out["node_rows"][row]
+            taken.copy_(first + (taken - first + 1) % nodes)
+            site.harm(row)
+
+    site.wrap(eagle_worker_v2, "gather_accepted", fault)
+
+
+def _swapped(values: Tensor, a: int, b: int) -> Tensor:
+    other = values.clone()
+    other[[a, b]] = values[[b, a]]
+    return other

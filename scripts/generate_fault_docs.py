@@ -1,0 +1,150 @@
+"""Write the tables of faults in the guides from the catalogue of faults.
+
+A table stands between `<!-- faults: NAME -->` and `<!-- end -->`; `TABLES` has the
+names. `--check` writes nothing and exits 1 where a table is not up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+REPO = Path(__file__).resolve().parent.parent
+for source in ("kv-canary/python", "python", ""):
+    sys.path.insert(0, str(REPO / source))
+
+from kv_canary.checks import reason_labels  # noqa: E402
+from kv_canary.faults.catalogue import (  # noqa: E402
+    CATALOGUE,
+    WRONG_RECORD,
+    WRONG_RECORD_REASONS,
+    planted_in,
+)
+from kv_canary.faults.fault import Engine, Fault, Planted, Serving  # noqa: E402
+from scripts.mutation.operators import OPERATORS  # noqa: E402
+from scripts.mutation.targets import AREAS  # noqa: E402
+from sglang.faults.fault_points import FAULT_POINTS  # noqa: E402
+
+PAGES = ("docs/kv_canary.md", "docs/mutation.md", "kv-canary/README.md")
+BLOCK = re.compile(r"(<!-- faults: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+SERVING = {
+    Serving.ALL: "P, S",
+    Serving.PLAIN: "P",
+    Serving.SPECULATION: "S",
+    Serving.TREE: "T",
+}
+
+
+def reported_as(fault: Fault) -> str:
+    labels = list(reason_labels(fault.reasons))
+    if set(WRONG_RECORD_REASONS) <= set(labels):
+        rest = [label for label in labels if label not in WRONG_RECORD_REASONS]
+        labels = [WRONG_RECORD, *rest]
+    needed = " (`all`)" if fault.needs_all else ""
+    return ", ".join(f"`{label}`" for label in labels) + needed
+
+
+def called(fault: Fault) -> str:
+    return ", in SGLang ".join(f"`{name}`" for name in (fault.name, *fault.upstream))
+
+
+def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = (columns, ["---"] * len(columns), *rows)
+    text = "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    return text.replace("|  |", "| |")
+
+
+COLUMNS: dict[str, Callable[[Fault], str]] = {
+    "fault": called,
+    "place": lambda fault: fault.place.value,
+    "in": lambda fault: SERVING[fault.serving],
+    "what it does": lambda fault: fault.what,
+    "needs": lambda fault: "; ".join(n.text for n in FAULT_POINTS[fault.name].needs),
+    "without": lambda fault: fault.harm.value,
+    "reported as": reported_as,
+    "by": lambda fault: fault.bound.value,
+    "names": lambda fault: fault.names,
+    "seen": lambda fault: fault.names,
+    "in vLLM": lambda fault: fault.hosts.get(Engine.VLLM, ""),
+    "in SGLang": lambda fault: fault.hosts.get(Engine.SGLANG, ""),
+}
+
+
+def view(columns: str, *places: Planted) -> Callable[[], str]:
+    """A table of the faults that act in these places; of none: that have hosts."""
+    titles = columns.split(", ")
+    faults = planted_in(*places).values() if places else filter(has_host, CATALOGUE)
+    rows = [[COLUMNS[title](fault) for title in titles] for fault in faults]
+    return lambda: table(titles, rows)
+
+
+def has_host(fault: Fault) -> bool:
+    return bool(fault.hosts)
+
+
+def areas() -> str:
+    return table(
+        ("area", "modules", "faults of the catalogue"),
+        (
+            (
+                area.name,
+                ", ".join(f"`{name}`" for name in area.modules),
+                str(sum(fault.place is area.place for fault in CATALOGUE)),
+            )
+            for area in AREAS
+        ),
+    )
+
+
+def operators() -> str:
+    return table(
+        ("operator", "what a person got wrong"),
+        (
+            (name, " ".join((operator.__doc__ or "").split()).rstrip("."))
+            for name, operator in OPERATORS.items()
+        ),
+    )
+
+
+IN_SLOTS = "fault, place, what it does, reported as, by"
+TABLES: dict[str, Callable[[], str]] = {
+    "pools": view(f"{IN_SLOTS}, names", Planted.POOL, Planted.SAMPLING),
+    "windows": view(f"{IN_SLOTS}, names", Planted.WINDOW),
+    "drafts": view(IN_SLOTS, Planted.DRAFT),
+    "steps": view(
+        "place, fault, in, what it does, without, reported as, by", Planted.STEP
+    ),
+    "start": view("fault, what it does, needs, reported as, seen", Planted.START),
+    "plugins": view("what it does, in vLLM, in SGLang, reported as"),
+    "areas": areas,
+    "operators": operators,
+}
+
+
+def rendered(text: str) -> str:
+    """Return a page with its tables as the catalogue has them now."""
+    return BLOCK.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="exit 1 if one is stale")
+    is_check, stale = parser.parse_args().check, []
+    for name in PAGES:
+        before = (REPO / name).read_text(encoding="utf-8")
+        after = rendered(before)
+        if after != before:
+            stale.append(name)
+        if not is_check:
+            (REPO / name).write_text(after, encoding="utf-8")
+    verb = "stale" if is_check else "wrote"
+    for name in stale:
+        print(f"{verb}: {name}")
+    return int(is_check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
