@@ -80,8 +80,8 @@ class AcceptRecorder:
     def check_counters(self) -> None:
         """Check `spec_verify_ct` and `spec_accept_tokens` against the recorded ones."""
         for rid, req in self.finished.items():
-            assert req.spec_verify_ct == self.verifications[rid], rid
-            assert req.spec_accept_tokens <= req.output_len
+            assert req.verifications.count == self.verifications[rid], rid
+            assert req.verifications.accepted_tokens <= req.output_len
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -301,10 +301,10 @@ def test_a_request_taken_back_keeps_the_logprobs_of_its_tokens() -> None:
     req = make_req([5, 6, 7])
     for token in range(10, 14):
         req.tokens.append(token)
-        req.output_logprobs.append(HostLogprob(-float(token), []))
+        req.logprobs.output.append(HostLogprob(-float(token), []))
     req.rewind(5)
     assert req.tokens.tolist() == [5, 6, 7, 10, 11]
-    assert [each.logprob for each in req.output_logprobs] == [-10.0, -11.0]
+    assert [each.logprob for each in req.logprobs.output] == [-10.0, -11.0]
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def names(found: list[Req]) -> str:
 
 def test_a_client_alone_sees_nothing() -> None:
     waiting = reqs("aaaa")
-    waiting[2].num_heals = 1
+    waiting[2].heals.count = 1
     assert list(in_turns(waiting, reqs("bb"))) == waiting
     assert who_yields(reqs("aaaa"), reqs("aaaa")) == []
 
@@ -79,7 +79,7 @@ def test_turns_are_weighted_by_tokens() -> None:
 
 def test_healed_requests_come_first() -> None:
     queue = reqs("aabb")
-    queue[1].num_heals = 1
+    queue[1].heals.count = 1
     assert list(in_turns(queue, reqs("a")))[0] is queue[1]
 
 

@@ -109,7 +109,7 @@ def test_the_longest_cached_prefix_goes_first() -> None:
     ordered = order_by_longest_match(reqs, cache)
     assert [reqs.index(req) for req in ordered] == [2, 1, 3, 0]
     # Whoever was healed has waited already.
-    reqs[3].count_heal()
+    reqs[3].heals.count = 1
     ordered = order_by_longest_match(reqs, cache)
     assert [reqs.index(req) for req in ordered] == [3, 2, 1, 0]
 

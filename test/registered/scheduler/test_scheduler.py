@@ -568,8 +568,8 @@ def test_hidden_states_are_kept_for_those_who_ask_until_they_end(tiny, overlap):
         batch = harness.scheduler.running
         seen |= {req.rid: req for req in batch.reqs} if batch is not None else {}
     harness.run()
-    assert len(seen["asks"].hidden_states) == 3 + 8
-    assert seen["does not"].hidden_states == []
+    assert len(seen["asks"].hidden.states) == 3 + 8
+    assert seen["does not"].hidden.states == []
 
 
 def test_penalties_count_each_request_s_own_tokens(tiny):

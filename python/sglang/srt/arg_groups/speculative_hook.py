@@ -30,8 +30,6 @@ _OTHER_TREE = (3, 1, 4)
 _LLAMA_TYPES = frozenset({"LlamaForCausalLM"})
 # Defaults of --max-running-requests with speculative decoding, by device.
 _MAX_RUNNING_REQUESTS = {"cpu": 64, "cuda": 48}
-# Backends that verify a draft tree, as errors name them.
-_TREE_BACKENDS = "flashinfer, triton (CUDA), cpu_native, torch_native (CPU)"
 
 
 def handle_speculative(server_args: ServerArgs) -> None:
@@ -161,13 +159,23 @@ def _check_backend(args: ServerArgs) -> None:
     if not capabilities.supports_speculation:
         raise ValueError(
             f"--attention-backend {name} does not serve --speculative-algorithm "
-            f"{args.speculative_algorithm}; use one of {_TREE_BACKENDS}"
+            f"{args.speculative_algorithm}; use one of {_tree_backends()}"
         )
     if topk is not None and topk > 1 and not capabilities.supports_tree_draft:
         raise ValueError(
             f"--attention-backend {name} serves chains only, not "
-            f"--speculative-eagle-topk {topk}; use one of {_TREE_BACKENDS}, or top-k 1"
+            f"--speculative-eagle-topk {topk}; use one of {_tree_backends()}, or "
+            "top-k 1"
         )
+
+
+def _tree_backends() -> str:
+    """Return the backends that verify draft trees, with their devices."""
+    return ", ".join(
+        f"{name} ({', '.join(sorted(able.devices))})"
+        for name, able in ATTENTION_BACKENDS.items()
+        if able.supports_tree_draft
+    )
 
 
 def _check_other_flags(args: ServerArgs) -> None:

@@ -1,4 +1,4 @@
-"""One request while the scheduler holds it: tokens, memory, finish, what was sent."""
+"""One request while the scheduler holds it: tokens, memory, finish, and its parts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from sglang.srt.managers.batch.req_parts import (
+    Heals,
+    ReqHiddenStates,
+    ReqLogprobs,
+    Sent,
+    Verifications,
+)
 from sglang.srt.managers.messages.io_struct import FinishReason, GenerateReq
 from sglang.srt.sampling.sampling_batch_info import SamplingRow
 from sglang.srt.utils.hashing import hash_string
@@ -20,7 +27,6 @@ if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar import Grammar
     from sglang.srt.mem_cache.groups.slots import GroupHold
     from sglang.srt.mem_cache.tree_node import TreeNode
-    from sglang.srt.sampling.logprobs import HostLogprob
     from sglang.srt.utils.stop_matcher import EndMatcher
 
 _serials = itertools.count(1)
@@ -53,7 +59,6 @@ class Req:
         max_total_len: prompt plus output at most.
         input_embeds: float32 [prompt_len, hidden_size] in place of the prompt's tokens,
             which are then all 0. Such a prompt shares no prefix with anybody.
-        score_from: next position whose logits score a prompt token; None: none left.
         is_chunked: the prefill that runs now does not reach the end of `tokens`.
         grammar_failure: why it has lost its grammar, until it has another one. It
             keeps nothing of the step in which that happened, or its first tokens.
@@ -112,14 +117,6 @@ class Req:
         self.was_admitted = False
         self.cached_tokens = 0
         self.num_restarts = 0
-        # Healings since its last new token.
-        self.num_heals = 0
-        self.healed_len = 0
-
-        # Speculation: verifications, and output tokens that they yielded.
-        self.spec_verify_ct = 0
-        self.spec_accept_tokens = 0
-
         # Seconds of the monotonic clock; only shown.
         self.first_token_at: float | None = None
 
@@ -128,27 +125,11 @@ class Req:
         self.finished_len: int | None = None
         self.abort_message: str | None = None
 
-        # Logprobs and hidden states.
-        self.return_logprob = request.return_logprob
-        self.top_logprobs_num = request.top_logprobs_num
-        self.token_ids_logprob = tuple(request.token_ids_logprob)
-        self.logprob_start_len = request.logprob_start_len
-        self.score_from: int | None = None
-        if request.return_logprob and 0 <= request.logprob_start_len < self.prompt_len:
-            self.score_from = max(request.logprob_start_len - 1, 0)
-        self.input_logprobs: list[HostLogprob] = []
-        self.output_logprobs: list[HostLogprob] = []
-        self.return_hidden_states = request.return_hidden_states
-        self.only_last_hidden_state = request.only_last_hidden_state
-        # Of positions from `hidden_from` on; those below `hidden_until` came already.
-        self.hidden_states: list[list[float]] = []
-        self.hidden_from = 0
-        self.hidden_until = 0
-
-        # Sent already.
-        self.sent_tokens = 0
-        self.sent_input_logprobs = False
-        self.sent_hidden_states = 0
+        self.logprobs = ReqLogprobs(request, prompt_len=self.prompt_len)
+        self.hidden = ReqHiddenStates(request)
+        self.heals = Heals()
+        self.verifications = Verifications()
+        self.sent = Sent()
 
     def fill_ids(self) -> Sequence[int]:
         """All tokens so far."""
@@ -188,10 +169,12 @@ class Req:
         """
         if self.input_embeds is not None:
             return 0
-        limit = len(self.tokens) - 1
-        if self.return_hidden_states and not self.only_last_hidden_state:
-            limit = min(limit, self.hidden_until)
-        return limit if self.score_from is None else min(limit, self.score_from)
+        limits = (
+            len(self.tokens) - 1,
+            self.hidden.cacheable_until,
+            self.logprobs.score_from,
+        )
+        return min(limit for limit in limits if limit is not None)
 
     def append(self, new_tokens: Sequence[int]) -> None:
         """Take sampled tokens and finish if one of them ends the request."""
@@ -220,8 +203,8 @@ class Req:
         assert self.grammar_failure is not None
         before, self._grammar_lost_at = self._grammar_lost_at, self.output_len
         self.grammar = None
-        del self.output_logprobs[self.output_len :]
-        self.drop_hidden_states(len(self.tokens))
+        del self.logprobs.output[self.output_len :]
+        self.hidden.drop(len(self.tokens))
         if before is None or self.output_len - before >= MIN_TOKENS_PER_GRAMMAR:
             return True
         self.abort(
@@ -241,34 +224,6 @@ class Req:
     def finish_by_grammar(self) -> None:
         """End because nothing may follow; no token is to be trimmed."""
         self.finish(FinishReason(type="stop"), at=len(self.tokens) - self.prompt_len)
-
-    def advance_scoring(self, end: int) -> None:
-        """Note that the prompt logprobs of a prefill up to position `end` are stored;
-        the first one that is asked for may come after it."""
-        if self.score_from is not None:
-            due = max(self.score_from, end)
-            self.score_from = due if due < self.prompt_len - 1 else None
-
-    def store_hidden_states(self, start: int, states: torch.Tensor) -> None:
-        """Keep `states` [n, H] of positions from `start` on, each position once: a
-        retracted request computes some of them again. One that asks for the last alone
-        keeps those of the newest known token and of accepted drafts: the output may end
-        at any of them.
-        """
-        end = start + len(states)
-        if self.only_last_hidden_state:
-            kept = states[max(len(self.tokens) - 1 - start, 0) :]
-            self.hidden_states, self.hidden_until = kept.tolist(), end
-            self.hidden_from = end - len(kept)
-            return
-        new = states[max(self.hidden_until - start, 0) :]
-        self.hidden_states += new.tolist()
-        self.hidden_until = max(self.hidden_until, end)
-
-    def drop_hidden_states(self, start: int) -> None:
-        """Forget those of positions from `start` on."""
-        del self.hidden_states[max(start - self.hidden_from, 0) :]
-        self.hidden_until = min(self.hidden_until, start)
 
     @property
     def hidden_end(self) -> int:
@@ -302,13 +257,8 @@ class Req:
 
     @property
     def is_healed_in_vain(self) -> bool:
-        """Whether it has got no token since it was healed."""
-        return self.num_heals > 0 and len(self.tokens) == self.healed_len
-
-    def count_heal(self) -> None:
-        """Note that it is healed with the tokens that it has."""
-        self.num_heals = self.num_heals + 1 if self.is_healed_in_vain else 1
-        self.healed_len = len(self.tokens)
+        """Whether it has gained no token since it was healed."""
+        return self.heals.are_in_vain(len(self.tokens))
 
     def rewind(self, num_tokens: int) -> None:
         """Forget all tokens after the first `num_tokens`, and an end that followed.
@@ -318,8 +268,8 @@ class Req:
         del self.tokens[num_tokens:]
         self.finish_reason = self.finished_len = None
         kept = num_tokens - self.prompt_len
-        del self.output_logprobs[kept:]
-        self.drop_hidden_states(num_tokens)
+        del self.logprobs.output[kept:]
+        self.hidden.drop(num_tokens)
         if self.stop_matcher is not None:
             self.stop_matcher = self.stop_matcher.at(self.tokens[self.prompt_len :])
         if self.grammar is not None:

@@ -25,6 +25,8 @@ class SavedReq:
         row: of `req_to_token`; 0: it holds no memory.
         run: index of the saved run whose path it has locked; -1: the root.
         slots: int64 [allocated], of its row.
+        num_heals, healed_len: of `Req.heals`. score_from: of `Req.logprobs`.
+        hidden_until: of `Req.hidden`.
         Others: of `Req`, by their names there.
     """
 
@@ -71,10 +73,10 @@ def save_req(req: Req, rows: ReqToTokenPool, runs: dict[int, int]) -> SavedReq:
         was_admitted=req.was_admitted,
         cached_tokens=req.cached_tokens,
         num_restarts=req.num_restarts,
-        num_heals=req.num_heals,
-        healed_len=req.healed_len,
-        score_from=req.score_from,
-        hidden_until=req.hidden_until,
+        num_heals=req.heals.count,
+        healed_len=req.heals.num_tokens,
+        score_from=req.logprobs.score_from,
+        hidden_until=req.hidden.until,
         abort_message=req.abort_message,
         seed=req.sampling_row.seed,
     )
@@ -96,11 +98,11 @@ def load_req(req: Req, saved: SavedReq, *, node: TreeNode) -> None:
     req.was_admitted = saved.was_admitted
     req.cached_tokens = saved.cached_tokens
     req.num_restarts = saved.num_restarts
-    req.num_heals = saved.num_heals
-    req.healed_len = saved.healed_len
-    req.score_from = saved.score_from
-    req.hidden_from = req.hidden_until = saved.hidden_until
+    req.heals.count = saved.num_heals
+    req.heals.num_tokens = saved.healed_len
+    req.logprobs.score_from = saved.score_from
+    req.hidden.begin = req.hidden.until = saved.hidden_until
     req.abort_message = saved.abort_message
     # Sent before, to a client that is not here.
-    req.sent_tokens = req.output_len
-    req.return_logprob = False
+    req.sent.tokens = req.output_len
+    req.logprobs.is_wanted = False

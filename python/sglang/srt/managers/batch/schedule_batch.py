@@ -144,18 +144,18 @@ class ScheduleBatch:
             vocab_size=env.vocab_size,
             device=env.device,
         )
-        asking = [i for i, r in enumerate(self.reqs) if r.return_logprob]
+        asking = [i for i, r in enumerate(self.reqs) if r.logprobs.is_wanted]
         self.logprob_request: LogprobRequest | None = None
         self.logprob_reqs = tuple(self.reqs[i] for i in asking)
         if asking:
             self.logprob_request = LogprobRequest.build(
                 asking,
-                [req.top_logprobs_num for req in self.logprob_reqs],
-                named=[req.token_ids_logprob for req in self.logprob_reqs],
+                [req.logprobs.top_num for req in self.logprob_reqs],
+                named=[req.logprobs.token_ids for req in self.logprob_reqs],
                 device=env.device,
             )
         self.has_grammar = any(r.grammar is not None for r in self.reqs)
-        self.wants_hidden_states = any(r.return_hidden_states for r in self.reqs)
+        self.wants_hidden_states = any(r.hidden.are_wanted for r in self.reqs)
 
     def _upload(self, array: IntArray | npt.NDArray[np.float32]) -> torch.Tensor:
         host = torch.from_numpy(array.copy())
@@ -517,9 +517,9 @@ def _input_logprob_spans(
     """Prompt positions of this forward whose logits score the next prompt token."""
     found = []
     for row, (req, start, end) in enumerate(spans):
-        if req.score_from is None:
+        if req.logprobs.score_from is None:
             continue
-        first, last = max(req.score_from, start), min(end, req.prompt_len - 1)
+        first, last = max(req.logprobs.score_from, start), min(end, req.prompt_len - 1)
         if first < last:
             found.append(
                 InputLogprobSpan(
@@ -527,8 +527,8 @@ def _input_logprob_spans(
                     start=first - start,
                     stop=last - start,
                     next_tokens=list(req.tokens[first + 1 : last + 1]),
-                    top_k=req.top_logprobs_num,
-                    named=req.token_ids_logprob,
+                    top_k=req.logprobs.top_num,
+                    named=req.logprobs.token_ids,
                 )
             )
     return tuple(found)

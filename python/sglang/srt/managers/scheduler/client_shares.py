@@ -35,12 +35,14 @@ def in_turns(waiting: Sequence[Req], running: Iterable[Req]) -> Iterator[Req]:
     by_client: dict[str, list[Req]] = {}
     for req in waiting:
         by_client.setdefault(req.client, []).append(req)
-    healed = [req for req in waiting if req.num_heals]
+    healed = [req for req in waiting if req.heals.count]
     yield from healed
     held: Counter[str] = Counter()
     for req in (*running, *healed):
         held[req.client] += _weight(req)
-    rests = [iter([r for r in reqs if not r.num_heals]) for reqs in by_client.values()]
+    rests = [
+        iter([r for r in reqs if not r.heals.count]) for reqs in by_client.values()
+    ]
     # Of equals the client whose first request came first.
     heap = [(held[client], i) for i, client in enumerate(by_client)]
     heapq.heapify(heap)

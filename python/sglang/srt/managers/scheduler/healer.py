@@ -300,8 +300,11 @@ class Healer:
         ended: list[Req] = []
         for req in sorted(reqs, key=lambda req: req.serial):
             req.prepare_again()
-            req.count_heal()
-            if not req.finish_if_aborted() and req.num_heals > MAX_HEALS_WITHOUT_TOKEN:
+            req.heals.add(len(req.tokens))
+            if (
+                not req.finish_if_aborted()
+                and req.heals.count > MAX_HEALS_WITHOUT_TOKEN
+            ):
                 req.abort(self._why_ended(sighting), status_code=500)
             (ended if req.is_finished else again).append(req)
         for req in ended:
@@ -401,7 +404,7 @@ def _about(req: Req, blame: Blame) -> dict[str, Any]:
         "pool": "draft" if req in blame.rebuilt else "target",
         "tokens": len(req.tokens),
         "output_tokens": req.output_len,
-        "sent": req.sent_tokens,
+        "sent": req.sent.tokens,
     }
 
 

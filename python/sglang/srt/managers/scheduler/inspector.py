@@ -167,9 +167,9 @@ class Inspector:
             node=0 if node is None else node.serial & SERIAL_MASK,
             tail_page=tail_page,
             tail_fill=last % page_size + 1 if tail_page else 0,
-            verify_ct=req.spec_verify_ct,
-            accept_tokens=req.spec_accept_tokens,
-            num_heals=req.num_heals,
+            verify_ct=req.verifications.count,
+            accept_tokens=req.verifications.accepted_tokens,
+            num_heals=req.heals.count,
         )
 
 

@@ -53,13 +53,13 @@ class OutputStreamer:
             return True
         if not req.stream:
             return False
-        new_tokens = req.output_len - req.sent_tokens
-        is_first = req.sent_tokens == 0
+        new_tokens = req.output_len - req.sent.tokens
+        is_first = req.sent.tokens == 0
         return new_tokens > 0 and (is_first or new_tokens >= self._stream_interval)
 
     def _output(self, req: Req) -> RequestOutput:
-        start, stop = req.sent_tokens, req.output_len
-        req.sent_tokens = stop
+        start, stop = req.sent.tokens, req.output_len
+        req.sent.tokens = stop
         return RequestOutput(
             rid=req.rid,
             output_ids=list(req.tokens[req.prompt_len + start : req.prompt_len + stop]),
@@ -67,37 +67,39 @@ class OutputStreamer:
             completion_tokens=stop,
             cached_tokens=req.cached_tokens,
             finish_reason=req.finish_reason,
-            logprobs=_logprob_delta(req, start, stop) if req.return_logprob else None,
-            hidden_states=_hidden_delta(req) if req.return_hidden_states else None,
-            spec_verify_ct=req.spec_verify_ct,
-            spec_accept_tokens=req.spec_accept_tokens,
+            logprobs=_logprob_delta(req, start, stop)
+            if req.logprobs.is_wanted
+            else None,
+            hidden_states=_hidden_delta(req) if req.hidden.are_wanted else None,
+            spec_verify_ct=req.verifications.count,
+            spec_accept_tokens=req.verifications.accepted_tokens,
             first_token_at=None if req.stream else req.first_token_at,
         )
 
 
 def _logprob_delta(req: Req, start: int, stop: int) -> LogprobDelta:
-    new = req.output_logprobs[start:stop]
+    new = req.logprobs.output[start:stop]
     # Of a request for no output there is one entry, for the ids that it names.
-    named = req.output_logprobs[:1] if req.params.max_new_tokens == 0 else new
+    named = req.logprobs.output[:1] if req.params.max_new_tokens == 0 else new
     delta = LogprobDelta(
         output_token=_tokens(new, req.tokens, at=req.prompt_len + start),
         output_top=[list(entry.top) for entry in new],
-        output_named=[list(e.named) for e in named] if req.token_ids_logprob else [],
+        output_named=[list(e.named) for e in named] if req.logprobs.token_ids else [],
     )
-    if req.logprob_start_len >= 0 and not req.sent_input_logprobs:
-        req.sent_input_logprobs = True
-        first = max(req.logprob_start_len, 1)
-        scored = req.input_logprobs
+    if req.logprobs.start >= 0 and not req.sent.input_logprobs:
+        req.sent.input_logprobs = True
+        first = max(req.logprobs.start, 1)
+        scored = req.logprobs.input
         tokens = _tokens(scored, req.tokens, at=first)
         top: list[list[TokenLogprob] | None] = [list(entry.top) for entry in scored]
         names: list[list[TokenLogprob] | None] = [list(e.named) for e in scored]
-        if req.logprob_start_len == 0:
+        if req.logprobs.start == 0:
             # Nothing precedes position 0.
             tokens.insert(0, (None, req.tokens[0]))
             top.insert(0, None)
             names.insert(0, None)
         delta.input_token, delta.input_top = tokens, top
-        delta.input_named = names if req.token_ids_logprob else None
+        delta.input_named = names if req.logprobs.token_ids else None
     return delta
 
 
@@ -110,9 +112,9 @@ def _tokens(
 
 
 def _hidden_delta(req: Req) -> list[list[float]]:
-    end = req.hidden_end - req.hidden_from
-    if req.only_last_hidden_state:
-        return req.hidden_states[max(end - 1, 0) : end] if req.is_finished else []
-    new = req.hidden_states[req.sent_hidden_states : end]
-    req.sent_hidden_states += len(new)
+    end = req.hidden_end - req.hidden.begin
+    if req.hidden.only_last:
+        return req.hidden.states[max(end - 1, 0) : end] if req.is_finished else []
+    new = req.hidden.states[req.sent.hidden_states : end]
+    req.sent.hidden_states += len(new)
     return new

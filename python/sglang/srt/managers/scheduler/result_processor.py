@@ -107,8 +107,8 @@ class BatchResultProcessor:
             req.append(new_tokens)
         if launched.is_speculative:
             req.committed_len += len(new_tokens)
-            req.spec_verify_ct += 1
-            req.spec_accept_tokens += req.output_len - before
+            req.verifications.count += 1
+            req.verifications.accepted_tokens += req.output_len - before
             self._on_verified(req.output_len - before)
         if req.grammar_failure is not None and not req.is_finished:
             req.lose_grammar()
@@ -167,8 +167,8 @@ class BatchResultProcessor:
                 req = launched.reqs[row]
                 scored = result.input_logprobs.get(row)
                 if scored is not None:
-                    req.input_logprobs += scored.to_host()
-                req.advance_scoring(ends[row])
+                    req.logprobs.input += scored.to_host()
+                req.logprobs.on_scored(ends[row], prompt_len=req.prompt_len)
         if result.hidden is not None:
             _store_hidden_states(launched, result, result.hidden.float(), rows)
 
@@ -193,8 +193,12 @@ def _store_hidden_states(
         starts = [req.committed_len for req in launched.reqs]
     for row in rows:
         req = launched.reqs[row]
-        if req.return_hidden_states:
-            req.store_hidden_states(starts[row], by_row[row][: counts[row]])
+        if req.hidden.are_wanted:
+            req.hidden.store(
+                starts[row],
+                by_row[row][: counts[row]],
+                newest=len(req.tokens) - 1,
+            )
 
 
 def _store_logprobs(
@@ -213,4 +217,4 @@ def _store_logprobs(
             continue
         count = 1 if accept_lens is None else accept_lens[row]
         first = i * result.stride
-        req.output_logprobs += entries[first : first + count]
+        req.logprobs.output += entries[first : first + count]

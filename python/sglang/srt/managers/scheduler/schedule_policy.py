@@ -35,7 +35,7 @@ def order_by_longest_match(waiting: list[Req], cache: BasePrefixCache) -> list[R
         )
         for req in waiting
     }
-    return sorted(waiting, key=lambda req: (not req.num_heals, -lengths[req.serial]))
+    return sorted(waiting, key=lambda req: (not req.heals.count, -lengths[req.serial]))
 
 
 def order_by_priority(waiting: list[Req], *, low_first: bool) -> list[Req]:
@@ -45,7 +45,7 @@ def order_by_priority(waiting: list[Req], *, low_first: bool) -> list[Req]:
     def rank(req: Req) -> tuple[bool, bool, int]:
         priority = req.priority or 0
         return (
-            not req.num_heals,
+            not req.heals.count,
             req.priority is None,
             priority if low_first else -priority,
         )

@@ -157,7 +157,7 @@ class _Refill:
 
     def _run(self, req: Req, begin: int, end: int, *, is_last_chunk: bool) -> None:
         """Prefill positions [begin, end); after the last chunk a token is sampled."""
-        scored, req.score_from = req.score_from, None
+        scored, req.logprobs.score_from = req.logprobs.score_from, None
         req.committed_len = begin
         while req.committed_len < end:
             length = min(self._chunk, end - req.committed_len)
@@ -167,4 +167,4 @@ class _Refill:
                 [req], [length], self._scheduler.env
             )
             self._scheduler.worker.forward_batch_generation(batch, None).wait()
-        req.score_from = scored
+        req.logprobs.score_from = scored
