@@ -55,6 +55,7 @@ class Reason(IntFlag):
     RESULT_TOKEN = 1 << 17
     WRITE_MISSING = 1 << 18
     CARRIED_STATE = 1 << 19
+    HOST_RECORDS = 1 << 20
 
 
 def reason_labels(reasons: int) -> list[str]:
@@ -215,6 +216,19 @@ CHECKS: tuple[Check, ...] = (
         ),
         shows=Shows.INPUT,
         sources=Sources("as the device sampled", "as the host keeps"),
+    ),
+    Check(
+        reason=Reason.HOST_RECORDS,
+        meaning="the host's own records of tokens or slots contradict each other",
+        detail="the engine's own checks raised an error, which is in the log",
+        found_by=(Launch.RESULT, Launch.IDLE),
+        diagnoses=(
+            Diagnosis(
+                name="records of the host contradict each other",
+                look_at="the error in the log before this report: what a result was "
+                "given to, or who freed and took slots",
+            ),
+        ),
     ),
     Check(
         reason=Reason.ACCEPT_PATH,

@@ -120,6 +120,7 @@ class Launch(IntEnum):
     RESULT = 5
     CARRIED = 6
     ATTENTION = 7
+    IDLE = 8
 
 
 class Ring(IntEnum):

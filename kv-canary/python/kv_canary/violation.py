@@ -187,6 +187,7 @@ _LAUNCH_ORDER = (
     Launch.ACCEPT,
     Launch.RESULT,
     Launch.CARRIED,
+    Launch.IDLE,
 )
 
 

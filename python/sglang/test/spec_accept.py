@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.batch.forward_result import GenerationBatchResult
@@ -51,13 +52,14 @@ class AcceptRecorder:
         launched: LaunchRecord,
         result: GenerationBatchResult,
         rows: Sequence[int] | None = None,
+        **options: Any,
     ) -> ProcessedBatch:
         before = [
             (row, req, len(req.tokens))
             for row, req in enumerate(launched.reqs)
             if launched.is_speculative and not req.is_finished
         ]
-        processed = self._process(launched, result, rows)
+        processed = self._process(launched, result, rows, **options)
         for row, req, length in before:
             if len(req.tokens) == length:
                 continue  # aborted

@@ -10,6 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+from heal_world import (
+    check,
+    healer_of,
+    healing,
+    heals,
+    is_exact,
+    prompt_of,
+    submit,
+)
 
 from kv_canary.reporter import CanaryViolation
 from sglang.faults.driver import PerturbDriver
@@ -20,56 +29,11 @@ from sglang.test.canary_traffic import canary_of, faults_of
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.heal_traffic import check_books, joined
-from sglang.test.mock_oracle import next_tokens
 from sglang.test.spec_canary_traffic import VOCAB
 
 register_cpu_ci(est_time=20, suite="cpu")
 
 OnStep = Callable[[int], None]
-
-
-def healing(model: Path, **options: Any) -> EngineHarness:
-    defaults: dict[str, Any] = {
-        "page_size": 4,
-        "max_total_tokens": 2048,
-        "max_running_requests": 24,
-        "skip_tokenizer_init": True,
-        "overlap": True,
-        "kv_canary": "heal",
-        "kv_canary_heal_limit": 0,
-    }
-    return EngineHarness(model, **(defaults | options))
-
-
-def prompt_of(i: int, length: int = 40) -> list[int]:
-    return [(37 * i + 11 * j) % VOCAB for j in range(length)]
-
-
-def submit(harness: EngineHarness, i: int, **options: Any) -> str:
-    defaults: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
-    return harness.submit(prompt_of(i), rid=f"q{i}", **(defaults | options))
-
-
-def is_exact(prompt: list[int], answer: Finished) -> bool:
-    predicted = next_tokens(prompt + answer.output_ids, vocab_size=VOCAB)
-    return answer.output_ids == predicted[len(prompt) - 1 : -1]
-
-
-def check(answers: dict[str, Finished], *, of: int, length: int = 24) -> None:
-    assert len(answers) == of
-    for i in range(of):
-        answer = answers[f"q{i}"]
-        assert len(answer.output_ids) == length, answer.finish_reason
-        assert is_exact(prompt_of(i), answer)
-
-
-def heals(harness: EngineHarness) -> int:
-    counts = harness.scheduler.stats_snapshot().kv_canary_heals_total
-    return sum(counts.values())
-
-
-def healer_of(harness: EngineHarness) -> Any:
-    return harness.scheduler._healer
 
 
 class EveryForward:
@@ -420,10 +384,10 @@ def lose_tokens(
 
     process = harness.scheduler._results.process
 
-    def once(*args: Any) -> Any:
+    def once(*args: Any, **options: Any) -> Any:
         patch.setattr(Req, "append", wrong)
         try:
-            return process(*args)
+            return process(*args, **options)
         finally:
             patch.setattr(Req, "append", append)
             patch.setattr(harness.scheduler._results, "process", process)

@@ -216,11 +216,10 @@ def _on_result(
 
 
 def drop_token(site: Site) -> None:
-    """Lose the tokens of a decode step between its result and the request. (Those of a
-    prefill are also missed by the prefix cache, where the next step is launched.)"""
+    """Lose the tokens of a step between its result and the request."""
 
     def append(original: Fault, req: Req, new_tokens: Sequence[int]) -> None:
-        can_be = req.output_len > 0 and runs_on(req) and not site.harmed
+        can_be = runs_on(req) and not site.harmed
         if not can_be or site.rng.random() < 0.5:
             original(req, new_tokens)
             return

@@ -285,6 +285,11 @@ class BasePrefixCache(ABC):
     def reset(self) -> None:
         """Free everything cached; RuntimeError while a request holds a lock."""
 
+    @abstractmethod
+    def forget(self) -> None:
+        """Drop every run and lock without freeing slots, for a caller that frees all
+        slots."""
+
     # -- requests ------------------------------------------------------------------
 
     @abstractmethod

@@ -76,6 +76,9 @@ class ChunkCache(BasePrefixCache):
     def reset(self) -> None:
         """Nothing is cached."""
 
+    def forget(self) -> None:
+        """Nothing is cached."""
+
     def cache_finished_req(self, req: CacheableReq) -> None:
         self._held_node(req)
         self._free_row(req, 0, req.allocated_len)

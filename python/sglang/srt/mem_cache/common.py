@@ -167,6 +167,14 @@ def _check_idle_group(group: GroupRuns, fenced: int) -> None:
         )
 
 
+def start_over(cache: BasePrefixCache) -> None:
+    """Free every slot and row of an engine without requests, whatever its records say:
+    for records that contradict each other."""
+    cache.forget()
+    cache.allocator.clear()
+    cache.req_to_token_pool.clear()
+
+
 def check_busy(
     cache: BasePrefixCache,
     requests: Iterable[CacheableReq],

@@ -104,6 +104,11 @@ class Quarantine:
             pattern.fill(self._slots(pages))
         self._watched.append(_Watched(num_forwards + FORWARDS_WATCHED, pages))
 
+    def take_again(self) -> None:
+        """Set all pages aside once more, after their owner has freed every page."""
+        if self.num_pages:
+            self._allocator.set_aside(self.pages)
+
     def look(self, *, num_forwards: int | None) -> None:
         """Free the intact pages of those that were watched for long enough.
 

@@ -356,14 +356,17 @@ class RadixCache(BasePrefixCache):
                 f"reset: {self._protected} cached slots are locked by running requests"
             )
         cached = self.cached_slots()
+        self.forget()
+        self.allocator.free(cached)
+
+    def forget(self) -> None:
         for run in self.iter_nodes():
             run.parent = None
         self.root = TreeNode()
         self._queue.clear()
-        self._evictable = 0
+        self._evictable = self._protected = 0
         for group in self.groups:
             group.reset()
-        self.allocator.free(cached)
         if self.listener is not None:
             self.listener.on_cleared()
 

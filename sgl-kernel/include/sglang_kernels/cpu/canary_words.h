@@ -48,8 +48,9 @@ struct Reason {
     kResultToken = 131072,
     kWriteMissing = 262144,
     kCarriedState = 524288,
+    kHostRecords = 1048576,
   };
-  static constexpr int64_t kCount = 20;
+  static constexpr int64_t kCount = 21;
 };
 
 struct WriterKind {
@@ -86,8 +87,9 @@ struct Launch {
     kResult = 5,
     kCarried = 6,
     kAttention = 7,
+    kIdle = 8,
   };
-  static constexpr int64_t kCount = 8;
+  static constexpr int64_t kCount = 9;
 };
 
 struct Counter {

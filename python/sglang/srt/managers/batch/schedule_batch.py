@@ -89,6 +89,26 @@ class LaunchRecord:
             if not (req.is_finished or (dropped and req.serial in dropped))
         ]
 
+    def before_result(self) -> StepStart:
+        """The requests as they are before the result is processed."""
+        return StepStart(
+            live=frozenset(self.live_rows()),
+            lengths=[len(req.tokens) for req in self.reqs],
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepStart:
+    """The requests of a step before its result is processed.
+
+    Fields:
+        live: rows whose requests take their part of the result.
+        lengths: tokens of each request.
+    """
+
+    live: frozenset[int]
+    lengths: list[int]
+
 
 class ScheduleBatch:
     """Requests that run together.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter as CountsOf
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,10 @@ from kv_canary.reporter import CanaryViolation, as_error
 from kv_canary.violation import POOLS
 from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.managers.scheduler.blame import Damage, Fact
-from sglang.srt.managers.scheduler.result_faults import find_result_faults
+from sglang.srt.managers.scheduler.result_faults import (
+    find_result_faults,
+    idle_fault,
+)
 from sglang.srt.managers.scheduler.shared_pattern import SharedPattern
 from sglang.srt.managers.scheduler.slot_owners import SlotOwners
 
@@ -30,7 +33,7 @@ if TYPE_CHECKING:
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
     from sglang.srt.managers.batch.forward_result import GenerationBatchResult
     from sglang.srt.managers.batch.req import Req
-    from sglang.srt.managers.batch.schedule_batch import LaunchRecord
+    from sglang.srt.managers.batch.schedule_batch import LaunchRecord, StepStart
     from sglang.srt.managers.messages.io_struct import SchedulerStats
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.groups.slots import GroupSlots
@@ -121,31 +124,47 @@ class CanaryGate:
         return None
 
     def confirm(
-        self, launched: LaunchRecord, result: GenerationBatchResult
+        self,
+        launched: LaunchRecord,
+        result: GenerationBatchResult,
+        before: StepStart,
+        failures: Mapping[int, Exception],
     ) -> Sighting | None:
         """Compare what requests keep of a step with what the device noted of it, before
         any of its tokens is sent.
 
         Args:
             launched: the step, its result processed.
+            before: its requests before that.
+            failures: errors of the host, by the row whose processing raised them.
 
         Returns:
-            As `inspect`.
+            As `inspect`. Its rows leave out requests that had ended before the step:
+            what the host has for those is reported, and they stay as they are.
 
         Raises:
             CanaryViolation: something differs and the mode is `raise`; with other ranks
                 also if it is `heal`: each host keeps tokens of its own, and the others
                 do not know of this one's.
         """
+        for row, error in failures.items():
+            logger.error(
+                "kv_canary: the result of request %s could not be processed",
+                launched.reqs[row].rid,
+                exc_info=error,
+            )
         marks = result.marks
         if marks is None:
+            for error in failures.values():
+                raise error
             return None
-        entries = find_result_faults(launched, result, *marks)
+        entries = find_result_faults(launched, result, before, failures, *marks)
         if not entries:
             return None
         if self.heals and self._group.size == 1:
-            rows = tuple(entry[Ring.BATCH_ROW] for entry in entries)
-            return self._sight([], host_entries=entries, rows=rows)
+            rows = (entry[Ring.BATCH_ROW] for entry in entries)
+            live = tuple(row for row in rows if row in before.live)
+            return self._sight([], host_entries=entries, rows=live)
         owners = self._slot_owners()
         self.manager.report(
             owner_of=owners.owner_of,
@@ -153,6 +172,18 @@ class CanaryGate:
             host_entries=entries,
         )
         return None
+
+    def sight_at_idle(self) -> Sighting | None:
+        """Return the damage of records of the host that contradict each other, while
+        nothing runs; None where it is not healed.
+
+        With other ranks it is not: their records may be right.
+        """
+        if not self.heals or self._group.size > 1:
+            return None
+        # The newest forward has ended, and the next one has not begun.
+        entry = idle_fault(forward=self.manager.clock - 1)
+        return self._sight([], host_entries=[entry])
 
     def _sight(
         self,

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,12 +27,13 @@ from sglang.srt.managers.scheduler.blame import Blame, find_blame
 from sglang.srt.managers.scheduler.heal_stats import HealStats, diagnosis_of
 from sglang.srt.managers.scheduler.result_processor import ProcessedBatch
 from sglang.srt.mem_cache.allocator import host_array
+from sglang.srt.mem_cache.common import start_over
 from sglang.srt.mem_cache.quarantine import Quarantine
 
 if TYPE_CHECKING:
     from sglang.srt.managers.batch.forward_result import GenerationBatchResult
     from sglang.srt.managers.batch.req import Req
-    from sglang.srt.managers.batch.schedule_batch import LaunchRecord
+    from sglang.srt.managers.batch.schedule_batch import LaunchRecord, StepStart
     from sglang.srt.managers.messages.io_struct import SchedulerStats
     from sglang.srt.managers.scheduler.batch_selector import BatchSelector
     from sglang.srt.managers.scheduler.canary_gate import CanaryGate, Sighting
@@ -113,31 +115,53 @@ class Healer:
         self,
         launched: LaunchRecord,
         result: GenerationBatchResult,
-        sighting: Sighting,
+        sighting: Sighting | None,
     ) -> ProcessedBatch:
-        """Process the result of a step in which something was found.
+        """Process the result of a step, and heal what is found in it.
+
+        Args:
+            sighting: what was found before any of its tokens was used.
 
         Raises:
             CanaryViolation: it cannot be healed, or not within the limits.
         """
+        before = launched.before_result()
+        failures: dict[int, Exception] = {}
+        on_error = failures.__setitem__
+        if sighting is None:
+            processed = self._results.process(launched, result, on_error=on_error)
+        else:
+            with self._as_violation(sighting):
+                processed = self._contain(launched, result, sighting, on_error)
+        wrong = self._gate.confirm(launched, result, before, failures)
+        if wrong is None:
+            return processed
+        with self._as_violation(wrong):
+            return self._take_back(launched, processed, wrong, before)
+
+    @contextmanager
+    def _as_violation(self, sighting: Sighting) -> Iterator[None]:
+        """Let a healing that fails end the engine with what was found: the host's own
+        records may be damaged as well."""
         try:
-            return self._process(launched, result, sighting)
+            yield
         except CanaryViolation:
             raise
         except Exception as error:
-            # The host's own records may be damaged, too.
             raise self._gate.error_of(sighting) from error
 
-    def _process(
+    def _contain(
         self,
         launched: LaunchRecord,
         result: GenerationBatchResult,
         sighting: Sighting,
+        on_error: Callable[[int, Exception], None],
     ) -> ProcessedBatch:
+        """Process a result without the requests that are touched, and heal those."""
         blame = self._blame(sighting, launched)
         if blame.is_empty and not sighting.found:
             # All of it was found with the step before, when this one had been launched.
-            return self._results.process(launched, result)
+            return self._results.process(launched, result, on_error=on_error)
         self._admit(sighting)
         # The target decides what is said: these tokens are right.
         rebuilt = {req.serial for req in blame.rebuilt}
@@ -148,6 +172,7 @@ class Healer:
             launched,
             result,
             [row for row in rows if launched.reqs[row].serial in rebuilt],
+            on_error=on_error,
         )
         launched.dropped.update(req.serial for req in blame.withheld)
         self._heal(blame, sighting)
@@ -159,43 +184,65 @@ class Healer:
                 for row in launched.live_rows()
                 if launched.reqs[row].serial not in rebuilt
             ],
+            on_error=on_error,
         )
         return ProcessedBatch(
             reqs=early.reqs + late.reqs,
             num_generated=early.num_generated + late.num_generated,
         )
 
-    def take_back(
+    def _take_back(
         self,
         launched: LaunchRecord,
         processed: ProcessedBatch,
         sighting: Sighting,
-        lengths: Sequence[int],
+        before: StepStart,
     ) -> ProcessedBatch:
         """Take back the tokens of a processed step from requests to which the host gave
-        other ones than were sampled.
+        other ones than were sampled, or whose processing failed.
 
-        Args:
-            lengths: tokens of each request of the step before it was processed.
-
-        Raises:
-            CanaryViolation: as `process`.
+        Requests that had ended before the step were answered: they are not among the
+        rows.
         """
         self._admit(sighting)
         blame = self._blame(sighting, launched)
         revived = []
         for row in sighting.rows:
             req = launched.reqs[row]
-            if req.is_finished:
+            if req.is_finished and not self._intake.is_unanswered(req):
                 self._intake.revive(req)
                 revived.append(req)
-            req.rewind(min(lengths[row], len(req.tokens)))
+            req.rewind(min(before.lengths[row], len(req.tokens)))
         self._heal(blame, sighting, others=revived)
         wrong = {launched.reqs[row].serial for row in sighting.rows}
         wrong |= {req.serial for req in blame.withheld}
         return processed._replace(
             reqs=[req for req in processed.reqs if req.serial not in wrong]
         )
+
+    def heal_idle(self, error: RuntimeError) -> None:
+        """Free everything, while there are no requests, because the host's records
+        contradict each other.
+
+        Args:
+            error: how they do.
+
+        Raises:
+            RuntimeError: `error`, where it cannot be healed.
+            CanaryViolation: it is one healing too many.
+        """
+        sighting = self._gate.sight_at_idle()
+        if sighting is None:
+            raise error
+        logger.error("kv_canary: %s", error)
+        self._admit(sighting)
+        num_cached = self._cache.total_size()
+        start_over(self._cache)
+        for quarantine in self._quarantines:
+            quarantine.take_again()
+        self.stats.on_heal(sighting.violations, [], now=sighting.seconds)
+        self._gate.publish(sighting, _outcome(num_cut=num_cached))
+        _log(sighting, [], [], num_cached)
 
     def _admit(self, sighting: Sighting) -> None:
         """Count a healing against the limit.
@@ -245,16 +292,10 @@ class Healer:
         self._batches.take_out(gone)
         num_cut = self._release(touched, blame)
         again, ended = self._queue_again(gone, sighting)
-        outcome = {
-            "recomputed": [_about(req, blame) for req in again[:MAX_LISTED]],
-            "ended": [_about(req, blame) for req in ended[:MAX_LISTED]],
-            "num_recomputed": len(again),
-            "num_ended": len(ended),
-            "cached_tokens_cut": num_cut,
-            "pages_watched": blame.pages[:MAX_LISTED].tolist(),
-        }
         self.stats.on_heal(sighting.violations, again, now=sighting.seconds)
-        self._gate.publish(sighting, outcome)
+        self._gate.publish(
+            sighting, _outcome(again, ended, blame=blame, num_cut=num_cut)
+        )
         _log(sighting, again, ended, num_cut)
 
     def _release(self, touched: Sequence[Req], blame: Blame) -> int:
@@ -396,12 +437,32 @@ class Healer:
         self._intake.limit_length(slots - self._limits.decode_reserve + 1)
 
 
-def _about(req: Req, blame: Blame) -> dict[str, Any]:
+def _outcome(
+    again: Sequence[Req] = (),
+    ended: Sequence[Req] = (),
+    *,
+    blame: Blame | None = None,
+    num_cut: int,
+) -> dict[str, Any]:
+    """Return what a healing did, as incidents have it."""
+    rebuilt = () if blame is None else blame.rebuilt
+    pages = [] if blame is None else blame.pages[:MAX_LISTED].tolist()
+    return {
+        "recomputed": [_about(req, rebuilt) for req in again[:MAX_LISTED]],
+        "ended": [_about(req, rebuilt) for req in ended[:MAX_LISTED]],
+        "num_recomputed": len(again),
+        "num_ended": len(ended),
+        "cached_tokens_cut": num_cut,
+        "pages_watched": pages,
+    }
+
+
+def _about(req: Req, rebuilt: Collection[Req]) -> dict[str, Any]:
     """A request in an incident: `sent` are tokens that its client has got, which cannot
     be taken back."""
     return {
         "rid": req.rid,
-        "pool": "draft" if req in blame.rebuilt else "target",
+        "pool": "draft" if req in rebuilt else "target",
         "tokens": len(req.tokens),
         "output_tokens": req.output_len,
         "sent": req.sent.tokens,

@@ -190,6 +190,10 @@ class RequestIntake:
             )
             self.end(req)
 
+    def is_unanswered(self, req: Req) -> bool:
+        """Whether a request is still among those that have not ended."""
+        return self._unfinished.get(req.rid) is req
+
     def revive(self, req: Req) -> None:
         """Take back the end of a request that was not answered yet."""
         self._unfinished[req.rid] = req

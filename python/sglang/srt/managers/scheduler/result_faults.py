@@ -7,6 +7,7 @@ bookkeeping of results; knows nothing of reports.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from kv_canary.checks import Reason
@@ -27,7 +28,7 @@ from kv_canary.view import NO_MANAGER
 if TYPE_CHECKING:
     from sglang.srt.managers.batch.forward_result import GenerationBatchResult
     from sglang.srt.managers.batch.req import Req
-    from sglang.srt.managers.batch.schedule_batch import LaunchRecord
+    from sglang.srt.managers.batch.schedule_batch import LaunchRecord, StepStart
 
 _TARGET = 0
 
@@ -35,10 +36,13 @@ _TARGET = 0
 def find_result_faults(
     launched: LaunchRecord,
     result: GenerationBatchResult,
+    before: StepStart,
+    failures: Collection[int],
     serials: list[int],
     words: list[int],
 ) -> list[list[int]]:
-    """Rows whose request does not keep what the device noted, as entries of the ring.
+    """Rows whose request does not keep what the device noted, as entries of the ring,
+    and rows that the host could not process.
 
     A request keeps all new tokens, or, if it ended or lost its grammar among them, the
     first ones. Those that had ended before, or were aborted, or take nothing from the
@@ -46,6 +50,8 @@ def find_result_faults(
 
     Args:
         launched, result: of a step that was processed.
+        before: its requests before that.
+        failures: rows whose processing raised an error.
         serials, words: the marks of the step, [R] each.
     """
     found = []
@@ -55,14 +61,39 @@ def find_result_faults(
         tokens = req.tokens
         last = len(tokens) - 1
         # Of nearly every row of a plain step.
+        if failures and row in failures:
+            reason = Reason.HOST_RECORDS
+            if not _is_kept(launched, result, before, row, serial, word):
+                reason |= Reason.RESULT_TOKEN
+            found.append(_entry(req, row, word, reason, forward=_forward_of(result)))
+            continue
         is_last = serial == req.serial and word == last << HALF_BITS | tokens[last]
-        if is_last and result.stride == 1 and not launched.is_chunked[row]:
+        is_plain = result.stride == 1 and not launched.is_chunked[row]
+        # A negative token would make the word of a row that sampled nothing.
+        if is_last and is_plain and tokens[last] >= 0:
             continue
         if req.serial in launched.dropped:
             continue
-        if not _is_kept(launched, result, row, serial, word):
-            found.append(_entry(req, row, word, forward=_forward_of(result)))
+        if not _is_kept(launched, result, before, row, serial, word):
+            reason = Reason.RESULT_TOKEN
+            found.append(_entry(req, row, word, reason, forward=_forward_of(result)))
     return found
+
+
+def idle_fault(*, forward: int) -> list[int]:
+    """Return an entry for records of the host that contradict each other at idle.
+
+    Args:
+        forward: number of the newest forward.
+    """
+    entry = [0] * RING_WORDS
+    entry[Ring.REASONS] = Reason.HOST_RECORDS
+    entry[Ring.SLOT] = entry[Ring.EXPECTED_SLOT] = entry[Ring.POSITION] = -1
+    entry[Ring.BATCH_ROW] = -1
+    entry[Ring.EXPECTED_WORD0] = entry[Ring.FOUND_WORD0] = pack_word0(-1, -1)
+    entry[Ring.CLOCK] = forward
+    entry[Ring.TAG] = ring_tag(Launch.IDLE, NO_MANAGER, _TARGET)
+    return entry
 
 
 def _forward_of(result: GenerationBatchResult) -> int:
@@ -74,6 +105,7 @@ def _forward_of(result: GenerationBatchResult) -> int:
 def _is_kept(
     launched: LaunchRecord,
     result: GenerationBatchResult,
+    before: StepStart,
     row: int,
     serial: int,
     word: int,
@@ -81,8 +113,10 @@ def _is_kept(
     req = launched.reqs[row]
     if serial != req.serial:
         return False
-    if launched.is_chunked[row] or word == UNKNOWN:
-        return launched.is_chunked[row] and word == UNKNOWN
+    if launched.is_chunked[row]:
+        return word == UNKNOWN and len(req.tokens) == before.lengths[row]
+    if word == UNKNOWN:
+        return False
     token, position = unpack_word0(word)
     begin = row * result.stride
     count = 1 if result.accept_lens is None else result.accept_lens[row]
@@ -97,11 +131,12 @@ def _is_kept(
     return len(req.tokens) == position + 1 and list(req.tokens[first:]) == gained
 
 
-def _entry(req: Req, row: int, word: int, *, forward: int) -> list[int]:
-    """A RESULT_TOKEN: expected is what the device noted, found what the host keeps."""
+def _entry(req: Req, row: int, word: int, reason: Reason, *, forward: int) -> list[int]:
+    """Return an entry whose expected word is what the device noted, and whose found
+    word is what the host keeps."""
     entry = [0] * RING_WORDS
     last = len(req.tokens) - 1
-    entry[Ring.REASONS] = Reason.RESULT_TOKEN
+    entry[Ring.REASONS] = reason
     entry[Ring.REQ_ROW] = req.req_pool_idx
     entry[Ring.SERIAL] = req.serial
     entry[Ring.SLOT] = entry[Ring.EXPECTED_SLOT] = -1

@@ -66,14 +66,18 @@ class BatchResultProcessor:
         launched: LaunchRecord,
         result: GenerationBatchResult,
         rows: Sequence[int] | None = None,
+        *,
+        on_error: Callable[[int, Exception], None] | None = None,
     ) -> ProcessedBatch:
         """Give the tokens of one result to their requests; frees are batched.
 
         Args:
-            rows: of live requests, each in one call; None: all of them.
+            rows: of live requests, each in one call. Defaults to all of them.
+            on_error: called with a row and its error, so that the other rows go on. By
+                default the first error ends the call.
         """
         result.wait()
-        live = launched.live_rows() if rows is None else rows
+        live = launched.live_rows() if rows is None else list(rows)
         tokens, accept_lens = result.tokens, result.accept_lens
         self._store_extras(launched, result, live)
         generated = 0
@@ -81,7 +85,12 @@ class BatchResultProcessor:
             for i in live:
                 count = 1 if accept_lens is None else accept_lens[i]
                 new = tokens[i * result.stride : i * result.stride + count]
-                generated += self._take_tokens(launched, i, new)
+                try:
+                    generated += self._take_tokens(launched, i, new)
+                except Exception as error:
+                    if on_error is None:
+                        raise
+                    on_error(i, error)
         return ProcessedBatch(
             reqs=[launched.reqs[i] for i in live], num_generated=generated
         )

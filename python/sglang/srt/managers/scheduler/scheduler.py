@@ -289,6 +289,11 @@ class Scheduler:
             wait_ms=self._wait_ms() if may_wait and not decided else 0,
             grammars=decided,
         )
+        with self._watchdog.guard():
+            return self._run_round(inputs)
+
+    def _run_round(self, inputs: StepInput) -> bool:
+        """One round after its messages have been received; see `step`."""
         recorder = self.recorder
         if recorder is not None:
             self._begin_record(recorder, inputs)
@@ -408,18 +413,14 @@ class Scheduler:
         if canary is None:
             return self._results.process(launched, result)
         sighting = canary.inspect(result)
-        if healer is None:
-            processed = self._results.process(launched, result)
-            canary.confirm(launched, result)
-            return processed
-        lengths = [len(req.tokens) for req in launched.reqs]
-        if sighting is None:
-            processed = self._results.process(launched, result)
-        else:
-            processed = healer.process(launched, result, sighting)
-        wrong = canary.confirm(launched, result)
-        if wrong is not None:
-            processed = healer.take_back(launched, processed, wrong, lengths)
+        if healer is not None:
+            return healer.process(launched, result, sighting)
+        before = launched.before_result()
+        failures: dict[int, Exception] = {}
+        processed = self._results.process(
+            launched, result, on_error=failures.__setitem__
+        )
+        canary.confirm(launched, result, before, failures)
         return processed
 
     def _explain(self, error: Exception) -> None:
@@ -447,11 +448,20 @@ class Scheduler:
     def _on_idle(self) -> None:
         """Check once per idle period that every slot is free or cached."""
         if not self.idle_checked:
-            fenced, *in_groups = [0] if self._healer is None else self._healer.fenced
-            check_idle(self.cache, fenced=fenced, fenced_in_groups=in_groups)
+            try:
+                self._check_idle()
+            except RuntimeError as error:
+                if self._healer is None:
+                    raise
+                self._healer.heal_idle(error)
+                self._check_idle()
             self._stats.on_idle()
             self.batches.on_idle()
             self.idle_checked = True
+
+    def _check_idle(self) -> None:
+        fenced, *in_groups = [0] if self._healer is None else self._healer.fenced
+        check_idle(self.cache, fenced=fenced, fenced_in_groups=in_groups)
 
     # -- checkpoints ---------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Stops a process whose forward does not come back."""
+"""Stops a process whose step does not come back."""
 
 from __future__ import annotations
 
@@ -44,11 +44,14 @@ class Watchdog:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
+        """Scope of a section. The time of an outer section starts anew after an inner
+        one."""
+        is_inner = self._section.began is not None
         self._section.began = time.monotonic()
         try:
             yield
         finally:
-            self._section.began = None
+            self._section.began = time.monotonic() if is_inner else None
 
 
 def _watch(section: _Section, timeout: float, is_closed: threading.Event) -> None:
@@ -56,7 +59,7 @@ def _watch(section: _Section, timeout: float, is_closed: threading.Event) -> Non
         began = section.began
         if began is not None and time.monotonic() - began > timeout:
             logger.critical(
-                "A forward runs for more than --watchdog-timeout %s s; stopping\n%s",
+                "A step runs for more than --watchdog-timeout %s s; stopping\n%s",
                 timeout,
                 _all_stacks(),
             )

@@ -194,7 +194,7 @@ class WindowRuns(GroupRuns):
 
     def reset(self) -> None:
         self._queue.clear()
-        self._evictable = 0
+        self._evictable = self._protected = 0
 
     # -- inspection ----------------------------------------------------------------
 

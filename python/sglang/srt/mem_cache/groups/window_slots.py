@@ -188,7 +188,14 @@ class WindowSlots(GroupSlots):
         return slots.ravel()
 
     def clear(self) -> None:
-        self.drop(self.mapped_pages())
+        # Whatever the records say: they may be why everything is freed.
+        owned = self._ledger.owned_pages()
+        pages = self._page_of[: self._num_pages + 1]
+        pages[:] = 0
+        if len(owned):
+            self._notify(owned)
+        self._ledger.clear()
+        self._stale.append(np.arange(1, len(pages)))
 
     def register_on_free(self, hook: Callable[[torch.Tensor], None]) -> None:
         self._on_free.append(hook)

@@ -1,0 +1,398 @@
+"""Damage of the host's own records: what was sent stays sent, nothing wrong is sent,
+nobody is lost, and the engine goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from heal_world import (
+    check,
+    healer_of,
+    healing,
+    heals,
+    is_exact,
+    prompt_of,
+    submit,
+    without_limit,
+)
+
+from kv_canary.reporter import CanaryViolation
+from sglang.srt.managers.batch.req import Req
+from sglang.srt.managers.scheduler.scheduler import InFlight
+from sglang.srt.mem_cache.groups.window_slots import WindowSlots
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.harness import EngineHarness
+from sglang.test.heal_traffic import check_books
+from sglang.test.mock_oracle import next_tokens
+from sglang.test.spec_canary_traffic import VOCAB, speculating, write_mock_models
+
+register_cpu_ci(est_time=12, suite="cpu")
+
+Change = Callable[[InFlight, list[int]], bool]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_mock_models(tmp_path_factory.mktemp("mock"))
+
+
+@pytest.fixture(scope="module")
+def model(models: dict[str, Path]) -> Path:
+    return models["model"]
+
+
+def change_one_result(
+    harness: EngineHarness, patch: pytest.MonkeyPatch, change: Change
+) -> list[InFlight]:
+    """Let `change` damage the words of one result on the host, before it is processed;
+    returns the list that this result is put into."""
+    scheduler, process, done = harness.scheduler, harness.scheduler._process, []
+
+    def damaged(step: InFlight) -> None:
+        if not done:
+            words = step.result._unpacked()
+            if change(step, words):
+                done.append(step)
+        process(step)
+
+    patch.setattr(scheduler, "_process", damaged)
+    return done
+
+
+def swap_rows(words: list[int], rows: Sequence[int], stride: int = 1) -> None:
+    a, b = (slice(row * stride, (row + 1) * stride) for row in rows)
+    words[a], words[b] = words[b], words[a]
+
+
+# -- requests that have ended ----------------------------------------------------------
+
+
+def answer_of(i: int, length: int = 24) -> list[int]:
+    """What request i gets."""
+    tokens = prompt_of(i)
+    for _ in range(length):
+        tokens.append(next_tokens(tokens, vocab_size=VOCAB)[-1])
+    return tokens[-length:]
+
+
+def submit_until(harness: EngineHarness, i: int, length: int) -> None:
+    """Submit a request that a stop token ends after `length` tokens: the next batch
+    has been launched when that is known."""
+    answer = answer_of(i, length)
+    assert answer[-1] not in answer[:-1]
+    submit(harness, i, stop_token_ids=[answer[-1]])
+
+
+@pytest.mark.parametrize("ends_by", ["stop", "abort"])
+def test_an_answered_request_stays_answered(
+    model: Path, ends_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It ends in one step, and is in the launch of the next, whose result is mixed
+    up."""
+    harness = healing(model)
+    if ends_by == "stop":
+        submit_until(harness, 0, 6)
+    else:
+        submit(harness, 0)
+    submit(harness, 1)
+
+    def change(step: InFlight, words: list[int]) -> bool:
+        ended = [req.is_finished for req in step.launched.reqs]
+        if sorted(ended) != [False, True]:
+            return False
+        swap_rows(words, (0, 1))
+        return True
+
+    changed = change_one_result(harness, monkeypatch, change)
+
+    def on_step(step: int) -> None:
+        if step == 6 and ends_by == "abort":
+            harness.abort("q0")
+        check_books(harness)
+
+    # `collect` asserts that none ends twice.
+    answers = harness.run(on_step=on_step)
+    assert changed and heals(harness) == 1
+    for i, answer in ((0, answers["q0"]), (1, answers["q1"])):
+        assert is_exact(prompt_of(i), answer)
+    assert len(answers["q1"].output_ids) == 24
+    assert len(answers["q0"].output_ids) <= 6
+    (incident,) = harness.scheduler.own_incidents()
+    assert [about["rid"] for about in incident["healing"]["recomputed"]] == ["q1"]
+    assert {v["rid"] for v in incident["violations"]} == {"q0", "q1"}
+    stats = harness.scheduler.stats_snapshot()
+    assert stats.num_requests_total == 2
+
+
+def test_a_result_of_an_ended_request_alone(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is to be recomputed: it is reported."""
+    harness = healing(model)
+    submit_until(harness, 0, 6)
+    submit(harness, 1)
+
+    def change(step: InFlight, words: list[int]) -> bool:
+        ended = [req.is_finished for req in step.launched.reqs]
+        if True not in ended:
+            return False
+        words[ended.index(True)] ^= 1
+        return True
+
+    changed = change_one_result(harness, monkeypatch, change)
+    answers = harness.run()
+    assert changed
+    assert is_exact(prompt_of(0), answers["q0"]) and len(answers["q0"].output_ids) == 6
+    assert is_exact(prompt_of(1), answers["q1"]) and len(answers["q1"].output_ids) == 24
+    (incident,) = harness.scheduler.own_incidents()
+    assert incident["healing"]["num_recomputed"] == 0
+    assert [v["rid"] for v in incident["violations"]] == ["q0"]
+
+
+# -- tokens ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_noted", [False, True])
+@pytest.mark.parametrize("token", [-1, -5, VOCAB + 3])
+@pytest.mark.parametrize("mode", ["heal", "raise"])
+def test_a_token_that_is_none(
+    model: Path, token: int, is_noted: bool, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A row that sampled nothing is noted as -1, which is also the word of token -1."""
+    harness = healing(model, kv_canary=mode)
+    for i in range(3):
+        submit(harness, i, stream=True)
+
+    def change(step: InFlight, words: list[int]) -> bool:
+        if not step.launched.is_decode or len(step.launched.reqs) < 3:
+            return False
+        words[1] = token
+        if is_noted:
+            words[-2] = -1
+        return True
+
+    changed = change_one_result(harness, monkeypatch, change)
+    if mode == "raise":
+        with pytest.raises(CanaryViolation, match="result_token"):
+            harness.run()
+        assert changed
+        for answer in harness.collect().values():
+            assert token not in answer.output_ids
+    else:
+        check(harness.run(), of=3)
+        assert changed and heals(harness) == 1
+
+
+def lose_one_append(
+    patch: pytest.MonkeyPatch, *, is_due: Callable[[Req], bool]
+) -> list[str]:
+    """Lose the tokens of one result on their way into a request."""
+    append, lost = Req.append, list[str]()
+
+    def losing(req: Req, new_tokens: Sequence[int]) -> None:
+        if not lost and is_due(req):
+            lost.append(req.rid)
+        else:
+            append(req, new_tokens)
+
+    patch.setattr(Req, "append", losing)
+    return lost
+
+
+ENGINES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "chain": {"tree": (1, 3, 4)},
+    "tree": {"tree": (4, 3, 8)},
+}
+
+
+def build(models: dict[str, Path], kind: str, **options: Any) -> EngineHarness:
+    if kind == "plain":
+        return healing(models["model"], **options)
+    options = {"kv_canary": "heal", **ENGINES[kind], **options}
+    return speculating(**models, overlap=True, page_size=4, **without_limit(options))
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("when", ["prefill", "again"])
+def test_tokens_lost_after_a_prefill(
+    models: dict[str, Path], kind: str, when: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With overlap the next launch has counted on the token: the prefix cache misses it
+    first, and raises an error."""
+    harness = build(models, kind)
+    for i in range(3):
+        submit(harness, i)
+    lost = lose_one_append(
+        monkeypatch,
+        is_due=lambda req: (
+            req.rid == "q1"
+            and (req.num_restarts == 1 if when == "again" else req.output_len == 0)
+        ),
+    )
+
+    def on_step(step: int) -> None:
+        if step == 5 and when == "again":
+            state = harness.scheduler.worker.canary_managers()[0].target.buffers.state
+            (req,) = (r for r in harness.scheduler.unfinished if r.rid == "q1")
+            slots = harness.scheduler.cache.req_to_token_pool.row_slots(
+                req.req_pool_idx, 0, 4
+            )
+            state.tail[slots, 1] ^= 1
+
+    check(harness.run(on_step=on_step), of=3)
+    assert lost == ["q1"]
+    assert heals(harness) == (2 if when == "again" else 1)
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_an_error_of_the_host_in_mode_raise(
+    models: dict[str, Path], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is named, with the request."""
+    harness = build(models, kind, kv_canary="raise")
+    for i in range(3):
+        submit(harness, i)
+    lose_one_append(monkeypatch, is_due=lambda req: req.rid == "q1")
+    with pytest.raises(CanaryViolation, match="result_token"):
+        harness.run()
+    assert "q1" not in harness.collect()
+
+
+def test_an_error_while_a_result_is_processed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The other requests of the step keep their tokens."""
+    harness = healing(model)
+    for i in range(4):
+        submit(harness, i)
+    results, failed = harness.scheduler._results, list[str]()
+    take = results._take_tokens
+
+    def failing(launched: Any, index: int, new_tokens: list[int]) -> int:
+        req = launched.reqs[index]
+        if not failed and req.rid == "q2" and req.output_len == 5:
+            failed.append(req.rid)
+            raise KeyError("a broken table")
+        return take(launched, index, new_tokens)
+
+    monkeypatch.setattr(results, "_take_tokens", failing)
+    check(harness.run(on_step=lambda step: check_books(harness)), of=4)
+    (incident,) = harness.scheduler.own_incidents()
+    assert incident["violations"][0]["reasons"] == ["result_token", "host_records"]
+    assert [about["rid"] for about in incident["healing"]["recomputed"]] == ["q2"]
+
+
+# -- slots that nobody reads -----------------------------------------------------------
+
+WINDOW = 24
+
+
+@pytest.fixture(scope="module")
+def windowed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mock_models(
+        tmp_path_factory.mktemp("windowed"),
+        sliding_window=WINDOW,
+        layer_types=["full_attention", "sliding_attention"],
+    )["model"]
+
+
+def lose_page(slots: WindowSlots) -> None:
+    """Forget the window page of a cached run: it is missed when the run goes."""
+    slots._page_of[slots.mapped_pages()[0]] = 0
+
+
+def take_free_page(slots: WindowSlots) -> None:
+    """Take a page out of the free ones for nobody."""
+    slots._ledger.take(1)
+
+
+@pytest.mark.parametrize("damage", [lose_page, take_free_page])
+def test_records_of_windows_that_nobody_reads(
+    windowed: Path, damage: Callable[[WindowSlots], None]
+) -> None:
+    harness = healing(windowed)
+    scheduler = harness.scheduler
+    (slots,) = scheduler.cache.allocator.secondary
+    assert isinstance(slots, WindowSlots)
+    submit(harness, 0)
+    assert len(harness.run()["q0"].output_ids) == 24
+    damage(slots)
+    scheduler.cache.groups[0].evict(slots.size)
+    for i in range(1, 4):
+        submit(harness, i)
+    answers = harness.run()
+    assert [len(answers[f"q{i}"].output_ids) for i in range(1, 4)] == [24] * 3
+    (incident,) = scheduler.own_incidents()
+    assert incident["violations"][0]["reasons"] == ["host_records"]
+    assert heals(harness) == 1
+    for i in range(1, 4):
+        submit(harness, i)
+    again = harness.run()
+    for rid, answer in answers.items():
+        assert again[rid].output_ids == answer.output_ids
+    assert torch.equal(slots.expected_mapping(), slots.mapping)
+
+
+def test_pages_of_the_pool_that_nobody_holds(model: Path) -> None:
+    harness = healing(model)
+    submit(harness, 0)
+    harness.run()
+    allocator = harness.scheduler.cache.allocator
+    allocator._ledger.take(2)
+    harness.scheduler.idle_checked = False
+    submit(harness, 1)
+    submit(harness, 2)
+    answers = harness.run()
+    assert all(is_exact(prompt_of(i), answers[f"q{i}"]) for i in (1, 2))
+    assert heals(harness) == 1
+    assert allocator.available_size() == allocator.size
+
+
+def test_watched_pages_stay_watched_through_a_new_start(model: Path) -> None:
+    harness = healing(model)
+    submit(harness, 0)
+    harness.run()
+    quarantine = healer_of(harness).quarantine
+    allocator = harness.scheduler.cache.allocator
+    pages = np.flatnonzero(~allocator.owns(np.arange(64)))[1:3]
+    quarantine.add(pages, num_forwards=10**6)
+    allocator._ledger.take(1)
+    harness.scheduler.idle_checked = False
+    harness.scheduler._on_idle()
+    assert heals(harness) == 1 and quarantine.num_pages == 2
+    assert allocator.owns(pages).all()
+    assert allocator.available_size() == allocator.size - 2 * allocator.page_size
+
+
+# -- the watchdog ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("owner", ["cache", "intake"])
+def test_whatever_a_round_does_is_watched(
+    model: Path, owner: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`evict` could hang without being noticed."""
+    harness = healing(model, max_total_tokens=256)
+    scheduler = harness.scheduler
+    seen = []
+    target, name = {
+        "cache": (scheduler.cache, "evict"),
+        "intake": (scheduler.intake, "accept"),
+    }[owner]
+    call = getattr(target, name)
+
+    def watched(*args: Any) -> Any:
+        seen.append(scheduler._watchdog._section.began)
+        return call(*args)
+
+    monkeypatch.setattr(target, name, watched)
+    for i in range(8):
+        submit(harness, i)
+    check(harness.run(), of=8)
+    assert seen and None not in seen
