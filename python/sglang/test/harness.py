@@ -17,6 +17,7 @@ from sglang.srt.managers.messages.io_struct import (
     GenerateReq,
     LogprobDelta,
 )
+from sglang.srt.managers.messages.output_digest import extend_digest, first_digest
 from sglang.srt.managers.scheduler.build import build_scheduler
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_io import ListIO
@@ -143,6 +144,9 @@ class EngineHarness:
                     answer.logprobs.append(output.logprobs)
                 answer.hidden_states += output.hidden_states or []
                 assert len(answer.output_ids) == output.completion_tokens
+                if output.digest is not None:
+                    due = extend_digest(first_digest(output.rid), answer.output_ids)
+                    assert output.digest == due, output.rid
         if not keep:
             self.io.responses.clear()
         return answers

@@ -14,6 +14,7 @@ from sglang.srt.entrypoints.neutral_fields import (
     refuse_others,
     with_neutral,
 )
+from sglang.srt.managers.front.output_check import check_shown, output_fault
 from sglang.srt.managers.front.prompt_request import (
     PromptRequest,
     cache_namespace,
@@ -277,6 +278,8 @@ class GenerateAnswer:
         self._is_incremental = is_incremental
         self._text = ""
         self._output_ids: list[int] = []
+        # Of earlier answers, which this one does not repeat.
+        self._earlier_chars = self._earlier_tokens = 0
         self._input: list[ShownLogprob] | None = None
         self._input_top: list[list[ShownLogprob] | None] | None = None
         self._output: list[ShownLogprob] = []
@@ -293,6 +296,7 @@ class GenerateAnswer:
             self._forget()
         self._text += update.text
         self._output_ids += update.output_ids
+        self._check(update)
         self._add_logprobs(update)
         if update.hidden_states is not None:
             self._hidden_states = (self._hidden_states or []) + update.hidden_states
@@ -302,8 +306,17 @@ class GenerateAnswer:
             "meta_info": self._meta_info(update),
         }
 
+    def _check(self, update: Update) -> None:
+        check_shown(update, num_chars=self._earlier_chars + len(self._text))
+        num_tokens = self._earlier_tokens + len(self._output_ids)
+        if num_tokens != update.completion_tokens:
+            what = f"{num_tokens} of {update.completion_tokens} tokens are shown"
+            raise output_fault(update.rid, what)
+
     def _forget(self) -> None:
         """Drop what earlier answers showed."""
+        self._earlier_chars += len(self._text)
+        self._earlier_tokens += len(self._output_ids)
         self._text, self._output_ids = "", []
         self._input = self._input_top = self._input_named = self._hidden_states = None
         self._output, self._output_top, self._output_named = [], [], []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
@@ -32,6 +33,7 @@ from sglang.srt.entrypoints.openai.common import (
 )
 from sglang.srt.entrypoints.openai.logprobs import CompletionLogprobs, need_tokenizer
 from sglang.srt.entrypoints.openai.protocol import CompletionRequest
+from sglang.srt.managers.front.output_check import check_shown
 from sglang.srt.managers.front.prompt_request import PromptRequest, prompt_rids
 from sglang.srt.managers.front.request_state import RequestGroup, Update
 from sglang.srt.managers.messages.errors import BadRequest
@@ -122,6 +124,8 @@ class _CompletionAnswer:
         self._skips_special = params.skip_special_tokens
         self._prompts = [prompt.prompt for prompt in prompts for _ in range(n)]
         self._logprobs: dict[int, CompletionLogprobs] = {}
+        # Shown of each output.
+        self._num_chars: Counter[int] = Counter()
         self._head = {
             "id": make_id("cmpl"),
             "object": "text_completion",
@@ -136,7 +140,7 @@ class _CompletionAnswer:
 
     def choice(self, update: Update) -> dict[str, Any]:
         """Return the choice of `update`; the first of an index has the echo."""
-        text = update.text
+        text, prompt_text = update.text, ""
         is_first = update.index not in self._logprobs
         if is_first:
             prompt_text = self._prompt_text(update.index) if self._echo else ""
@@ -147,6 +151,8 @@ class _CompletionAnswer:
                 prompt_text=prompt_text,
             )
             text = prompt_text + text
+        self._num_chars[update.index] += len(text) - len(prompt_text)
+        check_shown(update, num_chars=self._num_chars[update.index])
         return {
             "index": update.index,
             "text": text,

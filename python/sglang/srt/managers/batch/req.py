@@ -20,6 +20,7 @@ from sglang.srt.managers.batch.req_parts import (
     Verifications,
 )
 from sglang.srt.managers.messages.io_struct import FinishReason, GenerateReq
+from sglang.srt.managers.messages.output_digest import first_digest
 from sglang.srt.sampling.sampling_batch_info import SamplingRow
 from sglang.srt.utils.hashing import hash_string
 
@@ -129,7 +130,7 @@ class Req:
         self.hidden = ReqHiddenStates(request)
         self.heals = Heals()
         self.verifications = Verifications()
-        self.sent = Sent()
+        self.sent = Sent(digest=first_digest(self.rid))
 
     def fill_ids(self) -> Sequence[int]:
         """All tokens so far."""

@@ -113,8 +113,14 @@ class ReqHiddenStates:
 
 @dataclass(slots=True, kw_only=True)
 class Sent:
-    """What the client has: output tokens, prompt logprobs, hidden states."""
+    """What the client has: output tokens, prompt logprobs, hidden states.
 
+    Fields:
+        digest: of the first `num_digested` output tokens (`output_digest`).
+    """
+
+    digest: int
+    num_digested: int = 0
     tokens: int = 0
     input_logprobs: bool = False
     hidden_states: int = 0

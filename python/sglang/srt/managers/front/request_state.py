@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from sglang.srt.managers.front.output_check import output_fault
 from sglang.srt.managers.front.prompt_request import rid_scope
 from sglang.srt.managers.messages.errors import (
     CLIENT_ABORT_STATUS,
     ApiError,
     EngineFailure,
     abort_error,
-    log_failure,
 )
 from sglang.srt.managers.messages.io_struct import (
     FinishReason,
@@ -31,6 +31,7 @@ from sglang.srt.managers.messages.io_struct import (
 )
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.front.output_check import OutputCheck
     from sglang.srt.managers.front.output_text import OutputText
 
 
@@ -45,6 +46,7 @@ class Update:
         finish_reason: set in the last update of a request.
         e2e_latency: seconds since the request arrived.
         prompt_ids: token ids of the prompt, where the request keeps them.
+        text_len: characters of all text so far; None while outputs are not checked.
     """
 
     index: int
@@ -61,6 +63,7 @@ class Update:
     spec_verify_ct: int
     spec_accept_tokens: int
     prompt_ids: list[int] | None = None
+    text_len: int | None = None
 
     @property
     def size(self) -> int:
@@ -89,6 +92,7 @@ class RequestState:
         group: RequestGroup,
         names: Sequence[str | None],
         text: OutputText | None,
+        check: OutputCheck | None = None,
     ) -> None:
         self.rid = request.rid
         self.shown_rid = request.rid.removeprefix(rid_scope(group.owner))
@@ -110,6 +114,8 @@ class RequestState:
         self.input_logprobs: LogprobDelta | None = None
         self._has_shown_input = False
         self._text = text
+        self._check = check
+        self._is_wrong = False
         self._outputs: list[RequestOutput] = []
         self.num_received = 0
 
@@ -121,21 +127,33 @@ class RequestState:
 
     def receive(self, output: RequestOutput) -> None:
         """Keep an output of the scheduler and wake the group's reader; an output with
-        tokens that do not follow those before it fails the group instead."""
+        tokens that do not follow those before it fails the group instead, and none of
+        it is shown."""
+        if self._is_wrong:
+            self.is_finished = output.finish_reason is not None
+            return
         self.num_received += len(output.output_ids)
-        if self.num_received != output.completion_tokens:
-            self.group.fail(
-                log_failure(
-                    f"request {self.rid}: {self.num_received} tokens arrived, but the "
-                    f"engine counts {output.completion_tokens}"
-                )
-            )
+        error = self._find_fault(output)
+        if error is not None:
+            self._is_wrong = True
+            self.is_finished = output.finish_reason is not None
+            self.group.fail(error)
+            return
         scored = output.logprobs
         if self.is_leader and scored is not None and scored.input_token is not None:
             self.input_logprobs = scored
         self._outputs.append(output)
         self.is_finished = output.finish_reason is not None
         self.group.notify(self, output.finish_reason)
+
+    def _find_fault(self, output: RequestOutput) -> EngineFailure | None:
+        if self.num_received != output.completion_tokens:
+            return output_fault(
+                self.rid,
+                f"{self.num_received} tokens arrived, but the engine counts "
+                f"{output.completion_tokens}",
+            )
+        return None if self._check is None else self._check.take_tokens(output)
 
     def abort_unsent(self, message: str) -> None:
         """End a request that was not sent to the scheduler yet."""
@@ -153,26 +171,34 @@ class RequestState:
         )
 
     def take(self) -> Update:
-        """Return everything that arrived since the last call, as one update."""
+        """Return everything that arrived since the last call, as one update.
+
+        Raises:
+            EngineFailure: its text is not the one of its tokens.
+        """
         outputs, self._outputs = self._outputs, []
         last = outputs[-1]
         ids = [token for output in outputs for token in output.output_ids]
-        shown = self._text
+        finish, check = last.finish_reason, self._check
+        text = "" if self._text is None else self._text.push(ids, finish)
+        if check is not None and self._text is not None:
+            check.take_text(text, finish)
         return Update(
             index=self.index,
             rid=self.shown_rid,
-            text="" if shown is None else shown.push(ids, last.finish_reason),
+            text=text,
             output_ids=ids,
             logprobs=self._with_input(_merge_logprobs(outputs)),
             hidden_states=_merge_hidden_states(outputs),
             prompt_tokens=last.prompt_tokens,
             completion_tokens=last.completion_tokens,
             cached_tokens=last.cached_tokens,
-            finish_reason=last.finish_reason,
+            finish_reason=finish,
             e2e_latency=time.monotonic() - self.arrived,
             spec_verify_ct=last.spec_verify_ct,
             spec_accept_tokens=last.spec_accept_tokens,
             prompt_ids=self.prompt_ids,
+            text_len=None if check is None else check.text_len,
         )
 
     @property
@@ -223,8 +249,9 @@ class RequestGroup:
         names: Sequence[str | None],
         text: OutputText | None,
         leader: RequestState | None = None,
+        check: OutputCheck | None = None,
     ) -> RequestState:
-        state = RequestState(request, group=self, names=names, text=text)
+        state = RequestState(request, group=self, names=names, text=text, check=check)
         if leader is not None:
             state.leader, leader.is_leader = leader, True
         self.states.append(state)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from sglang.srt.managers.front.caller import CALLER, client_tag
 from sglang.srt.managers.front.crash_dump import CrashDump
 from sglang.srt.managers.front.heartbeat import Heartbeat
+from sglang.srt.managers.front.output_check import OutputCheck
 from sglang.srt.managers.front.output_text import OutputText
 from sglang.srt.managers.front.prompt_request import (
     Limits,
@@ -249,6 +250,7 @@ class TokenizerManager:
                     names=(prompt.rid, prompt.list_rid),
                     text=text,
                     leader=leader,
+                    check=self._output_check(request),
                 )
                 state.prompt_ids = tokens if prompt.keeps_prompt_ids else None
                 if prompt.has_input_logprobs and leader is None:
@@ -507,6 +509,11 @@ class TokenizerManager:
                 )
             return None
         return OutputText(self.tokenizer, params)
+
+    def _output_check(self, request: GenerateReq) -> OutputCheck | None:
+        if self.server_args.kv_canary == "none":
+            return None
+        return OutputCheck(request.rid, request.sampling_params, self.tokenizer)
 
     def _check_rids(self, group: RequestGroup) -> None:
         seen: set[str] = set()

@@ -266,7 +266,8 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `output_ids` is a delta and never holds tokens beyond the finish.
     `completion_tokens` counts all tokens so far. `finish_reason` is set in the last
-    message, exactly once. `first_token_at` comes with it where nothing was sent before:
+    message, exactly once. `digest` is `output_digest` of all tokens so far, None while
+    the KV canary is off. `first_token_at` comes with it where nothing was sent before:
     in seconds of the monotonic clock, which all processes of a host share.
     """
 
@@ -280,6 +281,7 @@ class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     hidden_states: list[list[float]] | None = None
     spec_verify_ct: int = 0
     spec_accept_tokens: int = 0
+    digest: int | None = None
     first_token_at: float | None = None
 
 

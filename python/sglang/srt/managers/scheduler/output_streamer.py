@@ -13,6 +13,7 @@ from sglang.srt.managers.messages.io_struct import (
     RequestOutput,
     TokenLogprob,
 )
+from sglang.srt.managers.messages.output_digest import extend_digest
 
 if TYPE_CHECKING:
     from sglang.srt.managers.batch.req import Req
@@ -24,11 +25,17 @@ class OutputStreamer:
     """Sends one `BatchOutput` per step, for the requests that have new output to send.
 
     A request that does not stream is sent only once, when it has finished.
+
+    Args:
+        has_digests: whether messages have the digests of their requests' tokens.
     """
 
-    def __init__(self, io: SchedulerIO, *, stream_interval: int) -> None:
+    def __init__(
+        self, io: SchedulerIO, *, stream_interval: int, has_digests: bool = False
+    ) -> None:
         self._io = io
         self._stream_interval = stream_interval
+        self._has_digests = has_digests
 
     def send(self, reqs: Iterable[Req]) -> None:
         outputs = [self._output(req) for req in reqs if self._is_due(req)]
@@ -73,8 +80,20 @@ class OutputStreamer:
             hidden_states=_hidden_delta(req) if req.hidden.are_wanted else None,
             spec_verify_ct=req.verifications.count,
             spec_accept_tokens=req.verifications.accepted_tokens,
+            digest=_digest(req) if self._has_digests else None,
             first_token_at=None if req.stream else req.first_token_at,
         )
+
+
+def _digest(req: Req) -> int:
+    """Return the digest of all tokens that count, from where the last one ended:
+    whatever slice of them is sent."""
+    sent = req.sent
+    begin = req.prompt_len + sent.num_digested
+    new = req.tokens[begin : req.prompt_len + req.output_len]
+    sent.digest = extend_digest(sent.digest, new)
+    sent.num_digested += len(new)
+    return sent.digest
 
 
 def _logprob_delta(req: Req, start: int, stop: int) -> LogprobDelta:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kv_canary.hashing import mix64_int
 from sglang.srt.arg_groups.draft_slots import decode_reserve
 from sglang.srt.managers.batch.req import Req
+from sglang.srt.managers.messages.output_digest import TOKEN_TYPE
 from sglang.srt.sampling.sampling_params import (
     GRAMMAR_FIELDS,
     MAX_SEED,
@@ -194,7 +195,7 @@ class RequestFactory:
         """
         vocab_size = self.limits.vocab_size
         try:
-            tokens = array("q", input_ids)
+            tokens = array(TOKEN_TYPE, input_ids)
             values = np.frombuffer(tokens, dtype=np.int64)
             is_known = int(values.min()) >= 0 and int(values.max()) < vocab_size
         except OverflowError:

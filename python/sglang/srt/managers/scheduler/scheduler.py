@@ -143,7 +143,11 @@ class Scheduler:
             resolve=self._free_memory,
             on_dropped=lambda req: self.intake.end(req),
         )
-        self._streamer = OutputStreamer(io, stream_interval=server_args.stream_interval)
+        self._streamer = OutputStreamer(
+            io,
+            stream_interval=server_args.stream_interval,
+            has_digests=server_args.kv_canary != "none",
+        )
         self.intake = RequestIntake(
             RequestFactory(
                 self._limits,

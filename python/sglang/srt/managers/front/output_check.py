@@ -1,0 +1,115 @@
+"""Comparison of what a client is shown with what the engine sampled.
+
+```
+sampler --> request --> message --> front --> text --> answer
+        marks       digest       digest   second decoding   lengths
+```
+The KV canary compares the first step with the device's marks (`result_faults.py`). Here
+the tokens that arrive are compared with the engine's digest of them, and the text that
+is shown with a decoding of its own, before either goes on. A difference is an error of
+this request alone.
+"""
+
+from __future__ import annotations
+
+import codecs
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.messages.errors import EngineFailure, log_failure
+from sglang.srt.managers.messages.output_digest import extend_digest, first_digest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from sglang.srt.managers.front.request_state import Update
+    from sglang.srt.managers.messages.io_struct import FinishReason, RequestOutput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+    from sglang.srt.utils.hf_tokenizer import Tokenizer
+
+
+def output_fault(rid: str, what: str) -> EngineFailure:
+    """Log that a request's answer is not what was sampled; return its error."""
+    return log_failure(f"kv_canary: output of request {rid}: {what}")
+
+
+def check_shown(update: Update, *, num_chars: int) -> None:
+    """Check the text that an answer has shown of a request so far.
+
+    Raises:
+        EngineFailure: it is longer or shorter than what `OutputCheck` has seen.
+    """
+    if update.text_len is not None and update.text_len != num_chars:
+        raise output_fault(
+            update.rid, f"{num_chars} of {update.text_len} characters are shown"
+        )
+
+
+class OutputCheck:
+    """Follows one output from the messages to the text that is shown.
+
+    Args:
+        tokenizer: None where no text is shown. Text of a decoder that depends on
+            neighbouring tokens is not compared.
+
+    Attributes:
+        digest: of the tokens that have arrived.
+        text_len: characters that have been shown.
+    """
+
+    def __init__(
+        self, rid: str, params: SamplingParams, tokenizer: Tokenizer | None
+    ) -> None:
+        self._rid = rid
+        self.digest = first_digest(rid)
+        self.text_len = 0
+        self._table = None if tokenizer is None else tokenizer.token_bytes_table
+        self._dropped: frozenset[int] = frozenset()
+        if tokenizer is not None and params.skip_special_tokens:
+            self._dropped = tokenizer.special_ids
+        self._is_trimmed = not params.no_stop_trim
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        # Text of the tokens that is not shown yet.
+        self._due = ""
+
+    def take_tokens(self, output: RequestOutput) -> EngineFailure | None:
+        """Take the tokens of a message; return the error if they are not the ones that
+        the engine counts."""
+        self.digest = extend_digest(self.digest, output.output_ids)
+        if output.digest is not None and output.digest != self.digest:
+            return output_fault(
+                self._rid,
+                f"the tokens up to {output.completion_tokens} are not the ones that "
+                "the engine keeps",
+            )
+        if self._table is not None:
+            self._due += self._utf8.decode(self._bytes(output.output_ids))
+        return None
+
+    def take_text(self, text: str, finish: FinishReason | None) -> None:
+        """Take the next piece of text that is shown.
+
+        Raises:
+            EngineFailure: it is not the text of the tokens.
+        """
+        self.text_len += len(text)
+        if self._table is None:
+            return
+        if finish is not None:
+            self._due += self._utf8.decode(b"", final=True)
+        due, rest = self._due[: len(text)], self._due[len(text) :]
+        if due != text or (finish is not None and not self._may_hide(rest, finish)):
+            raise output_fault(self._rid, "the text is not the one of its tokens")
+        self._due = rest
+
+    def _may_hide(self, rest: str, finish: FinishReason) -> bool:
+        """Whether an output that ends so may leave out the text `rest`."""
+        if not rest or not self._is_trimmed or finish.matched is None:
+            return not rest
+        if isinstance(finish.matched, str):
+            return rest.startswith(finish.matched)
+        return rest == self._bytes((finish.matched,)).decode(errors="replace")
+
+    def _bytes(self, tokens: Sequence[int]) -> bytes:
+        assert self._table is not None
+        kept = (token for token in tokens if token not in self._dropped)
+        return b"".join(map(self._table.get, kept))
