@@ -23,8 +23,10 @@ from heal_world import (
 
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.managers.batch.req import Req
+from sglang.srt.managers.scheduler.heal_check import HealingError
 from sglang.srt.managers.scheduler.scheduler import InFlight
 from sglang.srt.mem_cache.groups.window_slots import WindowSlots
+from sglang.test.canary_traffic import faults_of
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.heal_traffic import check_books
@@ -368,6 +370,139 @@ def test_watched_pages_stay_watched_through_a_new_start(model: Path) -> None:
     assert heals(harness) == 1 and quarantine.num_pages == 2
     assert allocator.owns(pages).all()
     assert allocator.available_size() == allocator.size - 2 * allocator.page_size
+
+
+# -- faults of the healing itself ------------------------------------------------------
+
+
+def keep_flagged_rows(harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
+    """Process the flagged rows as if they were right."""
+    results = harness.scheduler._results
+    process = results.process
+
+    def every_row(launched: Any, result: Any, rows: Any = None, **options: Any) -> Any:
+        if rows is not None:
+            rows = [row for row, req in enumerate(launched.reqs) if not req.is_finished]
+        return process(launched, result, rows, **options)
+
+    patch.setattr(results, "process", every_row)
+
+
+def queue_one_less(harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
+    intake = harness.scheduler.intake
+    queue = intake.queue_first
+    patch.setattr(intake, "queue_first", lambda reqs: queue(reqs[1:]))
+
+
+def forget_a_token(harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
+    prepare = Req.prepare_again
+
+    def shorter(req: Req) -> None:
+        del req.tokens[-1:]
+        prepare(req)
+
+    patch.setattr(Req, "prepare_again", shorter)
+
+
+def change_a_sent_token(harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
+    prepare = Req.prepare_again
+
+    def changed(req: Req) -> None:
+        req.tokens[req.prompt_len] ^= 1
+        prepare(req)
+
+    patch.setattr(Req, "prepare_again", changed)
+
+
+def rewind_nothing(harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Req, "rewind", lambda req, num_tokens: None)
+
+
+def rewind_too_far(harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
+    rewind = Req.rewind
+    patch.setattr(Req, "rewind", lambda req, num: rewind(req, num - 1))
+
+
+def change_a_token(step: InFlight, words: list[int]) -> bool:
+    """Let the host get another token than was sampled, in the fourth row."""
+    launched, stride = step.launched, step.result.stride
+    if (
+        not launched.is_decode
+        or len(launched.reqs) < 4
+        or launched.reqs[3].output_len < 4
+    ):
+        return False
+    words[3 * stride] ^= 1
+    return True
+
+
+HEALING_FAULTS = {
+    fault.__name__: (fault, by_host)
+    for fault, by_host in (
+        (keep_flagged_rows, False),
+        (queue_one_less, False),
+        (forget_a_token, False),
+        (change_a_sent_token, False),
+        (rewind_nothing, True),
+        (rewind_too_far, True),
+    )
+}
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("name", HEALING_FAULTS)
+def test_a_healing_that_goes_wrong_sends_nothing_wrong(
+    models: dict[str, Path], name: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine stops, with the damage that was to be healed."""
+    fault, by_host = HEALING_FAULTS[name]
+    harness = build(models, kind)
+    for i in range(4):
+        submit(harness, i, stream=True)
+    if by_host:
+        change_one_result(harness, monkeypatch, change_a_token)
+    fault(harness, monkeypatch)
+
+    def on_step(step: int) -> None:
+        if step == 5 and not by_host:
+            faults_of(harness).arm("shift_view", seed=1)
+
+    with pytest.raises(CanaryViolation) as raised:
+        harness.run(on_step=on_step)
+    assert isinstance(raised.value.__cause__, HealingError)
+    for rid, answer in harness.collect().items():
+        i = int(rid[1:])
+        assert answer.finish_reason is None
+        assert answer.output_ids == answer_of(i)[: len(answer.output_ids)]
+
+
+@pytest.mark.parametrize("canary", ["none", "raise", "heal"])
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_request_that_the_scheduler_loses_gets_an_error(
+    model: Path, canary: str, is_running: bool
+) -> None:
+    harness = healing(model, kv_canary=canary)
+    scheduler = harness.scheduler
+    for i in range(3):
+        submit(harness, i)
+
+    def on_step(step: int) -> None:
+        if step == (4 if is_running else 1) and "q1" in scheduler._unfinished:
+            lost = scheduler._unfinished["q1"]
+            scheduler.batches.take_out([lost])
+            if lost in scheduler.waiting:
+                scheduler.waiting.remove(lost)
+
+    answers = harness.run(on_step=on_step)
+    reason = answers["q1"].finish_reason
+    assert reason is not None and reason.status_code == 500
+    assert "lost this request" in (reason.message or "")
+    for i in (0, 2):
+        assert answers[f"q{i}"].output_ids == answer_of(i)
+    assert scheduler.cache.req_to_token_pool.available_size() == (
+        scheduler.cache.req_to_token_pool.size
+    )
+    assert is_exact(prompt_of(5), harness.generate(prompt_of(5), max_new_tokens=5))
 
 
 # -- the watchdog ----------------------------------------------------------------------

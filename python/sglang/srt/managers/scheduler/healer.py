@@ -24,6 +24,7 @@ import torch
 
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.managers.scheduler.blame import Blame, find_blame
+from sglang.srt.managers.scheduler.heal_check import HealCheck
 from sglang.srt.managers.scheduler.heal_stats import HealStats, diagnosis_of
 from sglang.srt.managers.scheduler.result_processor import ProcessedBatch
 from sglang.srt.mem_cache.allocator import host_array
@@ -131,8 +132,11 @@ class Healer:
         if sighting is None:
             processed = self._results.process(launched, result, on_error=on_error)
         else:
+            check = HealCheck(launched, before, self._requests())
             with self._as_violation(sighting):
-                processed = self._contain(launched, result, sighting, on_error)
+                processed = self._contain(
+                    launched, result, sighting, check, on_error=on_error
+                )
         wrong = self._gate.confirm(launched, result, before, failures)
         if wrong is None:
             return processed
@@ -155,6 +159,8 @@ class Healer:
         launched: LaunchRecord,
         result: GenerationBatchResult,
         sighting: Sighting,
+        check: HealCheck,
+        *,
         on_error: Callable[[int, Exception], None],
     ) -> ProcessedBatch:
         """Process a result without the requests that are touched, and heal those."""
@@ -174,8 +180,9 @@ class Healer:
             [row for row in rows if launched.reqs[row].serial in rebuilt],
             on_error=on_error,
         )
+        check.keep_tokens(blame.rebuilt)
         launched.dropped.update(req.serial for req in blame.withheld)
-        self._heal(blame, sighting)
+        self._heal(blame, sighting, check)
         late = self._results.process(
             launched,
             result,
@@ -186,6 +193,7 @@ class Healer:
             ],
             on_error=on_error,
         )
+        check.check_withheld(blame.withheld)
         return ProcessedBatch(
             reqs=early.reqs + late.reqs,
             num_generated=early.num_generated + late.num_generated,
@@ -205,6 +213,7 @@ class Healer:
         rows.
         """
         self._admit(sighting)
+        check = HealCheck(launched, before, ())
         blame = self._blame(sighting, launched)
         revived = []
         for row in sighting.rows:
@@ -213,7 +222,7 @@ class Healer:
                 self._intake.revive(req)
                 revived.append(req)
             req.rewind(min(before.lengths[row], len(req.tokens)))
-        self._heal(blame, sighting, others=revived)
+        self._heal(blame, sighting, check, others=revived)
         wrong = {launched.reqs[row].serial for row in sighting.rows}
         wrong |= {req.serial for req in blame.withheld}
         return processed._replace(
@@ -274,7 +283,12 @@ class Healer:
     # -- the steps -----------------------------------------------------------------
 
     def _heal(
-        self, blame: Blame, sighting: Sighting, *, others: Sequence[Req] = ()
+        self,
+        blame: Blame,
+        sighting: Sighting,
+        check: HealCheck,
+        *,
+        others: Sequence[Req] = (),
     ) -> None:
         """Cut, quarantine, queue again and report.
 
@@ -292,6 +306,7 @@ class Healer:
         self._batches.take_out(gone)
         num_cut = self._release(touched, blame)
         again, ended = self._queue_again(gone, sighting)
+        check.check(again, ended, batches=self._batches, intake=self._intake)
         self.stats.on_heal(sighting.violations, again, now=sighting.seconds)
         self._gate.publish(
             sighting, _outcome(again, ended, blame=blame, num_cut=num_cut)

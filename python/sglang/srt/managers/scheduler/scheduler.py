@@ -77,6 +77,8 @@ logger = logging.getLogger(__name__)
 
 # An idle receive returns this often, so that the process notices signals.
 IDLE_WAIT_MS = 1000
+# Of the ids of requests that got lost, so many are logged.
+MAX_LOST_SHOWN = 16
 # While a grammar compiles and nothing else runs.
 GRAMMAR_WAIT_MS = 2
 # While a profile runs or is written and nothing else does.
@@ -450,7 +452,10 @@ class Scheduler:
                 raise
 
     def _on_idle(self) -> None:
-        """Check once per idle period that every slot is free or cached."""
+        """Check that every request has its answer, and once per idle period that every
+        slot is free or cached."""
+        if self._unfinished:
+            self._end_lost()
         if not self.idle_checked:
             try:
                 self._check_idle()
@@ -462,6 +467,22 @@ class Scheduler:
             self._stats.on_idle()
             self.batches.on_idle()
             self.idle_checked = True
+
+    def _end_lost(self) -> None:
+        """Answer requests that are in no queue and no batch, by an error of the
+        scheduler's own: nobody else would."""
+        lost = list(self._unfinished.values())
+        logger.error(
+            "%d request(s) were in no queue and no batch, and end with an error: %s",
+            len(lost),
+            ", ".join(req.rid for req in lost[:MAX_LOST_SHOWN]),
+        )
+        for req in lost:
+            if not req.is_finished:
+                req.abort("the scheduler has lost this request", status_code=500)
+            if req.last_node is not None:
+                self.cache.allocator.free(self.cache.let_go(req))
+            self.intake.end(req)
 
     def _check_idle(self) -> None:
         fenced, *in_groups = [0] if self._healer is None else self._healer.fenced
