@@ -1,4 +1,4 @@
-"""Write the tables of checks in `docs/kv_canary.md` from `kv_canary.checks`.
+"""Write the tables of checks in `docs/kv_canary_reasons.md` from `kv_canary.checks`.
 
 A table lies between `<!-- NAME: generated ... -->` and `<!-- end -->`. `--check` writes
 nothing and exits 1 if the page is not up to date.
@@ -16,7 +16,7 @@ sys.path.insert(0, str(REPO / "kv-canary" / "python"))
 
 from kv_canary.checks import CHECKS, DIAGNOSES, Check, Severity  # noqa: E402
 
-PAGE = REPO / "docs" / "kv_canary.md"
+PAGE = REPO / "docs" / "kv_canary_reasons.md"
 REASONS_HEAD = """\
 | reason | what was found | by launch | a healing also recomputes | since |
 |---|---|---|---|---|

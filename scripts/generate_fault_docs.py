@@ -28,7 +28,7 @@ from scripts.mutation.operators import OPERATORS  # noqa: E402
 from scripts.mutation.targets import AREAS  # noqa: E402
 from sglang.faults.fault_points import FAULT_POINTS  # noqa: E402
 
-PAGES = ("docs/kv_canary.md", "docs/mutation.md", "kv-canary/README.md")
+PAGES = ("docs/kv_canary_faults.md", "docs/mutation.md", "kv-canary/README.md")
 BLOCK = re.compile(r"(<!-- faults: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SERVING = {
     Serving.ALL: "P, S",
