@@ -159,7 +159,8 @@ def join_recording() -> None:
         ]
 
     def play_round_with_faults(self: player._Player, round_: RecordedRound) -> None:
-        if self._setting.with_faults:
+        # A player that was built before this has a record without armed faults.
+        if self._setting.with_faults and self in left:
             for manager, armed in zip(self._managers, left[self], strict=True):
                 while armed and armed[0].clock <= manager.next_forward:
                     fault = armed.pop(0)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +149,27 @@ def test_faults_of_the_environment_replay(
     with_record = [file for file in files if "record" in json.loads(file.read_text())]
     assert with_record
     assert [main([str(file)]) for file in with_record] == [0] * len(with_record)
+
+
+def test_a_fault_point_replays_in_its_own_process(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There the scheduler of the replay is the first that opens the room of faults."""
+    with monkeypatch.context() as patched:
+        patched.setenv("SGLANG_DEBUG_REVERT_PR", "EARLY_FREE")
+        harness = recorded_engine(model, tmp_path, kv_canary="raise")
+        with pytest.raises(CanaryViolation):
+            serve(harness, seed=1, requests=12, steps=10_000)
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "sglang.srt.kv_canary.replay"),
+            str(incident_in(tmp_path)[0]),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("name", ["req_to_token", "record", "input_token"])
