@@ -59,14 +59,12 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 COLUMNS: dict[str, Callable[[Fault], str]] = {
     "fault": called,
-    "place": lambda fault: fault.place.value,
     "in": lambda fault: SERVING[fault.serving],
     "what it does": lambda fault: fault.what,
     "needs": lambda fault: "; ".join(n.text for n in FAULT_POINTS[fault.name].needs),
     "without": lambda fault: fault.harm.value,
     "reported as": reported_as,
     "by": lambda fault: fault.bound.value,
-    "names": lambda fault: fault.names,
     "seen": lambda fault: fault.names,
     "in vLLM": lambda fault: fault.hosts.get(Engine.VLLM, ""),
     "in SGLang": lambda fault: fault.hosts.get(Engine.SGLANG, ""),
@@ -109,14 +107,12 @@ def operators() -> str:
     )
 
 
-IN_SLOTS = "fault, place, what it does, reported as, by"
+IN_SLOTS = "fault, what it does, reported as, by"
 TABLES: dict[str, Callable[[], str]] = {
-    "pools": view(f"{IN_SLOTS}, names", Planted.POOL, Planted.SAMPLING),
-    "windows": view(f"{IN_SLOTS}, names", Planted.WINDOW),
+    "pools": view(IN_SLOTS, Planted.POOL, Planted.SAMPLING),
+    "windows": view(IN_SLOTS, Planted.WINDOW),
     "drafts": view(IN_SLOTS, Planted.DRAFT),
-    "steps": view(
-        "place, fault, in, what it does, without, reported as, by", Planted.STEP
-    ),
+    "steps": view("fault, in, what it does, without, reported as, by", Planted.STEP),
     "start": view("fault, what it does, needs, reported as, seen", Planted.START),
     "plugins": view("what it does, in vLLM, in SGLang, reported as"),
     "areas": areas,
