@@ -50,6 +50,7 @@ from sglang.srt.model_executor.memory_plan import (
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.recording_backend import RecordingBackend
+from sglang.test.scale import is_full
 from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=80, suite="cpu")
@@ -211,7 +212,8 @@ def every_shape(set_up: SetUp) -> Iterator[Shape]:
     for rows in range(1, min(set_up.rows, set_up.most_tokens) + 1):
         most = set_up.most_of(rows)
         fewest = 2 if set_up.has_graphs and rows == 1 else rows
-        for tokens in range(fewest, min(80 * rows, most) + 1, max(rows // 8, 1)):
+        step = max(rows // (8 if is_full() else 2), 1)
+        for tokens in range(fewest, min(80 * rows, most) + 1, step):
             yield rows, tokens
         for tokens in range(80 * rows, most, 512):
             yield rows, tokens
