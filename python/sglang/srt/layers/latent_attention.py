@@ -1,8 +1,9 @@
 """Attention over latents: one vector of a token is the key and value of all heads.
 
-In the absorbed form the queries come multiplied with each head's key projection, and
-the results leave before its value projection (DeepSeek-V2, 2024, section 2.1). In the
-expanded form the latents are multiplied instead, with both. The pool holds the same.
+In the absorbed form each head's key projection is multiplied into its query before
+attention, and its value projection into its result afterwards (DeepSeek-V2, 2024,
+section 2.1). In the expanded form both multiply the latents instead. The pool holds the
+same data.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ if TYPE_CHECKING:
 
 
 class OverLatents(RadixAttention):
-    """`RadixAttention` whose K and V are both in one latent.
+    """`RadixAttention` whose K and V both come from one latent.
 
     Args:
         head_dim, v_head_dim: channels of a query and of a result.
-        norm: of the latent.
+        norm: norm of the latent.
         others: as in `RadixAttention`.
     """
 
@@ -47,7 +48,7 @@ class LatentAttention(OverLatents):
     """`RadixAttention` whose K is one head [latent | rotated key] and whose V is the
     first `latent.rank` channels of K.
 
-    `qkv` is [T, (Hq + 1) * latent.width]: queries, of which the last `latent.rope_dim`
+    `qkv` is [T, (Hq + 1) * latent.width]: queries, whose last `latent.rope_dim`
     channels are not rotated yet, then K, neither normed nor rotated yet.
 
     Args:
@@ -65,15 +66,15 @@ class LatentAttention(OverLatents):
 
 
 class ExpandedAttention(OverLatents):
-    """`LatentAttention` of the same layer with queries as the projection makes them and
-    results of heads, for forwards in which `is_chosen`.
+    """The `LatentAttention` of a layer in its expanded form, for forwards in which
+    `is_chosen`: queries come straight from the projection, results are per head.
 
     Only `attend` may be called: q is [T, Hq, query_dim], its last `rope_dim` channels
     not rotated yet, k [T, 1, latent.width] and v its first channels, as in
     `LatentAttention`.
 
     Args:
-        projection: of the same heads.
+        projection: projection of the same heads.
         others: as in `OverLatents`.
     """
 
@@ -88,14 +89,14 @@ class ExpandedAttention(OverLatents):
 
     @property
     def weight(self) -> Tensor:
-        """The projection's whole matrix, which CUDA keeps."""
+        """The projection's whole matrix, which is kept on CUDA."""
         weight = self._projection.weight
         assert weight is not None, "the matrix was packed for the absorbed form"
         return weight.data
 
     def is_chosen(self, forward_batch: ForwardBatch) -> bool:
-        """Whether the backend expands latents in this forward. A stack that is captured
-        has attention in its absorbed form."""
+        """Whether the backend expands latents in this forward. A captured stack always
+        uses the absorbed form."""
         context = get_forward_context()
         is_captured = context.attention_breaks is not None
         expands = context.attn_backend.expands
@@ -105,8 +106,8 @@ class ExpandedAttention(OverLatents):
 class LatentProjection(Module):
     """A head's projections of the latent to keys and to values, `kv_b_proj`.
 
-    A rank has those of its heads. The checkpoint's matrix is cut in two once it is
-    loaded.
+    A rank holds the projections of its own heads. Once loaded, the checkpoint's matrix
+    is cut in two.
 
     Args:
         heads: this rank's part of the heads.
@@ -124,7 +125,7 @@ class LatentProjection(Module):
         self._values: Tensor | PackedHeads | None = None
 
     def process_weights_after_loading(self) -> None:
-        """Cut keys from values; what is packed or copied of the matrix goes."""
+        """Cut keys from values, and drop the parts of the matrix that were copied."""
         assert self.weight is not None
         heads = self.weight.data.view(self._num_heads, -1, self._latent.rank)
         sizes = [self._latent.nope_dim, self._latent.value_dim]
@@ -135,20 +136,20 @@ class LatentProjection(Module):
             self.weight = None
 
     def absorb(self, queries: Tensor, *, out: Tensor) -> None:
-        """Queries [T, H, nope_dim] -> what meets the latent, [T, H, rank]."""
+        """Map queries [T, H, nope_dim] into latent space, [T, H, rank]."""
         assert self._keys is not None
         head_linear(queries, self._keys, out=out)
 
     def values(self, attended: Tensor) -> Tensor:
-        """Averages of latents [T, H, rank] -> results of heads [T, H, value_dim]."""
+        """Map averages of latents [T, H, rank] to head results [T, H, value_dim]."""
         assert self._values is not None
         return head_linear(attended, self._values)
 
 
 def half_split_order(dim: int) -> Tensor:
-    """Channels of interleaved pairs in the order of the half-split rotation: 0, 2, ...,
-    1, 3, ...; int64 [dim].
+    """Return the channels of interleaved pairs in half-split order: 0, 2, ..., 1, 3,
+    ...; int64 [dim].
 
-    Scores do not change when the channels of queries and keys are reordered alike.
+    Reordering the channels of queries and keys alike leaves scores unchanged.
     """
     return torch.cat((torch.arange(0, dim, 2), torch.arange(1, dim, 2)))

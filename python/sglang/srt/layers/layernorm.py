@@ -14,9 +14,9 @@ class RMSNorm(Module):
     """x / rms(x) * weight (Zhang and Sennrich, 2019).
 
     Args:
-        offset: checkpoints hold the weight less this (Gemma: 1). The sum is rounded to
-            the dtype once; in bfloat16 that is off by at most 2 ** -9 of it, where
-            transformers multiplies by the unrounded sum.
+        offset: added to the weight; checkpoints store the weight minus this (Gemma: 1).
+            The sum is rounded to the dtype once; in bfloat16 it may be off by 2 ** -9
+            of its value, where transformers multiplies by the unrounded sum.
     """
 
     def __init__(self, size: int, eps: float, *, offset: float = 0.0) -> None:
@@ -26,7 +26,7 @@ class RMSNorm(Module):
         self.eps = eps
 
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """[..., size] -> `out`, which may be `x`; None: a new tensor of its shape."""
+        """[..., size] -> `out`, which may be `x` and defaults to a new tensor."""
         return rmsnorm(x, self.weight, self.eps, out=out)
 
     def add_and_norm(
@@ -35,8 +35,8 @@ class RMSNorm(Module):
         """residual += x, in place; returns norm(residual), in the memory of `x`.
 
         Args:
-            x: None: it was added already, and the result is a new tensor.
-            inner: norm of `x` before it is added, with the same `eps`; None: none.
+            x: None if it was added already; the result is then a new tensor.
+            inner: norm of `x` before it is added, with the same `eps`, or None.
         """
         if x is None:
             return rmsnorm(residual, self.weight, self.eps)

@@ -1,7 +1,7 @@
 """Linear layers, split over the tensor parallel ranks, and their weight loaders.
 
-A parameter that packs several checkpoint tensors (q, k and v; gate and up) knows the
-place of each and the part that this rank holds; `load(name, tensor, shard)` copies it.
+A parameter that packs several checkpoint tensors (q, k and v; gate and up) knows where
+each one goes and which part this rank holds; `load(name, tensor, shard)` copies it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Shard:
 class LoadableParameter(nn.Parameter):
     """A parameter that knows which checkpoint tensors make it up.
 
-    `shards` maps their names to places along dimension `split_dim`, in order. One that
-    is a single checkpoint tensor has one entry, under None. `added` is added to the
-    values of a checkpoint, in float32 and before the one rounding to the dtype here.
+    `shards` maps their names to places along dimension `split_dim`, in order. A
+    parameter that is a single checkpoint tensor has one entry, under None. `added` is
+    added to the checkpoint's values in float32, before the only rounding to the dtype
+    here.
     """
 
     added: float = 0.0
@@ -54,7 +55,8 @@ class LoadableParameter(nn.Parameter):
         *,
         dim: int = 0,
     ) -> LoadableParameter:
-        """A parameter of the `parts` of tensors along `dim`; None: of one tensor."""
+        """Create a parameter from `parts` of tensors along `dim`, or from one tensor if
+        it is None."""
         parameter = cls(data, requires_grad=False)
         parameter.split_dim = dim
         parameter.shards = shards_of(parts or {None: Part.whole(data.shape[dim])})
@@ -69,15 +71,15 @@ class LoadableParameter(nn.Parameter):
         """Copy this rank's part of a checkpoint tensor to its place.
 
         Raises:
-            ValueError: the shapes differ; names the tensor and both shapes.
+            ValueError: the shapes differ. The message names the tensor and both shapes.
         """
         if self.added:
             tensor = tensor.float() + self.added
         copy_part(self.data, name, tensor, self.shards[shard], dim=self.split_dim)
 
     def covered_by(self, shard: str | None) -> Iterable[str | None]:
-        """The `shards` that a checkpoint tensor of this name fills; none: it has no
-        place here."""
+        """Return the `shards` that a checkpoint tensor of this name fills; empty if it
+        has no place here."""
         return (shard,) if shard in self.shards else ()
 
     def load_full(self, name: str, tensor: Tensor) -> None:
@@ -95,7 +97,7 @@ def copy_part(
     """Copy this rank's part, along `dim`, of a checkpoint tensor to its place.
 
     Raises:
-        ValueError: the shapes differ; names the tensor and both shapes.
+        ValueError: the shapes differ. The message names the tensor and both shapes.
     """
     part = place.part
     expected = _with_size(target.shape, dim, part.full)
@@ -124,7 +126,7 @@ class Linear(Module):
         self._packed: PackedWeight | None = None
 
     def process_weights_after_loading(self) -> None:
-        """Pack the weight where the CPU computes in float32; the plain copy goes."""
+        """Pack the weight if the CPU computes in float32, and drop the plain copy."""
         weight = self.weight
         if weight is not None and weight.is_cpu and weight.dtype == torch.float32:
             self._packed = pack_weight(weight.data)
@@ -132,16 +134,16 @@ class Linear(Module):
 
     @property
     def packed(self) -> PackedWeight | None:
-        """The weight as it was packed; None: it was not."""
+        """The packed weight, or None if it was not packed."""
         return self._packed
 
     def move_packed(self, copy: Callable[[Tensor], Tensor]) -> None:
-        """Replace the packed weight, where there is one, by the copy of it."""
+        """Replace the packed weight, if there is one, by a copy made by `copy`."""
         if self._packed is not None:
             self._packed = replace(self._packed, data=copy(self._packed.data))
 
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """[..., inputs] -> [..., outputs], written to `out` where one is given."""
+        """[..., inputs] -> [..., outputs], written to `out` if given."""
         return linear(x, self._any_weight(), self.bias, out=out)
 
     def _any_weight(self) -> Tensor | PackedWeight:
@@ -198,7 +200,7 @@ class RowParallelLinear(Linear):
         return self._group.all_reduce(self.forward_partial(x, out=out))
 
     def forward_partial(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
-        """The product of this rank, for a caller that sums over the ranks itself."""
+        """Return this rank's product, for a caller that sums over ranks itself."""
         bias = self.bias if self._adds_bias else None
         return linear(x, self._any_weight(), bias, out=out)
 
@@ -207,11 +209,11 @@ class RowParallelLinear(Linear):
         return linear_add(x, self._any_weight(), total)
 
     def forward_into(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
-        """Add the product to `residual` [T, output_size] where it costs nothing extra.
+        """Add the product to `residual` [T, output_size] if that costs nothing extra.
 
         Returns:
-            None where it was added; else, and without a `residual`, the product, still
-            to be added.
+            None if it was added. Otherwise, and without a `residual`, the product,
+            which the caller has to add.
         """
         if residual is None or self._group.size > 1:
             return self.forward(x)

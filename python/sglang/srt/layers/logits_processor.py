@@ -1,4 +1,4 @@
-"""From hidden states to the logits that are needed, and to prompt logprobs."""
+"""Turns hidden states into the logits that are needed, and prompt logprobs."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ class LogitsProcessorOutput:
     Fields:
         next_token_logits: [R, V] in the dtype of the model; the sampler widens the rows
             that it edits.
-        hidden_states: [R or T, H] by the capture mode, or None: those that a draft
-            model reads, of several layers side by side where it reads several.
-        last_hidden: the same rows of the last layer, normed, for clients that ask;
-            `hidden_states` itself where that is what a draft reads.
+        hidden_states: [R or T, H] by the capture mode, or None: the hidden states that
+            a draft model reads, side by side if it reads several layers.
+        last_hidden: the same rows of the last layer, normed, for clients that ask. It
+            is `hidden_states` itself if the draft reads that.
         input_logprobs: prompt logprobs by row, for the rows that asked.
     """
 
@@ -45,7 +45,7 @@ class LogitsProcessor:
     """Applies the head to the rows that need logits.
 
     Args:
-        logit_cap: logits become cap * tanh(logit / cap) (Gemma 2); 0: they do not.
+        logit_cap: logits become cap * tanh(logit / cap) (Gemma 2); 0 disables it.
     """
 
     def __init__(self, *, logit_cap: float = 0.0) -> None:
@@ -63,7 +63,7 @@ class LogitsProcessor:
 
         Args:
             hidden: [T, H], normed.
-            aux_hidden: [T, H] each; captured in its place (EAGLE3).
+            aux_hidden: [T, H] each; captured instead of `hidden` (EAGLE3).
         """
         if self._logit_cap > 0:
             head = self._capped(head)
@@ -87,7 +87,7 @@ class LogitsProcessor:
         cap = self._logit_cap
 
         def run(rows: Tensor) -> Tensor:
-            # In place: the head has made them for this call.
+            # In place: the head made them for this call.
             return head(rows).div_(cap).tanh_().mul_(cap)
 
         return run
@@ -109,7 +109,7 @@ class LogitsProcessor:
 
 
 def _logits_rows(forward_batch: ForwardBatch) -> Tensor | slice | None:
-    """Index of the token rows of [T, H] that need logits; None: all do."""
+    """Return the index of the rows of [T, H] that need logits, or None for all rows."""
     token_rows = forward_batch.logits_rows
     is_extend = forward_batch.forward_mode is ForwardMode.EXTEND
     if token_rows is not None and is_extend and forward_batch.batch_size == 1:

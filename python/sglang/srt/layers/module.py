@@ -1,7 +1,7 @@
-"""The base class of the layers: a module whose call costs little.
+"""The base class of the layers: a module that is cheap to call.
 
-A decode step of a small model is about seventy module calls, so what `nn.Module` does
-around each of them is a measurable share of the step.
+A decode step of a small model makes about seventy module calls, so what `nn.Module`
+does around each of them is a measurable share of the step.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ class Module(nn.Module):
 
 
 def cache_attributes(model: nn.Module) -> None:
-    """Let attribute lookup find submodules and parameters in the instance itself.
+    """Let attribute lookup find submodules and parameters on the instance itself.
 
-    `nn.Module.__getattr__` is Python code that runs only where the normal lookup fails.
+    `nn.Module.__getattr__` is Python code that runs only if the normal lookup fails.
     Assigning a submodule or parameter later removes its cached entry.
     """
     for module in model.modules():

@@ -23,17 +23,17 @@ class RadixAttention(Module):
     Args:
         layer_id: layer of the pool.
         scaling: factor on the scores.
-        sliding_window: positions up to a token's own that it attends, its own among
-            them; None: all.
-        logit_cap: scores become cap * tanh(score / cap); 0: they do not.
-        sinks: [num_heads], float32 or the dtype of the model: logits in the denominator
-            of the softmax, without a value; None: none.
+        sliding_window: positions up to a token's own that it attends, its own included,
+            or None for all.
+        logit_cap: scores become cap * tanh(score / cap); 0 disables it.
+        sinks: [num_heads], float32 or the dtype of the model, or None: logits in the
+            denominator of the softmax that have no value.
         cos_sin_cache: float32 [positions, rotary channels], or None without rotation.
         q_norm, k_norm: per-head norms before the rotation (Qwen3), or None.
 
     Attributes:
         v_head_dim: channels of a head's value and result.
-        qkv_width: channels of a token of `qkv`.
+        qkv_width: channels per token in `qkv`.
         is_latent: K and V are views of one latent (`LatentAttention`).
     """
 
@@ -72,13 +72,14 @@ class RadixAttention(Module):
         self.qkv_width = self._num_rows * head_dim
 
     def split(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """qkv [T, qkv_width] -> views of q, k, v, [T, heads, D] each."""
+        """Split qkv [T, qkv_width] into views of q, k and v, [T, heads, D] each."""
         heads = qkv.view(qkv.shape[0], self._num_rows, self.head_dim)
         q, k, v = torch.split_with_sizes(heads, self._sizes, dim=1)
         return q, k, v
 
     def qkv_buffer(self, tokens: int) -> Tensor | None:
-        """Buffer that the projection should write `qkv` to; None: any."""
+        """Return the buffer that the projection should write `qkv` to, or None if any
+        will do."""
         breaks = get_forward_context().attention_breaks
         return None if breaks is None else breaks.qkv_buffer(self, tokens)
 
@@ -95,7 +96,8 @@ class RadixAttention(Module):
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, forward_batch: ForwardBatch
     ) -> Tensor:
-        """`forward` of q, k and v as the backend takes them, attention not captured."""
+        """Run `forward` on q, k and v as the backend takes them; attention is not
+        captured."""
         tokens = q.shape[0]
         out = q.new_empty(tokens, self.num_heads, self.v_head_dim)
         backend = get_forward_context().attn_backend
@@ -106,8 +108,8 @@ class RadixAttention(Module):
 def run_stack(
     plan: StackPlan, given: StackInput, forward_batch: ForwardBatch
 ) -> StackRun | None:
-    """`AttentionBackend.run_stack` of this forward's backend; None, too, where
-    attention is not captured with its layers."""
+    """Call `run_stack` of this forward's backend. Also returns None if attention is not
+    captured with its layers."""
     context = get_forward_context()
     if context.attention_breaks is not None:
         return None

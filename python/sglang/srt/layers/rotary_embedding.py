@@ -12,11 +12,11 @@ from sglang.srt.configs.rope_config import RopeConfig
 
 
 def build_cos_sin_cache(config: RopeConfig, *, head_dim: int, rows: int) -> Tensor:
-    """Angles of positions `0 .. rows - 1` (Su et al., 2021).
+    """Compute the angles of positions `0 .. rows - 1` (Su et al., 2021).
 
     Returns:
-        float32 [rows, rotated channels]: half of the columns cosines, then as many
-        sines, times the attention factor where the type has one.
+        float32 [rows, rotated channels]: cosines in the first half of the columns,
+        sines in the second, times the attention factor if the type has one.
     """
     dim = config.rotary_dim(head_dim)
     exponents = torch.arange(0, dim, 2, dtype=torch.float32) / dim
@@ -48,8 +48,8 @@ def _cached(
 
 
 def shared_cos_sin_cache(config: RopeConfig, *, head_dim: int, rows: int) -> Tensor:
-    """`build_cos_sin_cache` on the default device, one table for all layers (and
-    models) of equal numbers.
+    """`build_cos_sin_cache` on the default device. Layers (and models) with equal
+    parameters share one table.
     """
     return _cached(
         config.theta,
@@ -84,13 +84,14 @@ def _scale_llama3(inv_freq: Tensor, config: RopeConfig) -> Tensor:
 
 
 def _scale_yarn(inv_freq: Tensor, config: RopeConfig) -> Tensor:
-    """YaRN (Peng et al., 2023): waves that turn less than `beta_slow` times within the
-    old context are slowed by `factor`, those that turn more than `beta_fast` times are
+    """YaRN (Peng et al., 2023). Waves that turn less than `beta_slow` times within the
+    old context are slowed by `factor`, waves that turn more than `beta_fast` times are
     kept, and a ramp lies between them."""
     numbers, half = config.scaling, len(inv_freq)
 
     def channel_of(turns: float) -> float:
-        """Where among the frequencies a wave turns so often; fractional."""
+        """Return the (fractional) frequency index at which a wave turns `turns`
+        times."""
         length = numbers["original_max_position_embeddings"] / (2 * math.pi * turns)
         return half * math.log(length) / math.log(config.theta)
 
@@ -100,7 +101,7 @@ def _scale_yarn(inv_freq: Tensor, config: RopeConfig) -> Tensor:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * half - 1)
     if first == last:
-        last += 0.001  # no division by zero
+        last += 0.001  # avoids division by zero
     channel = torch.arange(half, dtype=torch.float32)
     slowed = ((channel - first) / (last - first)).clamp(0, 1)
     return inv_freq / numbers["factor"] * slowed + inv_freq * (1 - slowed)

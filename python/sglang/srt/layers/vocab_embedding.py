@@ -1,7 +1,7 @@
 """Token embedding and the head that maps hidden states to logits.
 
-Under tensor parallelism each rank holds an interval of the vocabulary, the last of them
-padded with zeros where it does not divide.
+Under tensor parallelism each rank holds an interval of the vocabulary. If it does not
+divide evenly, the last ranks are padded with zeros.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class VocabEmbedding(Module):
 
     Args:
         scale: factor on the rows, rounded to the dtype of the table. A head that shares
-            the table does without it.
+            the table does not apply it.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class VocabEmbedding(Module):
 
 
 class LMHead(Linear):
-    """Logits of every vocabulary entry; may share the embedding's weight."""
+    """Logits of the whole vocabulary; may share the embedding's weight."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
         super().__init__(_vocab_parameter(vocab_size, hidden_size), None)
@@ -58,12 +58,12 @@ class LMHead(Linear):
         self._group = get_tp_group()
 
     def tie(self, embedding: VocabEmbedding) -> None:
-        """Use the embedding's table as the weight; the packed form stays separate."""
+        """Use the embedding's table as the weight. The packed form stays separate."""
         self.weight = embedding.weight
 
     def rows(self, token_ids: Tensor) -> Tensor:
-        """The weights of these entries (int64 [n]), [n, hidden_size]; only where the
-        head is whole on this rank."""
+        """Return the weights of these entries (int64 [n]), [n, hidden_size]. Only if
+        this rank holds the whole head."""
         weight = self._any_weight()
         whole = unpack_weight(weight) if isinstance(weight, PackedWeight) else weight
         return whole.data.index_select(0, token_ids)

@@ -1,4 +1,4 @@
-"""Attention backends by the name that `--attention-backend` takes."""
+"""Attention backends, by their `--attention-backend` name."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def _flashinfer() -> Callable[..., AttentionBackend]:
-    # A part of the extra `cuda`, and large.
+    # FlashInfer is part of the extra `cuda`, and large.
     try:
         from sglang.srt.layers.attention.flashinfer_backend import (
             FlashInferAttnBackend,
@@ -42,7 +42,7 @@ def _flashinfer() -> Callable[..., AttentionBackend]:
 
 
 def _triton() -> Callable[..., AttentionBackend]:
-    # Triton is an extra: a CPU installation does not have it.
+    # Triton is an extra; a CPU installation does not have it.
     try:
         from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
     except ImportError as error:
@@ -62,7 +62,7 @@ _BACKENDS: dict[str, Callable[[], Callable[..., AttentionBackend]]] = {
 
 
 def needs_of(layers: Iterable[Module], *, has_trees: bool) -> list[AttentionNeed]:
-    """Needs of the attention among a model's modules.
+    """Return what the attention layers among a model's modules need from a backend.
 
     Args:
         has_trees: whether the model verifies draft trees.
@@ -84,14 +84,14 @@ def create_attention_backend(
     kv_pool: KVCache,
     needs: Iterable[AttentionNeed] = (),
 ) -> AttentionBackend:
-    """The backend `name`, which argument checks have made sure to be in the table.
+    """Create the backend `name`. Argument checks have made sure that it exists.
 
     Args:
-        needs: of the model, from `needs_of`.
+        needs: what the model needs, from `attention_needs`.
 
     Raises:
-        ValueError: it does not serve these, or a package that it needs is not
-            installed.
+        ValueError: the backend does not serve these needs, or a package that it needs
+            is not installed.
     """
     check_needs(name, needs, device=torch.device(req_to_token_pool.device).type)
     return _BACKENDS[name]()(req_to_token_pool=req_to_token_pool, kv_pool=kv_pool)

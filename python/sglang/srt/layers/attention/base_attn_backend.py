@@ -1,4 +1,4 @@
-"""Interface of attention backends: metadata of a forward, a view of it, the forward."""
+"""Interface of attention backends: prepare a forward, show what it reads, run it."""
 
 from __future__ import annotations
 
@@ -27,39 +27,39 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
 
 CallWrapper = Callable[[Callable[..., None]], Callable[..., None]]
-"""Takes an op, returns one with the same arguments."""
+"""Takes an op and returns one with the same arguments."""
 
 StackWrapper = Callable[[Callable[..., "StackRun"]], Callable[..., "StackRun"]]
-"""The same for the op that runs a whole stack."""
+"""Like `CallWrapper`, for the op that runs a whole stack."""
 
 
 class DraftDecodeBackend(Protocol):
-    """Attention of one draft phase: forwards of requests x branches, one per step."""
+    """Attention of one draft phase: one forward of requests x branches per step."""
 
     def plan(self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0) -> None:
-        """Do a phase's work on the host, outside any graph: before the phase runs, and
-        before a graph of it is captured or replayed.
+        """Do a phase's host work, outside any graph: before the phase runs, and before
+        a graph of it is captured or replayed.
 
         Args:
             seq_lens: KV lengths of the requests, if `needs_cpu_seq_lens`.
-            graph_rows: requests of the graph, of which those after `seq_lens` are
-                padding without KV; 0 outside of graphs.
+            graph_rows: requests in the graph; those after `seq_lens` are padding
+                without KV. 0 outside graphs.
         """
 
     def prepare(self, rows: SlotRows) -> None:
-        """Set the metadata of all steps, before the first of them. Enqueued where the
-        backend supports CUDA graphs, so that it can be captured."""
+        """Set the metadata of all steps, before the first of them. Where the backend
+        supports CUDA graphs the work is enqueued, so that it can be captured."""
 
     def step(self, index: int) -> AttentionBackend:
-        """The backend of the forward of this step."""
+        """Return the backend for the forward of step `index`."""
 
 
 class AttentionBackend(ABC):
     """Attention of a model over its KV pool.
 
-    Metadata is set once per forward by one of three methods: `init_eager` outside CUDA
-    graphs, `init_capture` and `init_replay` around them. `forward` then reads it, once
-    per layer.
+    One of three methods sets the metadata once per forward: `init_eager` outside CUDA
+    graphs, `init_capture` and `init_replay` around them. `forward` then reads it in
+    every layer.
     """
 
     name: str
@@ -73,8 +73,8 @@ class AttentionBackend(ABC):
         """Prepare the metadata of a forward that runs outside graphs."""
 
     def init_capture(self, forward_batch: ForwardBatch, rows: int) -> None:
-        """Prepare static metadata for the capture of a graph of `rows` rows, whose
-        inputs are the static tensors of `forward_batch`.
+        """Prepare static metadata to capture a graph of `rows` rows. Its inputs are the
+        static tensors of `forward_batch`.
 
         Raises:
             RuntimeError: the backend does not declare `supports_cuda_graph`.
@@ -92,10 +92,11 @@ class AttentionBackend(ABC):
     def draft_decode(
         self, layout: BranchLayout, *, max_requests: int
     ) -> DraftDecodeBackend:
-        """Attention of the draft steps of up to `max_requests` requests.
+        """Return the attention of the draft steps of up to `max_requests` requests.
 
         Raises:
-            ValueError: the backend cannot serve this layout; names the flag.
+            ValueError: the backend cannot serve this layout; the message names the
+                flag.
         """
         raise ValueError(
             f"--attention-backend {self.name} does not serve speculative decoding"
@@ -104,24 +105,23 @@ class AttentionBackend(ABC):
     def wrap_calls(
         self, on_store: CallWrapper, on_attend: CallWrapper, on_stack: StackWrapper
     ) -> bool:
-        """Wrap the ops that store, that attend, and that run a whole stack, of this
-        backend and of copies that are made of it later; returns whether it has such
-        ops."""
+        """Wrap the ops with which this backend, and any later copy of it, stores K and
+        V, attends, and runs a whole stack. Return whether it has such ops."""
         return False
 
     def run_stack(
         self, plan: StackPlan, given: StackInput, forward_batch: ForwardBatch
     ) -> StackRun | None:
-        """Run a layer stack by one operator, which does what `forward` does for each
-        layer; None: this forward takes its layers one by one, and the stream is as it
-        was."""
+        """Run a layer stack as one operator that does what `forward` does in each
+        layer, or return None and leave the stream alone if the layers of this forward
+        have to run one by one."""
         return None
 
     def compare_bytes(self, groups: Mapping[str, AttendedBytes]) -> None:
-        """Compare the bytes that decodes load from now on.
+        """From now on, compare the bytes that decodes load.
 
         Args:
-            groups: sums of each group of the pool, by its name.
+            groups: checksums of each group of the pool, by group name.
 
         Raises:
             RuntimeError: the backend does not declare `compares_bytes`.
@@ -129,20 +129,22 @@ class AttentionBackend(ABC):
         raise RuntimeError(f"attention backend {self.name} does not compare bytes")
 
     def expands(self, latent: LatentConfig, forward_batch: ForwardBatch) -> bool:
-        """Whether attention over these latents takes its expanded form in this forward
-        (`ExpandedAttention`), rather than the absorbed one. Known on the host."""
+        """Return whether attention over these latents takes its expanded form
+        (`ExpandedAttention`) in this forward, not the absorbed one. Decided on the
+        host."""
         return False
 
     @abstractmethod
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
-        """The slots that `forward` is about to read, from the very tables it reads.
+        """Return views of the slots that `forward` is about to read, made from the
+        tables it reads.
 
         One view per metadata group; the KV canary verifies them.
         """
 
     def group_forwards(self, forward_batch: ForwardBatch) -> dict[str, WindowForward]:
-        """What `forward` is about to read and to write in the secondary groups that it
-        attends, by name, in the very tables that it takes.
+        """Return, by group name, what `forward` is about to read and write in the
+        secondary groups that it attends over. It uses the same tensors.
 
         Call it once per forward, before the first layer.
         """
@@ -161,9 +163,9 @@ class AttentionBackend(ABC):
         """Norm and rotate q and k, write k and v to the pool, attend into `out`.
 
         Args:
-            q: [T, Hq, D]; overwritten. k, v: [T, Hkv, D]; k may be overwritten. Of
-                latents v is the first channels of k, and q has other channels than k
-                where `layer` is an `ExpandedAttention`.
+            q: [T, Hq, D]; overwritten. k, v: [T, Hkv, D]; k may be overwritten. With
+                latents, v is the first channels of k; if `layer` is an
+                `ExpandedAttention`, q and k have different numbers of channels.
             out: [T, Hq, v_head_dim]; the backend allocates nothing.
         """
         self.store(q, k, v, layer, forward_batch)
@@ -180,8 +182,8 @@ class AttentionBackend(ABC):
     ) -> None:
         """The first half of `forward`: norm, rotation and the write to the pool.
 
-        Reads the batch's `positions` and `out_cache_loc` and nothing else that changes
-        from forward to forward, so that a graph of any number of rows may hold it.
+        Of the batch it reads only `positions`, `out_cache_loc` and what never changes
+        between forwards, so a graph of any number of rows may contain it.
         """
 
     @abstractmethod

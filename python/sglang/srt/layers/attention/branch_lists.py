@@ -1,5 +1,5 @@
 """Lists of the KV slots that each draft branch reads, one list per draft step, for
-kernels that take (indptr, indices). Knows slots and lengths; no kernels, no layers.
+kernels that take (indptr, indices). Knows slots and lengths, but no kernels or layers.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
 GUARD_WORDS = 64
-# No slot: a list that has grown into the guard words shows.
+# Not a slot. Guard words that change show that a list has overrun its memory.
 _GUARD = -1
 _INT32_END = 2**31
 
 
 class HostOffsets(NamedTuple):
     """Input of the plans of one draft phase, int32 on the host: indptr
-    [steps, rows + 1]; ones [rows], the elements in the last "page" of a row."""
+    [steps, rows + 1], and `ones` [rows], the number of elements in a row's last
+    "page"."""
 
     indptr: Tensor
     ones: Tensor
@@ -39,15 +40,15 @@ class BranchLists:
     """The slots that each branch reads, by draft step.
 
     Row z = q * K + t is branch t of request q. At step i it reads the L slots of the
-    prefix and i + 1 of its own.
+    prefix and i + 1 slots of its own.
 
-    The memory holds the lists of any batch; guard words follow what is declared.
+    The memory can hold the lists of any batch; guard words follow the declared part.
 
     Attributes:
-        topk: branches of a request. max_rows: branches of a batch at most.
+        topk: branches of a request. max_rows: most branches of a batch.
         steps: forwards of a draft phase, S - 1.
         capacity: declared entries of a step's lists.
-        indptr: int32, flat; its first entries are [steps, rows + 1] of a batch.
+        indptr: int32, flat; a batch uses the first [steps, rows + 1] entries.
         indices: int32 [steps, capacity].
 
     Raises:
@@ -61,7 +62,7 @@ class BranchLists:
         self.topk = layout.topk
         self.max_rows = max_requests * layout.topk
         self.steps = layout.num_steps - 1
-        # No branch is longer than a context, its root and its drafts.
+        # A branch is at most as long as a context, its root and its drafts.
         longest = pool.context_len + 1 + layout.num_steps
         needed = self.max_rows * longest
         if needed >= _INT32_END:
@@ -83,7 +84,7 @@ class BranchLists:
         self._ones = ones.pin_memory() if self._is_pinned else ones
 
     def declare(self, capacity: int) -> None:
-        """Let `indices` have `capacity` entries per step; the memory after them becomes
+        """Let `indices` have `capacity` entries per step. The memory after them becomes
         guard words."""
         self.capacity = capacity
         declared = self.steps * capacity
@@ -91,11 +92,11 @@ class BranchLists:
         self.indices = self._memory[:declared].zero_().view(self.steps, capacity)
 
     def plan(self, seq_lens: Sequence[int], *, requests: int) -> HostOffsets:
-        """Offsets of a phase; requests after `seq_lens` are padding without KV.
+        """Compute the offsets of a phase. Requests after `seq_lens` are padding.
 
         Raises:
-            RuntimeError: the lists do not fit; checked here, on the host, before
-                anything is enqueued, because kernels would read what is missing.
+            RuntimeError: the lists do not fit. This is checked here, on the host and
+                before anything is enqueued, because kernels would read past the end.
         """
         topk = self._layout.topk
         lens = np.zeros(requests, dtype=np.int64)
@@ -116,7 +117,8 @@ class BranchLists:
         return HostOffsets(indptr, self._ones[: requests * topk])
 
     def fill(self, rows: SlotRows) -> None:
-        """Write the offsets and lists of these requests; enqueued, so capturable."""
+        """Write the offsets and lists of these requests. Enqueued, so it is
+        capturable."""
         if not self.steps:
             return
         branches = len(rows.req_pool_indices) * self._layout.topk
@@ -126,5 +128,6 @@ class BranchLists:
         )
 
     def guards_are_intact(self) -> bool:
-        """Whether nothing was written after what is declared; waits for the device."""
+        """Return whether nothing was written past the declared part. Waits for the
+        device."""
         return bool((self._memory[self.indices.numel() :] == _GUARD).all())

@@ -1,4 +1,4 @@
-"""The sums that decode launches compare the bytes they load with, by layer."""
+"""Checksums that decode launches compare their loaded bytes with, by layer."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
 
 
 class ComparedBytes:
-    """The layers of one pool, by what their bytes are compared with.
+    """The layers of one pool, by the checksums their bytes are compared with.
 
     Args:
-        groups: of the groups of `kv_pool`, by name.
+        groups: checksums of the groups of `kv_pool`, by group name.
     """
 
     def __init__(self, kv_pool: KVCache, groups: Mapping[str, AttendedBytes]) -> None:
         self._pool = kv_pool
         self._groups = groups
-        # Of the forward that attended last, by group.
+        # By group, of the forward that attended last.
         self._attended: ForwardBatch | None = None
         self._checks: dict[str, Check] = {}
 
     def of_layer(
         self, layer_id: int, batch: ForwardBatch, rows: AttendedRows
     ) -> ComparedLayer:
-        """How the decode launch of a layer over `rows` compares."""
+        """Return how the decode launch of a layer over `rows` compares bytes."""
         (group, layer) = self._pool.place_of(layer_id)
         attended = self._groups[group.name]
         if self._attended is not batch:
@@ -49,7 +49,7 @@ class ComparedBytes:
 
 
 def _check_of(group: AttendedBytes, batch: ForwardBatch, rows: AttendedRows) -> Check:
-    """The same for all layers of a group in a forward."""
+    """Return the check that all layers of a group share in a forward."""
     return Check(
         state=state_args(group.state),
         sums=group.sums,

@@ -51,9 +51,9 @@ logger = logging.getLogger(__name__)
 
 HEAD_DIMS = (64, 128, 256)
 DTYPES = (torch.float16, torch.bfloat16)
-# Extends whose rows have equally many new tokens, few of them.
+# Extends whose rows all have the same small number of new tokens.
 _FIXED_WIDTH = frozenset({ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND_V2})
-# From here on, prompts without a prefix are worth gathering (see `_dense_kv`).
+# From this length on, prompts without a prefix are worth gathering (see `_dense_kv`).
 _DENSE_TOKENS = 512
 _HOPPER = 9
 
@@ -61,8 +61,8 @@ _HOPPER = 9
 class FlashInferAttnBackend(AttentionBackend):
     """Attention through FlashInfer.
 
-    The offsets and page numbers of the forward that was set up last lie in static
-    buffers, the first rows being the batch's.
+    Static buffers hold the offsets and page numbers of the forward that was set up
+    last; their first rows are the batch's.
 
     Raises:
         ValueError: a dtype or head size that FlashInfer has no kernels for.
@@ -80,7 +80,7 @@ class FlashInferAttnBackend(AttentionBackend):
         int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
         self._buffers = PlanBuffers(
             kv_indptr=torch.zeros(rows + 1, **int32),
-            # Rows may share pages, so that the pool does not bound their sum.
+            # Rows may share pages, so the pool does not bound the sum of their pages.
             kv_indices=torch.zeros(rows * self._page_table.shape[1], **int32),
             last_page_lens=torch.ones(rows, **int32),
             qo_indptr=torch.zeros(rows + 1, **int32),
@@ -114,7 +114,7 @@ class FlashInferAttnBackend(AttentionBackend):
 
     def init_capture(self, forward_batch: ForwardBatch, rows: int) -> None:
         """Let the forwards before the capture plan for the padded batch: the layout of
-        a graph depends on its rows alone, never on lengths."""
+        a graph depends only on its rows, never on lengths."""
         self._begin(forward_batch, graph_rows=rows)
 
     def init_replay(self, forward_batch: ForwardBatch) -> None:
@@ -186,7 +186,7 @@ class FlashInferAttnBackend(AttentionBackend):
         return masks
 
     def _masks_of(self, *, nodes: int) -> TreeMasks:
-        """Memory for a tree of so many nodes in every row, over the longest prefix."""
+        """Return mask memory for `nodes` tree nodes per row over the longest prefix."""
         masks = self._masks.get(nodes)
         if masks is None:
             longest = self._page_table.shape[1] * self._page_size
@@ -241,11 +241,11 @@ class FlashInferAttnBackend(AttentionBackend):
     def _dense_kv(
         self, caches: tuple[Tensor, Tensor], forward_batch: ForwardBatch
     ) -> tuple[Tensor, Tensor]:
-        """K and V of the new tokens, gathered from their slots.
+        """Gather K and V of the new tokens from their slots.
 
-        The Hopper kernels fetch whole tiles of K and V at once where tokens lie one
-        after the other, which saves more than the copy costs. The elements are those of
-        the view, read from the pool. The memory is kept: it only grows.
+        The Hopper kernels fetch whole tiles of K and V at once if tokens are
+        contiguous, which saves more than the copy costs. The elements are the ones the
+        view names, read from the pool. The memory is kept and only grows.
         """
         slots = forward_batch.out_cache_loc
         shape = (2, len(slots), *caches[0].shape[1:])

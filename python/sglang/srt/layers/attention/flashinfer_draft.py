@@ -1,6 +1,6 @@
 """Draft steps through FlashInfer: decode over lists of slots, one backend per step.
 
-Every step has lists and plans of its own, because all of them are made before the first
+Every step has its own lists and plans, because all of them are made before the first
 step runs.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class FlashInferDraftDecode:
-    """Draft phases of chains and trees: a chain is a tree of one branch."""
+    """Draft phases of chains and trees. A chain is a tree with one branch."""
 
     def __init__(
         self, lists: BranchLists, *, kv_pool: KVCache, workspaces: Workspaces
@@ -61,11 +61,11 @@ class FlashInferDraftDecode:
         """Plan all steps; see `DraftDecodeBackend`.
 
         Raises:
-            RuntimeError: no lengths, or lists that do not fit.
+            RuntimeError: host lengths are missing, or the lists do not fit.
         """
         if seq_lens is None:
             raise RuntimeError(
-                "a draft phase without host lengths: the backend declares "
+                "a draft phase needs host lengths: the backend declares "
                 "needs_cpu_seq_lens"
             )
         host = self._lists.plan(seq_lens, requests=graph_rows or len(seq_lens))
@@ -77,7 +77,7 @@ class FlashInferDraftDecode:
         """Fill the lists of all steps; see `DraftDecodeBackend`.
 
         Raises:
-            RuntimeError: the batch is not the one that was planned for.
+            RuntimeError: the phase was planned for another batch.
         """
         branches = len(rows.req_pool_indices) * self._lists.topk
         if branches != self._planned_rows:
@@ -110,7 +110,7 @@ class FlashInferDraftStep(AttentionBackend):
         self._graph_rows = 0
 
     def begin(self, indptr: Tensor, host: HostOffsets, *, is_graph: bool) -> None:
-        """Start a phase; plan at once for graphs that run without this code.
+        """Start a phase. Plan at once for graphs, which replay without this code.
 
         Args:
             indptr: this step's row of `host`.

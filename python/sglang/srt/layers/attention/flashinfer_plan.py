@@ -28,10 +28,10 @@ _MIN_WORKSPACE_BYTES = 128 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerShape:
-    """Properties of a layer that a plan depends on; layers of one shape share plans.
+    """Properties of a layer that a plan depends on. Layers of one shape share plans.
 
     Fields:
-        window: newest elements that a token attends, itself included; -1: all.
+        window: newest elements that a token attends, itself included; -1 means all.
     """
 
     q_heads: int
@@ -57,11 +57,11 @@ class LayerShape:
 
     @property
     def window_left(self) -> int:
-        """The window as FlashInfer counts it, without the token's own; -1: all."""
+        """The window as FlashInfer counts it, without the token's own; -1 means all."""
         return self.window - 1 if self.window > 0 else -1
 
     def workspace_bytes(self, rows: int) -> int:
-        """Partial results of split-KV decode of `rows` padded rows.
+        """Bytes of the partial results of split-KV decode over `rows` padded rows.
 
         One tile of queries per block, each with a float32 output and two statistics.
         """
@@ -71,7 +71,8 @@ class LayerShape:
         return self._partial_bytes(blocks * tile)
 
     def extend_workspace_bytes(self, rows: int, tokens_per_row: int) -> int:
-        """Partial results of extends of `rows` padded rows, `tokens_per_row` each.
+        """Bytes of the partial results of `rows` padded rows of `tokens_per_row`
+        tokens.
 
         FlashInfer lays a graph out for any distribution of the tokens over the rows:
         one tile per row beyond those that the tokens fill.
@@ -88,18 +89,18 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostPlan:
-    """Offsets of one batch, int32 on the host, page-locked beside a GPU.
+    """Offsets of one batch, int32 on the host; page-locked if a GPU is used.
 
     Fields:
-        qo_indptr: [R + 1]; new tokens of a row.
-        kv_indptr: [R + 1]; pages of a row.
-        last_page_lens: [R]; elements in the last page of a row, 1 to page_size.
+        qo_indptr: [R + 1]; new tokens of each row.
+        kv_indptr: [R + 1]; pages of each row.
+        last_page_lens: [R]; elements in a row's last page, 1 to page_size.
         max_pages: pages of the longest row.
         total_pages: kv_indptr[R].
         new_tokens: qo_indptr[R].
         has_prefix: whether any row reads elements older than its new tokens.
-        mask_indptr: [R + 1], of trees; bytes of a row's packed mask.
-        max_mask_bytes: of the longest row; 0 without trees.
+        mask_indptr: [R + 1], trees only; bytes of each row's packed mask.
+        max_mask_bytes: mask bytes of the longest row; 0 without trees.
         total_mask_bytes: mask_indptr[R].
     """
 
@@ -120,17 +121,17 @@ class HostPlan:
 
     @property
     def tokens_per_row(self) -> int:
-        """New tokens of each row, in a batch whose rows have equally many."""
+        """New tokens of each row, if all rows of the batch have equally many."""
         return self.new_tokens // self.rows
 
 
 def host_plan(
     forward_batch: ForwardBatch, *, page_size: int, pin_memory: bool
 ) -> HostPlan:
-    """Offsets from the host copies of the lengths; every row has an element.
+    """Compute offsets from the host copies of the lengths. Every row has an element.
 
     Raises:
-        RuntimeError: the batch does not carry them.
+        RuntimeError: the batch does not carry host lengths.
     """
     lens = forward_batch.lens_cpu
     if lens is None or len(lens.extend_lens) != forward_batch.batch_size:

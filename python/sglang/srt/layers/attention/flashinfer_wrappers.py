@@ -1,7 +1,7 @@
-"""FlashInfer's wrappers by layer shape, and when their plans may be made.
+"""FlashInfer's wrappers by layer shape, and when they may be planned.
 
-The only file that imports `flashinfer`, an optional package; `attention_registry`
-imports it, through the backend, where it is asked for.
+The only file that imports `flashinfer`, an optional package. `attention_registry`
+imports it, through the backend, when a user asks for it.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.flashinfer_plan import HostPlan, LayerShape
 
 _LAYOUT = "NHD"
-# Tile lists of a plan of few tokens per row; others keep FlashInfer's own 8 MiB.
+# Tile lists of a plan with few tokens per row; others keep FlashInfer's own 8 MiB.
 _INT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanBuffers:
-    """Buffers that plans of one kind share; static, because graphs read them.
+    """Buffers shared by plans of one kind. They are static because graphs read them.
 
     Fields:
         kv_indptr: int32; pages of a row in `kv_indices`, see `indptr`.
         kv_indices: int32; page numbers, as FlashInfer reads them.
         last_page_lens: int32 [rows]; written by the plans of graphs.
         qo_indptr: int32 [rows + 1]; written by the plans of extends of fixed width.
-        dtype: of queries, KV cache and outputs.
-        place: index among the offset lists that lie in `kv_indptr` one after another.
+        dtype: dtype of queries, KV cache and outputs.
+        place: index among the offset lists, which follow one another in `kv_indptr`.
     """
 
     kv_indptr: Tensor
@@ -47,17 +47,17 @@ class PlanBuffers:
         return self.last_page_lens.shape[0]
 
     def indptr(self, rows: int) -> Tensor:
-        """The offsets of a batch of `rows` rows, [rows + 1]."""
+        """Return the offsets of a batch of `rows` rows, [rows + 1]."""
         begin = self.place * (rows + 1)
         return self.kv_indptr[begin : begin + rows + 1]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeMasks:
-    """Packed masks of trees; static, because graphs read them.
+    """Packed masks of trees. They are static because graphs read them.
 
     Fields:
-        indptr: int32 [rows + 1]; bytes of a row. packed: uint8.
+        indptr: int32 [rows + 1]; bytes of each row. packed: uint8.
     """
 
     indptr: Tensor
@@ -66,7 +66,7 @@ class TreeMasks:
 
 class Workspaces:
     """Memory for partial results. Forwards do not overlap on the device, so all that
-    fit into it share it; memory that a graph has captured stays."""
+    fit share one buffer; memory that a graph has captured is never freed."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._device = device
@@ -83,12 +83,12 @@ class Workspaces:
 
 
 class Planned:
-    """A FlashInfer wrapper whose plans do not overwrite each other.
+    """A FlashInfer wrapper that waits before a new plan overwrites the last one.
 
-    A plan is written to page-locked memory of the wrapper and copied from there on the
+    A plan is written to the wrapper's page-locked memory and copied from there on the
     stream. When the next plan is made, under overlap, that copy may still be queued
-    after the forward in flight, so it is waited for; as the result of that forward has
-    been waited for by then, this takes no time.
+    behind the forward in flight, so `plan` waits for it. By then the caller has waited
+    for that forward's result, so this wait takes no time.
     """
 
     def __init__(self, wrapper: Any) -> None:
@@ -105,7 +105,7 @@ class Planned:
 class ShapePlans:
     """The wrappers of one layer shape over one set of buffers.
 
-    Wrappers of graphs read the indices in place: plans get none to copy.
+    Graph wrappers read the indices in place, so their plans get none to copy.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class ShapePlans:
         self._workspace = workspaces.of(shape.workspace_bytes(buffers.rows))
         # Forwards do not overlap on the device, so their plans may share memory.
         self._int_workspace = self._workspace.new_empty(_INT_BYTES)
-        # Of graphs, by padded rows; 0: outside of graphs.
+        # By padded rows of the graph; 0 outside graphs.
         self._decode: dict[int, Planned] = {}
         # By rows, tokens per row and whether they are trees.
         self._fixed: dict[tuple[int, int, bool], Planned] = {}
@@ -125,11 +125,11 @@ class ShapePlans:
         self._dense: Planned | None = None
 
     def has_decode(self, rows: int) -> bool:
-        """Whether a decode graph of `rows` rows has been planned for."""
+        """Whether a decode graph of `rows` rows has been planned."""
         return rows in self._decode
 
     def has_fixed(self, rows: int, tokens_per_row: int, *, is_tree: bool) -> bool:
-        """Whether an extend of this width has been planned for."""
+        """Whether an extend of this width has been planned."""
         return (rows, tokens_per_row, is_tree) in self._fixed
 
     def plan_decode(
@@ -139,7 +139,7 @@ class ShapePlans:
 
         Args:
             kv_indptr, last_page_lens: on the host; see `HostPlan`.
-            graph_rows: 0 outside of graphs.
+            graph_rows: padded rows of the graph; 0 outside graphs.
         """
         planned = self._decode.get(graph_rows)
         if planned is None:
@@ -158,8 +158,8 @@ class ShapePlans:
         return planned
 
     def plan_fixed(self, host: HostPlan, *, masks: TreeMasks | None) -> Planned:
-        """Plan an extend of equally many tokens per row, in a graph or outside of one:
-        of trees with `masks`, else causal."""
+        """Plan an extend with equally many tokens per row, inside or outside a graph.
+        With `masks` the rows are trees, without them attention is causal."""
         key = (host.rows, host.tokens_per_row, masks is not None)
         planned = self._fixed.get(key)
         if planned is None:
@@ -181,7 +181,7 @@ class ShapePlans:
         return self._extend
 
     def plan_dense(self, host: HostPlan) -> Planned:
-        """Plan prompts without a prefix, K and V one token after the other."""
+        """Plan prompts without a prefix whose K and V are contiguous."""
         if self._dense is None:
             wrapper = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
                 self._workspace, _LAYOUT, backend="fa3"
@@ -201,7 +201,7 @@ class ShapePlans:
     def _plan_paged(
         self, planned: Planned, host: HostPlan, indices: Tensor, **options: Any
     ) -> None:
-        # A wrapper that was made with a mask's buffers reads those; it ignores causal.
+        # A wrapper that was made with mask buffers reads those and ignores `causal`.
         planned.plan(
             host.qo_indptr,
             host.kv_indptr,
@@ -255,7 +255,7 @@ class ShapePlans:
         workspace = self._workspaces.of(
             self._shape.extend_workspace_bytes(buffers.rows, host.tokens_per_row)
         )
-        # Few queries over a long prefix: fa2 splits it over blocks, and takes masks.
+        # Few queries over a long prefix: fa2 splits it over blocks and takes masks.
         wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
             workspace,
             _LAYOUT,

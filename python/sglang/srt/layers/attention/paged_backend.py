@@ -1,8 +1,7 @@
 """Attention backends that read `req_to_token` itself as the page table.
 
 Every page_size-th column of a row is the first slot of a page, so a step needs no
-metadata of its own: the kernels read the pools themselves, in a graph as outside of
-one.
+metadata of its own: kernels read the pools directly, inside and outside graphs.
 """
 
 from __future__ import annotations
@@ -63,11 +62,11 @@ def store_kv(
     """Norm and rotate q and k in place, write k and v to the slots of the new tokens.
 
     Args:
-        store_op: `layers.ops.rope.op.rope_store_kv`, or `latent_store`, whose arguments
-            are the same.
+        store_op: `layers.ops.rope.op.rope_store_kv`, or `latent_store`, which takes the
+            same arguments.
         q, k, v: as in `AttentionBackend.forward`.
-        out_cache_loc: slots in this layer's pool; None: the batch's.
-        update_k: norm and rotate k in place, too.
+        out_cache_loc: slots in this layer's pool. Defaults to the batch's slots.
+        update_k: also norm and rotate k in place.
     """
     k_cache, v_cache = kv_pool.get_kv_buffer(layer.layer_id)
     q_norm, k_norm = layer.q_norm, layer.k_norm
@@ -91,7 +90,7 @@ def store_kv(
 
 class AttendedRows(NamedTuple):
     """The rows as attention of one layer takes them; as in `layers.ops.attention`.
-    `first_position`: int64 [R], of element 0 of each; None: 0."""
+    `first_position`: int64 [R], position of each row's element 0, or None for 0."""
 
     page_table: Tensor | None
     row_index: Tensor | None
@@ -102,17 +101,17 @@ class AttendedRows(NamedTuple):
 
 
 class PagedAttnBackend(AttentionBackend):
-    """Base of the paged backends, which differ in the ops they call.
+    """Base of the paged backends. Subclasses differ in the ops they call.
 
-    All ops take the arguments of `layers.ops.attention` and `layers.ops.rope`; latents
-    are written by `latent_store_op`.
+    All ops take the arguments of `layers.ops.attention` and `layers.ops.rope`;
+    `latent_store_op` writes latents.
     """
 
     store_op: Callable[..., None]
     latent_store_op: Callable[..., None]
     decode_op: Callable[..., None]
     extend_op: Callable[..., None]
-    # Runs a whole stack (`layers.ops.decoder_stack`); None: there is no such op.
+    # Runs a whole stack (`layers.ops.decoder_stack`), or None if there is no such op.
     stack_op: Callable[..., StackRun] | None = None
 
     def __init__(self, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache) -> None:
@@ -128,7 +127,7 @@ class PagedAttnBackend(AttentionBackend):
         # Of the forward that was viewed last.
         self._viewed: ForwardBatch | None = None
         self._view: KVReadView | None = None
-        # Of the secondary groups, by name.
+        # By name of the secondary group.
         self._tables = tables_of(kv_pool, max_rows=req_to_token_pool.size)
 
     def draft_decode(
@@ -139,8 +138,8 @@ class PagedAttnBackend(AttentionBackend):
         return BranchDraftDecode(self, layout=layout, max_requests=max_requests)
 
     def with_table(self, page_table: Tensor, *, page_size: int) -> PagedAttnBackend:
-        """The same kernels over the same KV, row r of a forward reading row r of
-        `page_table` (int32, first slots of pages)."""
+        """Return the same kernels over the same KV, where row r of a forward reads row
+        r of `page_table` (int32, first slots of pages)."""
         other = copy.copy(self)
         other.page_table = page_table
         other._page_size = page_size
@@ -190,13 +189,13 @@ class PagedAttnBackend(AttentionBackend):
         )
 
     def init_eager(self, forward_batch: ForwardBatch) -> None:
-        """Nothing to prepare: the tables are the pools' own."""
+        """Nothing to prepare: the pools' own tables are read."""
 
     def init_capture(self, forward_batch: ForwardBatch, rows: int) -> None:
         """Nothing to prepare: a graph reads the static batch and the pools."""
 
     def init_replay(self, forward_batch: ForwardBatch) -> None:
-        """Nothing to fill, for the same reason."""
+        """Nothing to fill: a graph reads the static batch and the pools."""
 
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
         return (self._view_of(forward_batch),)
@@ -209,8 +208,8 @@ class PagedAttnBackend(AttentionBackend):
         }
 
     def _view_of(self, forward_batch: ForwardBatch) -> KVReadView:
-        """The view of a forward, from which `attend` takes its arguments as well: the
-        same for all layers."""
+        """Return the view of a forward, the same for all layers. `attend` takes its
+        arguments from it too."""
         if self._viewed is not forward_batch:
             batch = self._viewed = forward_batch
             takes_new = not self._reads_new(batch)
@@ -244,7 +243,7 @@ class PagedAttnBackend(AttentionBackend):
         )
 
     def _tables_of(self, layer: RadixAttention) -> WindowTables | None:
-        """The tables of a layer's group; None: it is the primary one."""
+        """Return the tables of a layer's group, or None for the primary group."""
         if not self._tables:
             return None
         return self._tables.get(self._kv_pool.place_of(layer.layer_id)[0].name)
@@ -252,7 +251,8 @@ class PagedAttnBackend(AttentionBackend):
     def _group_cache_loc(
         self, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> Tensor | None:
-        """Slots of the new tokens in the group of a layer; None: the primary ones."""
+        """Return the slots of the new tokens in a layer's group, or None for the
+        primary ones."""
         tables = self._tables_of(layer)
         if tables is None:
             return None
@@ -337,13 +337,13 @@ class PagedAttnBackend(AttentionBackend):
     def _decode_options(
         self, layer: RadixAttention, forward_batch: ForwardBatch, rows: AttendedRows
     ) -> dict[str, Any]:
-        """Arguments of this backend's decode beyond the common ones."""
+        """Return this backend's extra arguments for decode."""
         return {}
 
     def _extend_call(
         self, k: Tensor, v: Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> tuple[Callable[..., None], dict[str, Any]]:
-        """The op of an extend, and its arguments beyond the common ones."""
+        """Return the op of an extend, and its extra arguments."""
         return self.extend_op, {}
 
     def _reads_new(self, forward_batch: ForwardBatch) -> bool:
@@ -352,7 +352,7 @@ class PagedAttnBackend(AttentionBackend):
 
 
 class PlainDraftDecode:
-    """Draft phases of chains: the draft slots are those of a request's next tokens."""
+    """Draft phases of chains. Draft slots are the slots of a request's next tokens."""
 
     def __init__(self, backend: PagedAttnBackend) -> None:
         self._backend = backend
@@ -368,11 +368,11 @@ class PlainDraftDecode:
 
 
 class BranchDraftDecode:
-    """Draft phases of trees: one table row per branch serves all steps of a phase.
+    """Draft phases of trees. One table row per branch serves all steps of a phase.
 
     Attributes:
-        layout: of the branches.
-        entry_slots: KV slots that an entry of the table is the first of.
+        layout: layout of the branches.
+        entry_slots: KV slots that each entry of the table covers.
         page_table: int32 [max_requests * topk, columns].
     """
 
@@ -383,7 +383,7 @@ class BranchDraftDecode:
         self._is_paged = backend.capabilities.needs_paged_draft_rows
         pool = backend._req_to_token_pool
         self.entry_slots = layout.page_size if self._is_paged else 1
-        # No branch is longer than a context, its root, its drafts and a page.
+        # A branch is at most as long as a context, its root, its drafts and a page.
         longest = pool.context_len + 1 + layout.num_steps + layout.page_size
         self.page_table = torch.zeros(
             (max_requests * layout.topk, -(-longest // self.entry_slots)),
@@ -409,7 +409,7 @@ class BranchDraftDecode:
 
 
 class CpuNativeAttnBackend(PagedAttnBackend):
-    """The C++ kernels of `sgl-kernel`; without them the ops fall back, logged once."""
+    """The C++ kernels of `sgl-kernel`. Without them the ops fall back, logged once."""
 
     name = "cpu_native"
 
@@ -427,7 +427,8 @@ class CpuNativeAttnBackend(PagedAttnBackend):
 
 
 class TorchNativeAttnBackend(PagedAttnBackend):
-    """The torch references, on any device: slow, readable, the oracle of the others."""
+    """The torch references, on any device: slow, readable, the oracle for the
+    others."""
 
     name = "torch_native"
     store_op = staticmethod(rope_store_kv_ref)

@@ -1,6 +1,6 @@
 """Attention on CUDA with the Triton kernels of `layers.ops.attention`.
 
-Imported only where Triton is installed: `attention_registry` sees to that.
+Imported only if Triton is installed; `attention_registry` sees to that.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ if TYPE_CHECKING:
 
 
 class TritonAttnBackend(PagedAttnBackend):
-    """Attention with Triton kernels. One workspace of a kind serves all layers and
-    graphs: forwards do not overlap."""
+    """Attention with Triton kernels. All layers and graphs share one workspace of each
+    kind, because forwards do not overlap."""
 
     name = "triton"
     store_op = staticmethod(rope_store_kv)
@@ -89,14 +89,14 @@ class TritonAttnBackend(PagedAttnBackend):
             self.decode_op = latent_decode_attention
             self.extend_op = latent_extend_attention
         self._compared: ComparedBytes | None = None
-        # By (query heads, KV heads, head size): layers of one shape share.
+        # By (query heads, KV heads, head size). Layers of one shape share.
         self._workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
         # All layers have one head size.
         self._extend_workspace: ExtendWorkspace | None = None
-        # Prefixes of the forward that was expanded last, the same for all layers.
+        # Prefixes of the forward that was expanded last; all layers share them.
         self._expanded: ForwardBatch | None = None
         self._prefix: tuple[PrefixBlock, ...] = ()
-        # The plan of the forward that was planned last.
+        # Plan of the forward that was planned last.
         self._planned: ForwardBatch | None = None
         self._plan: ExtendPlan | None = None
         self._plans = hopper_serves(
@@ -105,8 +105,9 @@ class TritonAttnBackend(PagedAttnBackend):
 
     @property
     def capabilities(self) -> AttentionBackendCapabilities:
-        """On a GPU bytes are compared by the Hopper kernel: in the other one that takes
-        longer than the read check's pass. On the CPU kernels are interpreted."""
+        """On a GPU only the Hopper kernel compares bytes; in the other kernel that
+        costs more than the separate pass of the read check. On the CPU kernels are
+        interpreted."""
         known = super().capabilities
         is_cheap = self._plans or torch.device(self._device).type != "cuda"
         return replace(known, compares_bytes=is_cheap and not self._is_latent)
@@ -146,8 +147,9 @@ class TritonAttnBackend(PagedAttnBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
     ) -> None:
-        # A captured store works on a batch of one row. Where it does not read the new
-        # k, no live batch that fits does: that has no more tokens and no fewer rows.
+        # A captured store works on a one-row batch. If that does not read the new k,
+        # neither does any live batch that fits, with at most as many tokens and no
+        # fewer rows.
         store_kv(
             self.store_op,
             q,
@@ -220,7 +222,7 @@ class TritonAttnBackend(PagedAttnBackend):
         return self._prefix
 
     def _plan_of(self, forward_batch: ForwardBatch) -> ExtendPlan | None:
-        """None: `extend_hopper` does not serve this forward."""
+        """Return None if `extend_hopper` does not serve this forward."""
         if self._planned is not forward_batch:
             self._planned = forward_batch
             self._plan = self._new_plan(forward_batch) if self._plans else None
@@ -246,7 +248,7 @@ class TritonAttnBackend(PagedAttnBackend):
         )
 
     def _shared_workspace(self) -> ExtendWorkspace:
-        """That of extends, and of decodes over latents."""
+        """Return the workspace of extends and of decodes over latents."""
         if self._extend_workspace is None:
             self._extend_workspace = extend_workspace(
                 head_dim=self._v_head_dim,

@@ -1,15 +1,15 @@
-"""Page tables of window slots, made anew for every forward.
+"""Page tables of window slots, rebuilt for every forward.
 
-A row's table begins with the first page that its first new token reads, so that it is
-no longer than the window and the new tokens:
+A row's table begins with the first page that its first new token reads, so it is no
+longer than the window and the new tokens:
 
 ```
 positions       0 ........ first_position ........ prefix ........ end
 page_table      | not read | window before the new tokens | new    |
 window table               | entry 0, 1, 2, ...                    |
 ```
-Attention counts the elements of a row from `first_position` on: lengths and queries
-move alike, so that its windows are the same.
+Attention counts a row's elements from `first_position` on. Lengths and queries shift by
+the same amount, so its windows do not change.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 ROW_ALIGNMENT = 16
-"""Columns of a table's row are a multiple of this."""
+"""A table row has a multiple of this many columns."""
 
 
 class WindowRows(NamedTuple):
@@ -40,7 +40,7 @@ class WindowRows(NamedTuple):
     Fields:
         page_table: int32 [R, columns], first window slots of pages; 0 past the end.
         first_position: int64 [R], position of a row's element 0.
-        prefix_lens, read_lens: int64 [R], counted from there.
+        prefix_lens, read_lens: int64 [R], counted from `first_position`.
     """
 
     page_table: Tensor
@@ -64,13 +64,13 @@ def window_table_ref(
 
     Args:
         page_table: int32 [rows, columns], first slots of pages of the full group.
-        row_index: int64 [R], rows of `page_table`; None: row r.
+        row_index: int64 [R], rows of `page_table`. Defaults to row r for row r.
         prefix_lens: int64 [R], position of a row's first new token.
-        read_lens: int64 [R], elements that it may read.
-        mapping: int64 [slots of the full group], window slots, 0: none.
-        window: positions that a token reads, its own among them.
+        read_lens: int64 [R], elements that each row may read.
+        mapping: int64 [slots of the full group], window slots; 0 for none.
+        window: positions that a token reads, its own included.
         page_size: elements of an entry.
-        out: written; wide enough for `window_columns` entries.
+        out: receives the result; wide enough for `window_columns` entries.
     """
     first = (prefix_lens - window + 1).clamp(min=0) // page_size
     column = first[:, None] + torch.arange(out.page_table.shape[1], device=first.device)
@@ -92,15 +92,15 @@ window_table = Op(
 
 
 def window_columns(*, window: int, new_tokens: int, page_size: int) -> int:
-    """Entries of a row of `new_tokens` new tokens, wherever its pages begin."""
+    """Return the entries that `new_tokens` new tokens need, wherever pages begin."""
     return (window - 1 + new_tokens + page_size - 2) // page_size + 1
 
 
 def new_window_rows(rows: int, columns: int, *, device: torch.device) -> WindowRows:
-    """Tensors for `window_table`, with at least `columns` columns.
+    """Allocate tensors for `window_table`, with at least `columns` columns.
 
-    Every vector begins at a multiple of 16 bytes, and so does every row of the table:
-    Triton compiles a kernel anew for those that do not.
+    Every vector and every row of the table begins at a multiple of 16 bytes; otherwise
+    Triton would compile another variant of the kernel.
     """
     lens = torch.zeros(3, rows + rows % 2, dtype=torch.int64, device=device)
     width = -(-columns // ROW_ALIGNMENT) * ROW_ALIGNMENT
@@ -112,8 +112,8 @@ class WindowForward(NamedTuple):
     """Window slots of a forward.
 
     Fields:
-        rows: that attention of sliding layers reads.
-        cache_loc: int64 [T], where they store the new tokens.
+        rows: rows that attention of sliding layers reads.
+        cache_loc: int64 [T], where sliding layers store the new tokens.
     """
 
     rows: WindowRows
@@ -124,10 +124,10 @@ class WindowTables:
     """Window tables and window slots of the forwards of one backend.
 
     They are made before the first layer of the group, or earlier on request; the other
-    layers read them. A graph captures the making as well, however often it is replayed.
+    layers read them. A graph captures the making as well, so each replay repeats it.
 
     Args:
-        group: whose layers read them.
+        group: the group whose layers read them.
     """
 
     def __init__(self, group: KVGroup, slots: WindowSlots, *, max_rows: int) -> None:
@@ -138,23 +138,23 @@ class WindowTables:
         self._static: dict[int, WindowRows] = {}
         self._rows: WindowRows | None = None
         self._cache_loc: Tensor | None = None
-        # Made for a forward of which no sliding layer has attended, or stored.
+        # Made for a forward in which no sliding layer has attended, or stored, yet.
         self._is_ahead = {"rows": False, "cache_loc": False}
         self._positions: Tensor | None = None
 
     def for_table(self, max_rows: int) -> WindowTables:
-        """The same for forwards over another page table."""
+        """Return the same tables for forwards over another page table."""
         return WindowTables(self._group, self._slots, max_rows=max_rows)
 
     def make(self, view: KVReadView, forward_batch: ForwardBatch) -> WindowForward:
-        """The window slots of a forward, before its first layer."""
+        """Make the window slots of a forward, before its first layer."""
         rows = self._make_rows(view, forward_batch)
         cache_loc = self._make_cache_loc(forward_batch)
         self._is_ahead = {"rows": True, "cache_loc": True}
         return WindowForward(rows, cache_loc)
 
     def cache_loc(self, layer_id: int, forward_batch: ForwardBatch) -> Tensor:
-        """Window slots of the new tokens, int64 [T]."""
+        """Return the window slots of the new tokens, int64 [T]."""
         if self._is_due("cache_loc", layer_id):
             self._make_cache_loc(forward_batch)
         assert self._cache_loc is not None
@@ -163,14 +163,15 @@ class WindowTables:
     def rows(
         self, layer_id: int, view: KVReadView, forward_batch: ForwardBatch
     ) -> WindowRows:
-        """The rows that attention of a sliding layer reads, instead of `view`."""
+        """Return the rows that attention of a sliding layer reads instead of `view`."""
         if self._is_due("rows", layer_id):
             self._make_rows(view, forward_batch)
         assert self._rows is not None
         return self._rows
 
     def _is_due(self, what: str, layer_id: int) -> bool:
-        """Whether this layer is the first of a forward, for which nobody asked."""
+        """Whether this is the first sliding layer of a forward, and `make` was not
+        called."""
         if layer_id != self._first_layer:
             return False
         is_ahead, self._is_ahead[what] = self._is_ahead[what], False
@@ -196,8 +197,8 @@ class WindowTables:
         return self._rows
 
     def tree_positions(self, layer_id: int, forward_batch: ForwardBatch) -> Tensor:
-        """Positions of the new tokens of trees, int64 [T], counted like the elements of
-        their rows; after `rows`."""
+        """Return positions of the new tokens of trees, int64 [T], counted like the
+        elements of their rows. Call it after `rows`."""
         if layer_id == self._first_layer:
             assert self._rows is not None
             first = self._rows.first_position[:, None]
@@ -207,8 +208,8 @@ class WindowTables:
         return self._positions
 
     def _tensors(self, batch: ForwardBatch, page_size: int) -> WindowRows:
-        """Tensors of a row per row; the same ones every time where the number of new
-        tokens of a row is fixed, as in graphs."""
+        """Return tensors with one row per row of the batch. If each row has a fixed
+        number of new tokens, as in graphs, they are always the same tensors."""
         rows, device = batch.batch_size, batch.prefix_lens.device
         columns = window_columns(
             window=self._slots.window,
@@ -226,7 +227,7 @@ class WindowTables:
 
 
 def tables_of(kv_pool: KVCache, *, max_rows: int) -> dict[str, WindowTables]:
-    """The tables of a pool's window groups, by name."""
+    """Return the tables of a pool's window groups, by group name."""
     return {
         group.name: WindowTables(group, group.slots, max_rows=max_rows)
         for group in kv_pool.groups
@@ -235,7 +236,7 @@ def tables_of(kv_pool: KVCache, *, max_rows: int) -> dict[str, WindowTables]:
 
 
 def _new_tokens(batch: ForwardBatch) -> int:
-    """At least the new tokens of every row; exact where that costs nothing."""
+    """Return at least the number of new tokens of every row; exact if that is free."""
     if batch.forward_mode is not ForwardMode.EXTEND:
         return batch.num_tokens // batch.batch_size
     if batch.extend_lens.is_cpu:

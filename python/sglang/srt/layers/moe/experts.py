@@ -1,7 +1,7 @@
 """Weights of the experts of a layer, split over the ranks by intermediate size.
 
-Checkpoints have a tensor for each expert and projection, or stack the experts of a
-layer; `StackLayout` says how. Knows nothing of routing.
+Checkpoints have one tensor per expert and projection, or stack the experts of a layer;
+`StackLayout` says how. Knows nothing about routing.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class StackLayout:
 
 
 class ExpertParameter(LoadableParameter):
-    """[E, ...]: for each expert a parameter that one or several tensors make up.
+    """A parameter [E, ...]. For each expert one or several tensors make it up.
 
-    Its shards are "3.gate" (part `gate` of expert 3), or "3" where an expert has one
-    tensor. None is a stack of all experts.
+    Its shards are "3.gate" (part `gate` of expert 3), or "3" if an expert has a single
+    tensor. None stands for a stack of all experts.
     """
 
     parts: Mapping[str | None, Shard]
@@ -57,7 +57,7 @@ class ExpertParameter(LoadableParameter):
         dim: int = 0,
         layout: StackLayout,
     ) -> ExpertParameter:
-        """A parameter of the `parts` of each expert's tensors along their `dim`."""
+        """Create a parameter from the `parts` of each expert's tensors along `dim`."""
         parameter = cls(data, requires_grad=False)
         parameter.split_dim = dim + 1
         parameter.parts = shards_of(parts)
@@ -116,18 +116,18 @@ class ExpertParameter(LoadableParameter):
 
 
 def _every(tensor: Tensor, step: int, first: int, *, dim: int) -> Tensor:
-    """The entries `first`, `first` + `step`, ... along `dim`, as a view."""
+    """Return a view of the entries `first`, `first` + `step`, ... along `dim`."""
     split: Tensor = tensor.unflatten(dim, (-1, step))
     return split.select(dim + 1, first)
 
 
 class Experts(Module):
-    """The gated feed-forward blocks of a layer; each rank has a part of every one.
+    """The gated feed-forward blocks of a layer. Each rank holds a part of every block.
 
     Args:
         intermediate_size: channels of an expert.
-        bias: whether the projections have biases; that of `down` is whole on every
-            rank, and the first one adds it.
+        bias: whether the projections have biases. The bias of `down` is whole on every
+            rank, and the first rank adds it.
         what: the field of config.json that gives `intermediate_size`, for errors.
     """
 
@@ -172,7 +172,7 @@ class Experts(Module):
         self._weights: ExpertWeights | None = None
 
     def process_weights_after_loading(self) -> None:
-        """Pack for the CPU; the plain copies go."""
+        """Pack for the CPU and drop the plain copies."""
         assert self.gate_up_proj is not None and self.down_proj is not None
         bias, down_bias = self.gate_up_proj_bias, self.down_proj_bias
         plain = ExpertWeights(
@@ -191,7 +191,7 @@ class Experts(Module):
 
     @property
     def bytes_of_one(self) -> int:
-        """Bytes of the matrices of one expert, as stored."""
+        """Return the stored size of one expert's matrices, in bytes."""
         weights = self._loaded()
         return (weights.gate_up.nbytes + weights.down.nbytes) // len(weights.down)
 

@@ -52,12 +52,12 @@ class SharedExpert(Module):
 class MoeFeedForward(Module):
     """The weighted sum of each token's experts, plus what the shared expert adds.
 
-    The modules have the names that checkpoints of Qwen use.
+    Module names follow Qwen's checkpoints.
 
     Args:
-        top_k: experts of a token.
-        shared_expert: None: there is none.
-        gates_shared: the shared expert is scaled by the sigmoid of a product.
+        top_k: experts per token.
+        shared_expert: None if the layer has none.
+        gates_shared: scale the shared expert by the sigmoid of a product.
     """
 
     def __init__(
@@ -94,5 +94,5 @@ class MoeFeedForward(Module):
 
     @property
     def bytes_of_chosen_experts(self) -> int:
-        """Bytes of the experts' weights that one token reads."""
+        """Return how many bytes of expert weights one token reads."""
         return self._top_k * self.experts.bytes_of_one

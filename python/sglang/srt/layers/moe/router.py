@@ -1,4 +1,4 @@
-"""The layer that chooses the experts of each token; whole on every rank."""
+"""The layer that chooses each token's experts. Every rank holds all of it."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from sglang.srt.layers.ops.moe_routing.op import RoutingRule, choose_experts
 
 
 class Router(Module):
-    """Logits of all experts, in float32, and the choice by a rule.
+    """Computes the logits of all experts in float32 and applies a routing rule.
 
     Args:
         bias: whether the logits have a bias.
-        has_correction: whether there is `e_score_correction_bias`, which is added for
-            the choice alone (DeepSeek-V3).
+        has_correction: whether there is `e_score_correction_bias`, which only affects
+            the choice (DeepSeek-V3).
     """
 
     def __init__(

@@ -1,8 +1,8 @@
 """The layer stack of a dense decoder as one native operator.
 
-It launches the native kernels of the ops of its parts, in the same order and over the
-same numbers: its results are theirs bit by bit, without what each of about sixty calls
-per step costs in Python. Knows weights and slots; knows nothing of modules or requests.
+It launches the native kernels of its ops in the same order and on the same numbers, so
+its results match theirs bit by bit, without the Python overhead of about sixty calls
+per step. Knows weights and slots; knows nothing of modules or requests.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class StackLayer:
     """The weights of one layer, float32; products are packed in the native format.
 
     Fields:
-        input_norm, post_norm: [H]; without `input_norm` the layer, a first one, reads
-            what each run is given.
-        qkv, o, gate_up, down: as in `DecoderLayer`; each with a bias or None.
+        input_norm, post_norm: [H]. Without `input_norm` the layer, a first one, reads
+            the `first` of each run.
+        qkv, o, gate_up, down: as in `DecoderLayer`, each with a bias or None.
         cos_sin_cache: float32 [positions, rotary channels], or None without rotation.
         q_norm, k_norm: [head_dim], or None.
     """
@@ -68,9 +68,9 @@ class StackLayer:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSizes:
     """Sizes that all layers share: heads, channels of a head, of the stream and of the
-    MLP; `activation` is of `GATED`, `eps` of every norm, `scale` a factor on scores.
-    `first` are the channels of what the first layer is given in place of the normalised
-    stream (in a draft head), 0: nothing."""
+    MLP. `activation` is a key of `GATED`, `eps` serves every norm, and `scale`
+    multiplies scores. `first` is the width of the input that the first layer takes
+    instead of the normalised stream (in a draft head), or 0 if it takes none."""
 
     num_heads: int
     num_kv_heads: int
@@ -84,7 +84,7 @@ class StackSizes:
 
     @property
     def scratch_width(self) -> int:
-        """Floats per token between the operator's parts."""
+        """Floats that one token needs between the operator's parts."""
         heads = 2 * (self.num_heads + self.num_kv_heads)
         return heads * self.head_dim + 3 * self.inner
 
@@ -100,18 +100,18 @@ class StackInput(NamedTuple):
 
 class StackRun(NamedTuple):
     """Results of a stack: `hidden` [T, H], the input of the head, and the `captured`
-    inputs of layers, [T, H] each."""
+    layer inputs, [T, H] each."""
 
     hidden: Tensor
     captured: list[Tensor]
 
 
 class StackPlan:
-    """The weights of a stack as the native operator reads them: checked and gathered
-    once. They must not be replaced afterwards; writing into them is fine.
+    """The weights of a stack as the native operator reads them, checked and gathered
+    once. They must not be replaced afterwards, but may be written to.
 
     Attributes:
-        num_layers, sizes: of the stack.
+        num_layers, sizes: number of layers, and their sizes.
         words: int64; addresses of the weights, which this object keeps alive.
     """
 
@@ -120,7 +120,7 @@ class StackPlan:
     ) -> None:
         """
         Args:
-            final_norm: [H]; None: runs return the stream as it is.
+            final_norm: [H], or None if runs return the stream unnormalised.
 
         Raises:
         RuntimeError: a weight contradicts `sizes`; names it.
@@ -158,24 +158,24 @@ class StackPlan:
         first: Tensor | None = None,
         captured: tuple[int, ...] = (),
     ) -> StackRun:
-        """Run all layers and the final norm over the stream x [T, H], which is that
-        after the last layer then.
+        """Run all layers and the final norm on the stream x [T, H], which then holds
+        the output of the last layer.
 
         Every layer stores the new K and V and attends once, over its own cache.
 
         Args:
-            first: [T, `sizes.first`], what the first layer's attention reads; None: the
-                normalised stream.
+            first: [T, `sizes.first`], input of the first layer's attention. Defaults to
+                the normalised stream.
             captured: ascending numbers of the layers whose inputs are wanted; the
                 number of layers means the output of the last one.
             k_caches, v_caches: of each layer, [slots, Hkv, D] float32.
-            read_lens: of a decode, else None: then `prefix_lens` and `qo_indptr` are
-                given. These and the rest are as in `layers.ops.attention` and
+            read_lens: for a decode. An extend passes None, and `prefix_lens` and
+                `qo_indptr`. These and the rest are as in `layers.ops.attention` and
                 `layers.ops.rope`.
 
         Raises:
-            RuntimeError: an argument is not as described, or a slot is outside of the
-                pool; names it.
+            RuntimeError: an argument is not as described, or a slot is outside the
+                pool. The message names it.
         """
         tokens = x.shape[0]
         scratch = x.new_empty(tokens * self.sizes.scratch_width)
@@ -204,5 +204,5 @@ class StackPlan:
 
 
 def run_stack(plan: StackPlan, x: Tensor, **call: object) -> StackRun:
-    """`StackPlan.run`, as an op that may be wrapped."""
+    """`StackPlan.run` as an op, so that it can be wrapped."""
     return plan.run(x, **call)  # type: ignore[arg-type]

@@ -27,10 +27,10 @@ def silu_and_mul_ref(x: Tensor, *, out: Tensor | None = None) -> Tensor:
 
 
 def gelu_and_mul_ref(x: Tensor, *, out: Tensor | None = None) -> Tensor:
-    """out = gelu(x[:, :I]) * x[:, I:], as `silu_and_mul_ref`.
+    """out = gelu(x[:, :I]) * x[:, I:], with the arguments of `silu_and_mul_ref`.
 
     gelu(g) = g / 2 * (1 + tanh(u)) with u = sqrt(2 / pi) * (g + 0.044715 * g ** 3)
-    (Hendrycks and Gimpel, 2016), computed as g * sigmoid(2 u): nothing cancels.
+    (Hendrycks and Gimpel, 2016), computed as g * sigmoid(2 u), so nothing cancels.
     """
     gate, up = _halves("gelu_and_mul", x)
     twice = math.sqrt(8 / math.pi) * (gate + 0.044715 * gate**3)
@@ -59,4 +59,4 @@ gelu_and_mul = Op(
 )
 
 GATED = {"silu": silu_and_mul, "gelu_pytorch_tanh": gelu_and_mul}
-"""By the name of the activation in config.json."""
+"""By the activation's name in config.json."""

@@ -24,7 +24,7 @@ def decode_attention(
     out: Tensor,
 ) -> None:
     if sinks is None and logit_cap == 0.0:
-        # Every decode step does this in each layer: packing arguments would show.
+        # Every decode step does this in each layer; packing arguments would cost time.
         ops.decode_attention(
             q,
             k_cache,

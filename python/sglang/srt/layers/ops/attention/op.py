@@ -4,13 +4,13 @@ Knows slots, page tables and lengths; knows nothing of requests, layers or modes
 
 KV element i of row r lies in slot
 `page_table[row_index[r], i // page_size] + i % page_size`: an entry of the table is the
-first slot of its page. A row without any element to attend yields zeros. The torch
+first slot of its page. A row with no elements to attend yields zeros. The torch
 references read the lengths on the host.
 
-A sliding window W counts the query's own token, as transformers does: the query of
-position p reads the positions max(0, p - W + 1) .. p. Element e of a prefix or of a row
-without a tree mask has the position e; a node of a tree that of its depth, which the
-caller knows anyway (`positions`): nothing is derived from the mask, layer by layer.
+A sliding window W counts the query's own token, as transformers does: the query at
+position p reads positions max(0, p - W + 1) .. p. Element e of a prefix, or of a row
+without a tree mask, has position e. A tree node has the position of its depth. The
+caller knows it anyway (`positions`), so layers need not derive it from the mask.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ def decode_attention_ref(
         q: [R, Hq, D]; float32, bfloat16 or float16; Hq a multiple of Hkv, D a multiple
             of 8 up to 1024; heads and channels contiguous, any row stride.
         k_cache: [slots, Hkv, D], the dtype of q; channels contiguous.
-        v_cache: [slots, Hkv, Dv], likewise; Dv is D, or less where it is the first
+        v_cache: [slots, Hkv, Dv], likewise. Dv is D, or less if `v_cache` is the first
             channels of `k_cache` (latents).
         page_table: [rows, columns] int32, any strides; first slots of pages.
         row_index: [R] int64, rows of `page_table`; None means row r.
         read_lens: [R] int64, elements that row r may read, its own token included.
         page_size: KV elements per table entry.
         sm_scale: factor on the scores.
-        window: when positive, only the newest `window` elements are attended.
-        logit_cap: when positive, a score s becomes cap * tanh(s / cap) (Gemma 2), after
+        window: if positive, only the newest `window` elements are attended.
+        logit_cap: if positive, a score s becomes cap * tanh(s / cap) (Gemma 2), after
             sm_scale and before any mask.
         sinks: [Hq], float32 or the dtype of q: a logit per query head that joins the
             denominator of the softmax and has no value (gpt-oss); neither scaled nor
-            capped. None: none.
+            capped. Defaults to no sinks.
         out: [R, Hq, Dv], the dtype of q; heads and channels contiguous.
     """
     softmax = _Softmax(sm_scale, logit_cap, sinks)
@@ -96,11 +96,11 @@ def extend_attention_ref(
     v_new: Tensor | None = None,
     out: Tensor,
 ) -> None:
-    """Attention of several new tokens per row, whose K and V are in the pool already.
+    """Attend several new tokens per row. Their K and V are already in the pool.
 
     New token j of row r is KV element prefix_lens[r] + j and attends the elements up to
     and including itself; with a tree mask it attends the prefix and the new tokens i
-    with tree_mask[r, j, i]. A token's result equals, bit by bit, that of
+    with tree_mask[r, j, i]. A token's result equals, bit by bit, the result of
     `decode_attention` for the same query and elements (natively; without a tree mask).
 
     Args:
@@ -111,14 +111,14 @@ def extend_attention_ref(
         qo_indptr: [R + 1] int64; row r has tokens qo_indptr[r] .. qo_indptr[r + 1].
             Tokens past qo_indptr[R] are left alone.
         prefix_lens: [R] int64, elements before a row's first new token.
-        window: when positive, a token at position p attends none before the position
+        window: if positive, a token at position p attends nothing before position
             p - window + 1.
         tree_mask: [R, N, N] bool, contiguous; then every row has N new tokens.
-        positions: [T] int64 of the new tokens, in a tree prefix_lens[r] + depth; read
-            where there are a window and a tree mask, which need it, and nowhere else.
-        k_new, v_new: [T, Hkv, D or Dv] or None, what the pool holds of the new tokens,
-            any row stride; heads and channels contiguous. Read instead of the pool,
-            or not.
+        positions: [T] int64 of the new tokens, prefix_lens[r] + depth in a tree. Needed
+            and read only if there are both a window and a tree mask.
+        k_new, v_new: [T, Hkv, D or Dv] or None, copies of what the pool holds for the
+            new tokens; any row stride, heads and channels contiguous. A kernel may read
+            these instead of the pool.
         out: [T, Hq, Dv], as in `decode_attention`.
 
     Raises:
@@ -140,7 +140,7 @@ def extend_attention_ref(
             allowed = torch.ones(end - begin, total, dtype=torch.bool, device=q.device)
             allowed[:, prefix:] = tree_mask[row]
             if positions is not None:
-                # The new elements' positions are those of their tokens.
+                # New elements have the positions of their tokens.
                 own = positions[begin:end, None]
                 element = torch.cat((element[:prefix], own[:, 0]))
         else:
@@ -158,7 +158,7 @@ extend_attention = Op(
 def tree_positions(
     window: int, tree_mask: Tensor | None, positions: Tensor | None
 ) -> Tensor | None:
-    """`positions` of `extend_attention` where they are read, else None.
+    """Return `positions` of `extend_attention` if they are read, else None.
 
     Raises:
         ValueError: they are needed and absent.
@@ -198,7 +198,7 @@ class _Softmax(NamedTuple):
 def _row_slots(
     page_table: Tensor, row_index: Tensor | None, row: int, page_size: int, length: int
 ) -> Tensor:
-    """Slots of the first `length` KV elements of a row: [length] int64."""
+    """Return the slots of the first `length` KV elements of a row: [length] int64."""
     table_row = row if row_index is None else int(row_index[row])
     element = torch.arange(length, device=page_table.device)
     return page_table[table_row, element // page_size].long() + element % page_size
@@ -207,11 +207,11 @@ def _row_slots(
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, softmax: _Softmax
 ) -> Tensor:
-    """q: [n, Hq, D]; k: [L, Hkv, D]; v: [L, Hkv, Dv]; allowed: [n, L] bool.
-    [n, Hq, Dv] float32."""
+    """Attend q [n, Hq, D] over k [L, Hkv, D] and v [L, Hkv, Dv]; allowed: [n, L] bool.
+    Returns [n, Hq, Dv] float32."""
     k, v = k.float(), v.float()
     if q.shape[0] > 1 and not bool(torch.isfinite(v).all()):
-        # A weight of zero does not silence NaN: each query sees its own elements only.
+        # A zero weight does not silence NaN, so each query sees only its own elements.
         return torch.cat(
             [
                 _attend(q[j : j + 1], k[row], v[row], allowed[j : j + 1, row], softmax)

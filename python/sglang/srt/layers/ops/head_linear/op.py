@@ -1,7 +1,7 @@
-"""Products of every head's channels with a matrix of that head.
+"""Products of each head's channels with that head's own matrix.
 
-Latent attention reads latents themselves when each head's query has been multiplied
-with the head's key projection, and its result with the head's value projection.
+Latent attention can read latents directly if each head's query is first multiplied by
+the head's key projection, and its result afterwards by the head's value projection.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class PackedHeads:
     """Weights [H, N, K] in the order in which the native product reads them.
 
     Fields:
-        n: outputs of a head.
-        data: [H, ceil(N / PANEL), K, PANEL]: of each head as in `PackedWeight`.
+        n: outputs per head.
+        data: [H, ceil(N / PANEL), K, PANEL]: for each head, as in `PackedWeight`.
     """
 
     n: int
@@ -36,8 +36,8 @@ class PackedHeads:
 
 
 def pack_heads(weight: Tensor) -> Tensor | PackedHeads:
-    """Weights [H, N, K] for `head_linear`: packed where the native kernels compute in
-    float32, else as they are."""
+    """Prepare weights [H, N, K] for `head_linear`. They are packed if the native
+    kernels compute in float32, and otherwise returned unchanged."""
     is_native = weight.is_cpu and weight.dtype == torch.float32 and native_available()
     if not is_native:
         return weight
@@ -52,7 +52,7 @@ def pack_heads(weight: Tensor) -> Tensor | PackedHeads:
 
 
 def unpack_heads(weight: PackedHeads) -> Tensor:
-    """The float32 weights [H, N, K] that were packed."""
+    """Return the packed weights as float32 [H, N, K]."""
     heads, panels, k, _ = weight.data.shape
     rows = heads * panels * PANEL
     data = weight.data.view(-1, k, PANEL)
@@ -65,9 +65,9 @@ def head_linear_ref(
 ) -> Tensor:
     """out[:, h] = x[:, h] @ weight[h].T.
 
-    With packed weights every output is one float32 sum in ascending order of k, so that
-    a token's result is bitwise independent of the batch. Plain weights promise no such
-    thing.
+    With packed weights each output is one float32 sum in ascending order of k, so a
+    token's result does not depend on the batch, bit by bit. Plain weights make no such
+    promise.
 
     Args:
         x: [T, H, K], channels contiguous; float32, bfloat16 or float16.

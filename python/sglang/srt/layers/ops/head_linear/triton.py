@@ -1,7 +1,7 @@
-"""Triton kernel of one token's heads times their matrices; `op.py` describes
+"""Triton kernel that multiplies one token's heads by their matrices. `op.py` describes
 the function.
 
-The weights do not depend on the kernel before: they are asked for before its end.
+The weights do not depend on the preceding kernel, so they are loaded before it ends.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -21,9 +21,9 @@ from sglang.srt.utils.triton_launch import (
 )
 
 BLOCK_K = 512
-"""Inputs that a program multiplies at once, at most."""
+"""Most inputs that a program multiplies at once."""
 TILE = 8192
-"""Weights that a program asks for at once."""
+"""Weights that a program loads at once."""
 
 
 @triton.jit
@@ -42,7 +42,7 @@ def head_gemv_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """out [heads, N] = x [heads, K] times weight [heads, N, K], of the strides given.
+    """out [heads, N] = x [heads, K] times weight [heads, N, K], with the given strides.
 
     Grid: (tiles of outputs, heads).
     """
@@ -71,7 +71,7 @@ def head_gemv_kernel(
 def head_linear(
     x: Tensor, weight: Tensor | PackedHeads, *, out: Tensor | None = None
 ) -> Tensor:
-    """`ops.head_linear.head_linear`: one token here, more through cuBLAS."""
+    """`ops.head_linear.head_linear`: one token runs here, more run in cuBLAS."""
     if x.shape[0] != 1 or isinstance(weight, PackedHeads):
         return head_linear_ref(x, weight, out=out)
     heads, outputs, inputs = weight.shape
@@ -80,12 +80,12 @@ def head_linear(
     if x.shape != (1, heads, inputs) or out.shape != (1, heads, outputs):
         raise ValueError(
             f"head_linear: x is {tuple(x.shape)}, out {tuple(out.shape)}; weights "
-            f"{tuple(weight.shape)} take and give as many heads and channels"
+            f"{tuple(weight.shape)} need matching heads and channels"
         )
     if x.stride(2) != 1 or out.stride(2) != 1 or weight.dtype != x.dtype:
         raise ValueError(
-            f"head_linear: x has strides {x.stride()}, out {out.stride()}, and their "
-            f"channels must be contiguous; x is {x.dtype}, the weights {weight.dtype}"
+            f"head_linear: x has strides {x.stride()}, out {out.stride()}; channels "
+            f"must be contiguous. x is {x.dtype}, the weights {weight.dtype}"
         )
     block_k = min(block_of(inputs), BLOCK_K)
     block_n = min(block_of(outputs), max(TILE // block_k, 1))

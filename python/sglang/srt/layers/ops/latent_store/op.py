@@ -1,8 +1,8 @@
 """The write of latents into the KV pool: norm of the latent, rotation of q and k.
 
-Multi-head latent attention (DeepSeek-V2, 2024, section 2.1) keeps one vector of a token
-for all heads: a compressed one, and a key that is rotated. Knows slots; knows nothing
-of pages, requests or layers.
+Multi-head latent attention (DeepSeek-V2, 2024, section 2.1) keeps one vector per token
+for all heads: a compressed latent and a rotated key. Knows slots; knows nothing of
+pages, requests or layers.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ def latent_store_ref(
 ) -> None:
     """k_cache[loc] = [norm(latent) | rope(key)] for k = [latent | key]; q's end = rope.
 
-    The arguments are those of `rope_store_kv`, of which some have one value here. The
-    rotation is of the half-split kind. k is left alone. Where `out_cache_loc` names one
-    slot several times that slot holds any of the rows, or a mixture of them.
+    Arguments are those of `rope_store_kv`, but some must have a fixed value. The
+    rotation is half-split. k is left unchanged. If `out_cache_loc` names a slot several
+    times, the slot ends up with any of the rows, or a mixture of them.
 
     Args:
         q: [T, Hq, any + rope]; float32, bfloat16 or float16; its last `rope` channels
@@ -41,17 +41,17 @@ def latent_store_ref(
         k: [T, 1, rank + rope], the dtype of q, any token stride.
         v: the first `rank` channels of k; not read.
         positions: [T] int64, rows of `cos_sin_cache`.
-        cos_sin_cache: [max_position, rope] float32, a row is rope / 2 cosines, then
+        cos_sin_cache: [max_position, rope] float32; a row has rope / 2 cosines, then
             rope / 2 sines.
         k_cache: [slots, 1, rank + rope], the dtype of q; written at `out_cache_loc`.
         v_cache: the first `rank` channels of k_cache; written with it.
         out_cache_loc: [T] int64, slots.
-        q_norm_weight: None.
-        k_norm_weight: [rank], the dtype of q. eps: of the norm.
-        update_k: False.
+        q_norm_weight: must be None.
+        k_norm_weight: [rank], the dtype of q. eps: eps of the norm.
+        update_k: must be False.
 
     Raises:
-        ValueError: an argument that has one value here has another.
+        ValueError: an argument does not have its required value.
     """
     check_latent_store(q_norm_weight, update_k)
     rope = cos_sin_cache.shape[-1]

@@ -1,6 +1,6 @@
 """Triton kernel of the write of latents: norm, rotation of q and k, and the store.
 
-A program takes one token and a few of its query heads, or its latent.
+A program handles one token's latent, or a few of its query heads.
 `layers/ops/latent_store/op.py` describes the function.
 """
 
@@ -22,17 +22,17 @@ from sglang.srt.utils.triton_launch import (
 )
 
 HEADS = 16
-"""Query heads of a program."""
+"""Query heads per program."""
 
 
 class Latent(NamedTuple):
     """Constants that the kernel is compiled for; its argument LATENT.
 
     Fields:
-        q_heads: of a token. q_plain: channels of a query before the rotated ones.
+        q_heads: query heads per token. q_plain: channels before a query's rotated ones.
         rank: channels of the latent. half: half of the rotated channels.
-        rank_block, half_block: the powers of two that hold them.
-        block: query heads of a program.
+        rank_block, half_block: `rank` and `half` rounded up to powers of two.
+        block: query heads per program.
     """
 
     q_heads: int
@@ -125,7 +125,7 @@ def latent_store(
     eps: float,
     update_k: bool = False,
 ) -> None:
-    """`ops.latent.latent_store`; one launch.
+    """`ops.latent.latent_store` in one launch.
 
     Raises:
         ValueError: also where heads or channels of q are not contiguous.
@@ -160,8 +160,8 @@ def latent_store(
 
 
 def latent_sizes(q_heads: int, q_width: int, width: int, rope: int) -> Latent:
-    """Of queries of `q_width` channels and latents of `width`, the last `rope` of which
-    are rotated."""
+    """Return the sizes for queries of `q_width` channels and latents of `width`, the
+    last `rope` of which are rotated."""
     rank, half = width - rope, rope // 2
     return Latent(
         q_heads=q_heads,

@@ -18,9 +18,9 @@ from sglang.srt.utils.dispatch import Op
 _TRITON = "sglang.srt.layers.ops.linear.triton:"
 
 ADD_ROWS = 1024
-"""Rows from which cuBLAS adds the residual. With few rows it gives up splitting the sum
-over K for that: a decode step of 256 rows of the 8B shape took 16.95 ms instead of 16.5
-(H200)."""
+"""From this many rows on cuBLAS adds the residual. With few rows it would then stop
+splitting the sum over K: a decode step of 256 rows of the 8B shape took 16.95 ms
+instead of 16.5 (H200)."""
 
 PANEL = 32
 """Output columns per panel of the native format."""
@@ -28,13 +28,13 @@ PANEL = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PackedWeight:
-    """A weight [N, K] in the order in which the CPU product reads it.
+    """A weight [N, K] in the order that the CPU product reads.
 
     Fields:
         n, k: outputs and inputs.
         panel: output columns per panel; `n` (one panel) in the torch fallback.
-        data: [ceil(n / panel), k, panel]; columns beyond n are zero. float32, or
-            bfloat16 when every weight is exactly a bfloat16. A native bfloat16 panel
+        data: [ceil(n / panel), k, panel]; columns beyond n are zero. bfloat16 if every
+            weight is exactly a bfloat16, else float32. A native bfloat16 panel
             alternates columns j and j + panel / 2, so that one 32-bit lane holds both.
     """
 
@@ -48,7 +48,7 @@ def pack_weight(weight: Tensor) -> PackedWeight:
     """Pack weight [N, K] (float32, bfloat16 or float16) for `linear`; copies it.
 
     Raises:
-        ValueError: the weight is not a floating-point matrix, or it has no elements.
+        ValueError: the weight is not a floating-point matrix, or it is empty.
     """
     if weight.dim() != 2 or not weight.is_floating_point() or weight.numel() == 0:
         raise ValueError(
@@ -68,14 +68,14 @@ def pack_weight(weight: Tensor) -> PackedWeight:
 
 
 def pack_panels(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    """`PackedWeight.data` of a weight [N, K] in the native format.
+    """Return `PackedWeight.data` of a weight [N, K] in the native format.
 
-    None where a weight is not exactly of `dtype`, bfloat16 or float32.
+    Returns None unless every weight is exactly of `dtype`, bfloat16 or float32.
     """
     n, k = weight.shape
     panels = -(-n // PANEL)
     if dtype == torch.bfloat16 and weight.dtype != dtype:
-        # A float32 is a bfloat16 where the lower half of its bits is zero.
+        # A float32 is a bfloat16 if the lower half of its bits is zero.
         weight = weight.float()
         if bool((weight.view(torch.int32) & 0xFFFF).any()):
             return None
@@ -87,7 +87,7 @@ def pack_panels(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
 
 
 def unpack_weight(weight: PackedWeight) -> Tensor:
-    """The float32 weight [N, K] that was packed."""
+    """Return the packed weight as float32 [N, K]."""
     data = weight.data
     if data.dtype == torch.bfloat16:
         pairs = data.view(data.shape[0], weight.k, weight.panel // 2, 2)
@@ -104,11 +104,11 @@ def linear_ref(
 ) -> Tensor:
     """out = x @ weight.T + bias.
 
-    With a `PackedWeight` on the native kernels every output is one float32 sum in
-    ascending order of k, so that a row's result is bitwise independent of how many rows
-    the batch has; in torch it is a float32 product, rounded to the dtype of `x`. A
-    plain weight promises no such thing: a few rows of half precision go to kernels of
-    their own where those were measured to be faster, everything else goes to torch.
+    With a `PackedWeight` on the native kernels each output is one float32 sum in
+    ascending order of k, so a row's result does not depend on the rows of the batch,
+    bit by bit. In torch it is a float32 product, rounded to the dtype of `x`. A plain
+    weight makes no such promise: a few rows of half precision go to dedicated kernels
+    where those measured faster, everything else goes to torch.
 
     Args:
         x: [..., K]; float32, bfloat16 or float16.
@@ -146,9 +146,9 @@ linear = Op(
 def linear_into(
     x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, residual: Tensor
 ) -> Tensor | None:
-    """residual += x @ weight.T + bias, where the library adds while it multiplies.
+    """residual += x @ weight.T + bias, if the library can add while it multiplies.
 
-    That saves a pass over the residual wherever cuBLAS multiplies many rows; the sum is
+    That saves a pass over the residual whenever cuBLAS multiplies many rows. The sum is
     then rounded once instead of twice.
 
     Args:
@@ -156,7 +156,7 @@ def linear_into(
         residual: [T, N] of the dtype of `x`, contiguous; overwritten or left alone.
 
     Returns:
-        None where the product was added; else the product [T, N], still to be added.
+        None if the product was added, else the product [T, N], which the caller adds.
     """
     if isinstance(weight, PackedWeight):
         return linear(x, weight, bias)
@@ -171,8 +171,8 @@ def linear_add_ref(
 ) -> Tensor:
     """residual += x @ weight.T, in place.
 
-    One launch on CUDA where `linear` would use the weight-streaming kernels, which
-    round the product before they add, and where cuBLAS adds, which does not.
+    One launch on CUDA if `linear` would use the weight-streaming kernels, which round
+    the product before they add it, or if cuBLAS adds, which does not round it first.
 
     Args:
         x: [T, K]; float32, bfloat16 or float16.
@@ -198,17 +198,17 @@ def linear_gated_ref(
 ) -> Tensor:
     """out = activation(x @ gate.T) * (x @ up.T), where `weight` is [gate | up] rows.
 
-    One launch on CUDA where `linear` would use the weight-streaming kernels too; two
-    ops everywhere else.
+    One launch on CUDA if `linear` would also use the weight-streaming kernels; two ops
+    everywhere else.
 
     Args:
         x: [T, K]; float32, bfloat16 or float16.
         weight: [2 * I, K] of the dtype of `x`, or packed.
-        activation: of `GATED`.
+        activation: a key of `GATED`.
         out: [T, I] of the dtype of `x`, contiguous. Allocated if None.
 
     Returns:
-        `out`; equal to the activation of `linear(x, weight)` but for rounding.
+        `out`; equals the activation of `linear(x, weight)` except for rounding.
     """
     return GATED[activation](linear(x, weight), out=out)
 

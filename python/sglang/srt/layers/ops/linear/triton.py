@@ -1,4 +1,4 @@
-"""Matrix product of few rows with a weight read once: choice, checks and launch.
+"""Matrix product of few rows with a weight that is read once: choice, checks, launch.
 
 `choose` says where this beats cuBLAS; `linear` and `linear_gated` ask it. Knows
 bfloat16 and float16 weights [N, K]; knows nothing of layers or sharding.
@@ -39,14 +39,14 @@ from sglang.srt.utils.triton_launch import (
     supports_dependent_launch,
 )
 
-# 16 splits of 64 rows of 65,536 outputs would not fit; the table keeps far below.
+# 16 splits of 64 rows of 65,536 outputs would not fit; the table stays far below that.
 _SCRATCH = Scratch(partial_bytes=32 << 20, counters=16384)
 
 
 def choose(x: Tensor, weight: Tensor, *, gated: bool = False) -> GemmConfig | None:
-    """The kernel for x [..., K] and weight [N, K]; None where cuBLAS is better.
+    """Choose the kernel for x [..., K] and weight [N, K], or None if cuBLAS is better.
 
-    None too for what the kernels do not take: other dtypes, a weight that is not
+    Also None for anything the kernels do not take: other dtypes, a weight that is not
     row-major, no rows or more than `MAX_ROWS` (`MAX_GATED_ROWS` if gated, on Hopper).
     """
     n, k = weight.shape
@@ -68,7 +68,7 @@ def linear(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`ops.linear.linear`: `gemm` where it is the faster one, else torch."""
+    """`ops.linear.linear`: runs `gemm` where it is faster, else torch."""
     if not isinstance(weight, PackedWeight):
         config = choose(x, weight)
         if config is not None:
@@ -77,7 +77,7 @@ def linear(
 
 
 def linear_add(x: Tensor, weight: Tensor | PackedWeight, residual: Tensor) -> Tensor:
-    """`ops.linear.linear_add`: one launch where `gemm` is the faster one."""
+    """`ops.linear.linear_add`: one launch where `gemm` is faster."""
     if not isinstance(weight, PackedWeight):
         config = choose(x, weight)
         if config is not None:
@@ -92,7 +92,7 @@ def linear_gated(
     *,
     out: Tensor | None = None,
 ) -> Tensor:
-    """`ops.linear.linear_gated`: one launch where that is the faster one."""
+    """`ops.linear.linear_gated`: one launch where that is faster."""
     if not isinstance(weight, PackedWeight):
         config = choose(x, weight, gated=True)
         if config is not None:
@@ -117,7 +117,7 @@ def gemm(
         bias: [N], or None.
         config: from `choose`.
         residual: [..., N] or None; may be `out`. The product is rounded to the dtype
-            before it is added, as two kernels would do.
+            before it is added, as with two kernels.
         out: [..., N] contiguous. Allocated if None.
 
     Returns:
@@ -145,7 +145,7 @@ def gemm_gated(
     Args:
         x: [..., K] bfloat16 or float16, at most `config.max_rows` rows.
         weight: [2 * I, K] of the same dtype, row-major, K a multiple of 8.
-        activation: of `ops.activation.GATED`.
+        activation: a key of `ops.activation.GATED`.
         config: from `choose(..., gated=True)`.
         out: [..., I] contiguous. Allocated if None.
 
@@ -174,7 +174,7 @@ def _launch(
     config: GemmConfig,
 ) -> Tensor:
     if config.is_tall:
-        raise ValueError(f"gemm: {config} is for gated products alone")
+        raise ValueError(f"gemm: {config} only works for gated products")
     k = weight.shape[1]
     flat = _rows(x, weight, config)
     rows = flat.shape[0]
@@ -199,7 +199,7 @@ def _launch(
         "num_warps": config.warps,
         **({"launch_pdl": True} if pdl else {}),
     }
-    # Absent tensors are replaced by some pointer of their dtype that is never read.
+    # Absent tensors are replaced by any pointer of their dtype; it is never read.
     bias_arg = weight if bias is None else bias
     residual_arg = weight if residual_rows is None else residual_rows
     tiles = triton.cdiv(outputs * (2 if product.gated else 1), config.block_n)
@@ -238,7 +238,7 @@ def _launch(
 
 
 def _rows(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
-    """x as a matrix [rows, K] with contiguous rows."""
+    """Return x as a matrix [rows, K] with contiguous rows."""
     k = weight.shape[1]
     if x.shape[-1] != k or x.dtype != weight.dtype:
         raise ValueError(
@@ -247,7 +247,7 @@ def _rows(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
         )
     rows = x.numel() // k
     if not 0 < rows <= config.max_rows:
-        raise ValueError(f"gemm: {rows} rows; {config} cannot take so many")
+        raise ValueError(f"gemm: {rows} rows are too many for {config}")
     flat = x.reshape(rows, k)
     return flat if flat.stride(1) == 1 else flat.contiguous()
 

@@ -1,6 +1,6 @@
 """Triton kernel of activation(x @ gate.T) * (x @ up.T) for one tall tile of rows.
 
-With 65 to 128 rows x is as large as the weights that a program reads, and half of what
+With 65 to 128 rows, x is as large as the weights that a program reads, so half of what
 the weight-streaming kernels fetch would be x again and again. Here one program keeps
 twice the outputs, gate and up, and the copy engine fetches the tiles.
 """
@@ -38,8 +38,8 @@ def gated_gemm_kernel(
     """Outputs [tile * BLOCK_N, + BLOCK_N) of up to BLOCK_M rows.
 
     The descriptors `x_tiles` of x [rows, K] and `weight_tiles` of the weight
-    [2 * outputs, K] read zeros beyond the ends. The last tile's gate may reach into
-    up's rows: those outputs are not stored.
+    [2 * outputs, K] read zeros past the end. The last tile's gate may reach into up's
+    rows; those outputs are not stored.
     """
     tile = tl.program_id(0)
     gate_row = tile * BLOCK_N
@@ -61,7 +61,7 @@ def gated_gemm_kernel(
         x_tile = x_tiles.load([0, k])
         gate_sum = tl.dot(x_tile, weight_tiles.load([gate_row, k]).T, gate_sum)
         up_sum = tl.dot(x_tile, weight_tiles.load([up_row, k]).T, up_sum)
-    # The activation sees the product as it would be stored.
+    # The activation gets the product rounded as it would be stored.
     gate_value = gate_sum.to(out.dtype.element_ty).to(tl.float32)
     up_value = up_sum.to(out.dtype.element_ty).to(tl.float32)
     result = activated(gate_value, up_value, GELU)

@@ -1,7 +1,7 @@
 """Triton kernels of the weight-streaming matrix product for few rows.
 
 Both read every weight once, in long row segments, and sum in float32. Weights do not
-depend on the kernel before, so their first bytes are asked for before
+depend on the preceding kernel, so their first bytes are prefetched before
 `wait_for_inputs`. `gemm.py` chooses and launches.
 """
 
@@ -21,14 +21,15 @@ LINE = tl.constexpr(64)  # elements of 2 bytes in a cache line
 
 
 class Product(NamedTuple):
-    """Constants that a kernel is compiled for; the argument PRODUCT of both.
+    """Constants that a kernel is compiled for; the PRODUCT argument of both kernels.
 
     Fields:
-        k: of the weight [N, K].
+        k: columns of the weight [N, K].
         block_m, block_n, block_k: rows, weight rows and columns of a tile.
-        gated: the activation of the gate half times the up half; else the product.
-        gelu: the activation is GELU in its tanh form; else SiLU.
-        has_bias, has_residual: whether they are added.
+        gated: compute the activation of the gate half times the up half, not the
+            product.
+        gelu: the activation is GELU in its tanh form, not SiLU.
+        has_bias, has_residual: whether to add them.
     """
 
     k: int
@@ -43,9 +44,9 @@ class Product(NamedTuple):
 
 @triton.jit
 def _weight_rows(tile, outputs, PRODUCT: tl.constexpr):
-    """Weight row of each of the tile's rows; rows past the end repeat the last.
+    """Return the weight row of each row of the tile; rows past the end repeat the last.
 
-    Gated: gate and up rows alternate, so that a pair is reduced by one program.
+    If gated, gate and up rows alternate, so that one program reduces each pair.
     """
     row = tile * PRODUCT.block_n + tl.arange(0, PRODUCT.block_n)
     if PRODUCT.gated:
@@ -57,7 +58,7 @@ def _weight_rows(tile, outputs, PRODUCT: tl.constexpr):
 
 @triton.jit
 def prefetch(address):
-    """Bring the cache line at each int64 address to L2."""
+    """Fetch the cache line at each int64 address into L2."""
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
         "=r,l",
@@ -81,14 +82,14 @@ def _finish(
     out_stride,
     PRODUCT: tl.constexpr,
 ):
-    """Epilogue and store of a tile of sums, [block_n, block_m] float32."""
+    """Run the epilogue and store a tile of sums, [block_n, block_m] float32."""
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     m = tl.arange(0, BLOCK_M)[None, :]
     if PRODUCT.gated:
         pairs = total.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1)
         gate, up = tl.split(pairs)
-        # The activation sees the product as it would be stored.
+        # The activation gets the product rounded as it would be stored.
         gate = gate.to(out.dtype.element_ty).to(tl.float32)
         up = up.to(out.dtype.element_ty).to(tl.float32)
         result = activated(gate, up, PRODUCT.gelu)
@@ -117,8 +118,8 @@ def gemv_kernel(
     PRODUCT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One row of x. Tiles go to registers; the next one is loaded before the current
-    one is used."""
+    """Multiply one row of x. Tiles go to registers, and the next one is loaded before
+    the current one is used."""
     K: tl.constexpr = PRODUCT.k
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     BLOCK_K: tl.constexpr = PRODUCT.block_k
@@ -170,10 +171,12 @@ def gemm_kernel(
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Up to block_m rows of x, on the matrix units with the weight as the tall operand.
+    """Multiply up to block_m rows of x on the matrix units, with the weight as the tall
+    operand.
 
-    K is split over SPLIT_K programs; the last of them to arrive adds the partial sums
-    in the order of the splits, so that the result does not depend on who is last.
+    K is split over SPLIT_K programs. The last one to arrive adds the partial sums in
+    the order of the splits, so that the result does not depend on which program is
+    last.
     """
     K: tl.constexpr = PRODUCT.k
     BLOCK_M: tl.constexpr = PRODUCT.block_m
@@ -211,7 +214,7 @@ def gemm_kernel(
         mine = partial + (tile * SPLIT_K) * (BLOCK_M * BLOCK_N) + column * BLOCK_N + n
         inside = (column < rows) & (n < BLOCK_N)
         tl.store(mine + split * (BLOCK_M * BLOCK_N), total, mask=inside)
-        # All threads' stores before the one thread that says so.
+        # All threads store before one thread announces it.
         tl.debug_barrier()
         arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLIT_K - 1:

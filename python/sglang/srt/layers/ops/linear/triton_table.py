@@ -1,7 +1,7 @@
-"""Which kernel multiplies few rows by a weight of a given shape.
+"""Decides which kernel multiplies few rows by a weight of a given shape.
 
-The rules follow measurements on an H200 (`lab/sweeps/triton_gemm.py`); no
-device is asked.
+The rules follow measurements on an H200 (`lab/sweeps/triton_gemm.py`); no device is
+queried.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from dataclasses import dataclass
 from sglang.srt.utils.triton_launch import MULTIPROCESSORS
 
 MAX_ROWS = 64
-"""More rows than this are cuBLAS's."""
+"""With more rows than this cuBLAS is used."""
 MAX_GATED_ROWS = 128
-"""The same of a product that ends in SiLU."""
+"""The same limit for a product followed by SiLU."""
 
 _SHARED_BYTES = 225 * 1024
 _MIN_WIDTH = 1024
 _MIN_BLOCKS_PER_SPLIT = 4
 _MAX_STAGES = 10
 _MIN_FILL = 0.8
-# Without a split; adding up partial sums costs more than idle multiprocessors do.
+# Without a split, because adding partial sums costs more than idle multiprocessors do.
 _MIN_WHOLE_FILL = 0.7
 _MAX_SHALLOW_ROWS = 48
 
@@ -32,12 +32,12 @@ class GemmConfig:
 
     Fields:
         block_n, block_k: tile of the weight per program and step; powers of two.
-        split_k: programs that share a tile's sum. 0: the one-row kernel on registers.
+        split_k: programs that share a tile's sum; 0 for the one-row register kernel.
         stages: tiles in flight per program (matrix-unit kernel).
-        prefetch: tiles asked for before the kernel ahead has ended.
-        warps: per program.
-        dependent: launch before the kernel ahead has ended.
-        is_tall: `gated_gemm_kernel`, which keeps a tile of `MAX_GATED_ROWS` rows.
+        prefetch: tiles requested before the preceding kernel has ended.
+        warps: warps per program.
+        dependent: launch before the preceding kernel has ended.
+        is_tall: use `gated_gemm_kernel`, which keeps a tile of `MAX_GATED_ROWS` rows.
     """
 
     block_n: int
@@ -66,7 +66,8 @@ _TALL = (
 
 @functools.cache
 def lookup(*, rows: int, n: int, k: int, gated: bool) -> GemmConfig | None:
-    """The configuration for `rows` rows and a weight [n, k]; None: cuBLAS."""
+    """Return the configuration for `rows` rows and a weight [n, k], or None for
+    cuBLAS."""
     if min(n, k) < _MIN_WIDTH or k % 8:
         return None
     if rows > MAX_ROWS:
@@ -79,14 +80,14 @@ def lookup(*, rows: int, n: int, k: int, gated: bool) -> GemmConfig | None:
     if tiles >= 2 * MULTIPROCESSORS:
         return _many_tiles(tiles, block_m)
     if rows > _MAX_SHALLOW_ROWS and k < 8192:
-        # cuBLAS reads x once per 128 or 256 outputs, which tells when x is large.
+        # cuBLAS reads x once per 128 or 256 outputs, which matters if x is large.
         return None
     return _split(tiles, k=k, block_m=block_m)
 
 
 def _one_row(*, n: int, k: int) -> GemmConfig:
-    """Small programs, of which many wait for memory at once, where rows are short or
-    few."""
+    """Choose small programs, many of which wait for memory at once, for short or few
+    weight rows."""
     if k <= 1024:
         return GemmConfig(block_n=4, block_k=1024, split_k=0)
     if k <= 3072:
@@ -97,7 +98,7 @@ def _one_row(*, n: int, k: int) -> GemmConfig:
         if n <= 3072:
             return GemmConfig(block_n=4, block_k=2048, split_k=0, warps=8)
         if n <= 4096:
-            # All of a program's weights are asked for before the kernel ahead ends.
+            # All of a program's weights are requested before the preceding kernel ends.
             return GemmConfig(block_n=4, block_k=4096, split_k=0, warps=8)
         return GemmConfig(block_n=2, block_k=2048, split_k=0)
     if n <= 3072 and k > 8192:
@@ -106,7 +107,7 @@ def _one_row(*, n: int, k: int) -> GemmConfig:
 
 
 def _stages(*, block_n: int, block_k: int, block_m: int, resident: int) -> int:
-    """Tiles in flight of each of `resident` programs on one multiprocessor."""
+    """Return the tiles in flight for each of `resident` programs per multiprocessor."""
     tile_bytes = 2 * block_k * (block_n + block_m)
     return max(2, min(_MAX_STAGES, _SHARED_BYTES // resident // tile_bytes))
 
@@ -122,7 +123,8 @@ def _many_tiles(tiles: int, block_m: int) -> GemmConfig:
 
 
 def _tall(*, outputs: int) -> GemmConfig | None:
-    """Where whole waves of programs, one per multiprocessor, are nearly full."""
+    """Choose the tall kernel if whole waves, one program per multiprocessor, are nearly
+    full."""
     for config in _TALL:
         tiles = -(-outputs // config.block_n)
         waves = -(-tiles // MULTIPROCESSORS)
@@ -132,8 +134,8 @@ def _tall(*, outputs: int) -> GemmConfig | None:
 
 
 def _split(tiles: int, *, k: int, block_m: int) -> GemmConfig:
-    """The split that fills one, two or three programs per multiprocessor best; none
-    where the tiles alone nearly fill one and rows are many or short."""
+    """Choose the split that best fills one, two or three programs per multiprocessor.
+    No split if the tiles alone nearly fill one and rows are many or short."""
     best_fill, best_split, best_resident = 0.0, 1, 1
     is_whole = _MIN_WHOLE_FILL <= tiles / MULTIPROCESSORS <= 1.0
     is_whole &= block_m == 64 or (block_m == 32 and k <= 3072)

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 
 SCRATCH_BYTES = 256 << 20
-"""Rows sorted by expert, their activations and products; more tokens than fit are taken
-in several turns, each of which reads all weights."""
+"""Rows sorted by expert, with their activations and products. If more tokens arrive
+than fit, they take several turns, each of which reads all weights."""
 
 
 _NO_CLAMP = SwiGLUClamp()

@@ -1,6 +1,6 @@
 """Gated feed-forward blocks of the chosen experts, and their packed weights.
 
-Owns the formats of the weights; knows nothing of routing, layers or sharding.
+Owns the formats of the weights. Knows nothing of routing, layers or sharding.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ class ExpertWeights:
     """The weights of E experts with H inputs and I inner channels.
 
     Fields:
-        gate_up: [E, 2 * I, H], the rows of the gate first; packed
-            [E, ceil(I / 16), H, 32] with 16 rows of the gate and the same 16 of up in a
-            panel, in the format of `PackedWeight`.
+        gate_up: [E, 2 * I, H], the rows of the gate first. Packed:
+            [E, ceil(I / 16), H, 32], where a panel has 16 rows of the gate and the same
+            16 rows of up, in the format of `PackedWeight`.
         down: [E, H, I]; packed [E, ceil(H / 32), I, 32].
-        gate_up_bias, down_bias: [E, 2 * I] and [E, H], or None; packed in the order of
-            the panels, float32.
+        gate_up_bias, down_bias: [E, 2 * I] and [E, H], or None. Packed: in panel order,
+            float32.
         inner: I.
-        clamp: None: the activation is plain SwiGLU.
+        clamp: clamp of the activation, or None for plain SwiGLU.
         is_packed: in the format of the native CPU kernels.
     """
 
@@ -59,10 +59,11 @@ class ExpertWeights:
 
 
 def pack_experts(weights: ExpertWeights) -> ExpertWeights:
-    """Pack for the native CPU kernels, or return `weights` where those are not used.
+    """Pack for the native CPU kernels, or return `weights` unchanged if they are not
+    used.
 
-    Weights are stored in bfloat16 where every one is exactly a bfloat16, in float32
-    otherwise.
+    Weights are stored in bfloat16 if every one is exactly a bfloat16, otherwise in
+    float32.
     """
     if not (weights.gate_up.is_cpu and native_available()):
         return weights
@@ -86,8 +87,8 @@ def pack_experts(weights: ExpertWeights) -> ExpertWeights:
 def _pack_all(
     weights: ExpertWeights, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor] | None:
-    """gate_up and down as panels of `dtype`, expert by expert to save memory; None
-    where a weight is not exactly of that dtype."""
+    """Pack gate_up and down as panels of `dtype`, expert by expert to save memory.
+    Return None unless every weight is exactly of that dtype."""
     experts, hidden = weights.down.shape[:2]
     inner = weights.inner
     gate_up = weights.gate_up.new_empty(
@@ -107,7 +108,7 @@ def _pack_all(
 
 
 def _interleave(rows: Tensor, inner: int) -> Tensor:
-    """[..., 2 * I, H], the gate first -> 16 rows of each in turn, zeros beyond I."""
+    """[..., 2 * I, H], gate first -> alternating runs of 16 rows, zeros beyond I."""
     missing = -inner % HALF
     halves: Tensor = rows.unflatten(-2, (2, inner))
     halves = functional.pad(halves, (0, 0, 0, missing))
@@ -124,7 +125,7 @@ def _plain_rows(panels: Tensor, inner: int) -> Tensor:
 def expert_matrices(
     weights: ExpertWeights, expert: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """gate_up [2 * I, H], down [H, I] and their biases of one expert, float32."""
+    """Return one expert's gate_up [2 * I, H], down [H, I] and biases, float32."""
     gate_up, down = weights.gate_up[expert], weights.down[expert]
     bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
     down_bias = None if weights.down_bias is None else weights.down_bias[expert]
@@ -147,7 +148,7 @@ def _unpack(panels: Tensor, n: int) -> Tensor:
 
 
 def swiglu(gate_up: Tensor, clamp: SwiGLUClamp | None) -> Tensor:
-    """The activation of [T, 2 * I] float32, the gate first -> [T, I]."""
+    """Apply the activation: [T, 2 * I] float32, gate first -> [T, I]."""
     gate, up = gate_up.chunk(2, dim=-1)
     if clamp is None:
         return functional.silu(gate) * up
@@ -161,8 +162,8 @@ def moe_experts_ref(
 ) -> Tensor:
     """out[t] = sum over k of weights[t, k] * down(swiglu(gate_up(x[t]))) of ids[t, k].
 
-    The native and the Triton form compute a token alike, bit by bit, whatever else is
-    in the batch, and read the weights of chosen experts alone.
+    The native and Triton forms compute a token the same, bit by bit, whatever else is
+    in the batch, and read only the weights of chosen experts.
 
     Args:
         x: [T, H]; float32, bfloat16 or float16, contiguous.
@@ -188,7 +189,7 @@ def moe_experts_ref(
 
 
 def _assignments(ids: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """(expert, its tokens, their places in `ids`) of every chosen expert."""
+    """Yield (expert, its tokens, their places in `ids`) for every chosen expert."""
     for expert in ids.unique().tolist():
         token, slot = (ids == expert).nonzero(as_tuple=True)
         yield expert, token, slot

@@ -1,8 +1,8 @@
 """Launches of the experts on a GPU; `op.py` describes the op.
 
-Shapes and launches follow from the number of tokens alone, and nothing waits for the
-host, so that a forward can be captured. One token needs no list of rows: each of its
-experts is a block.
+Shapes and launches follow from the number of tokens alone and nothing waits for the
+host, so that a forward can be captured. A single token needs no list of rows: each of
+its experts is a block.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def moe_experts(
 ) -> Tensor:
     """`ops.moe.moe_experts`.
 
-    Products are rounded to the dtype of `x`, once weighted, before they are summed.
+    Products are weighted, then rounded to the dtype of `x`, before they are summed.
 
     Raises:
-        ValueError: packed weights, or a tensor that is not contiguous or of another
+        ValueError: packed weights, a tensor that is not contiguous, or one of another
             dtype.
     """
     _check(x, weights, ids, experts)
@@ -98,11 +98,12 @@ def _product(
     gated: bool,
     sums: Tensor | None = None,
 ) -> None:
-    """out [assignments, outputs] of x [assignments / top_k, inputs]: the activation of
-    gate and up, or the weighted product with down.
+    """Compute out [assignments, outputs] from x [assignments / top_k, inputs]: the
+    activation of gate and up, or the weighted product with down.
 
     Args:
-        sums: [1, outputs], for the sum of a single token's products; None: no sum.
+        sums: [1, outputs], receives the sum of a single token's products; None for no
+            sum.
     """
     weight = experts.gate_up if gated else experts.down
     bias = experts.gate_up_bias if gated else experts.down_bias
@@ -155,7 +156,9 @@ def _product(
 
 def _check(x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertWeights) -> None:
     if experts.is_packed:
-        raise ValueError("moe_experts: weights packed for the CPU, tensors on a GPU")
+        raise ValueError(
+            "moe_experts: weights are packed for the CPU, tensors on a GPU"
+        )
     hidden = experts.down.shape[1]
     if x.dim() != 2 or x.shape[1] != hidden or ids.shape != weights.shape:
         raise ValueError(

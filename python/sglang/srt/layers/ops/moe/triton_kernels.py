@@ -1,8 +1,8 @@
 """Triton kernels of the experts: products of every expert's rows, and the sum.
 
 Each output is one float32 sum over ascending K in steps of one size, on the matrix
-units with the weight as the tall operand, and no program shares its sum with another:
-the result of a token depends on nothing else in the batch.
+units with the weight as the tall operand. No two programs share a sum, so a token's
+result does not depend on the rest of the batch.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -23,15 +23,15 @@ class GroupedProduct(NamedTuple):
     Fields:
         k: inputs; outputs: columns of the result.
         block_m, block_n, block_k: tile of rows, of outputs and of inputs.
-        experts: blocks of this expert or a higher one have no rows.
-        top_k: assignments per row of x; 1 where x has a row for each.
-        gated: the weight has the rows of the gate, then those of up, and the result is
-            the activation; else the product times the assignment's weight.
+        experts: blocks with this expert or a higher one have no rows.
+        top_k: assignments per row of x; 1 if x has a row for each assignment.
+        gated: the weight has the rows of the gate, then of up, and the result is the
+            activation. Otherwise it is the product times the assignment's weight.
         clamped: the activation is `SwiGLUClamp`.
-        has_bias: whether there is one.
-        direct: block i is assignment i, without a list of rows: all are one token's.
+        has_bias: whether there is a bias.
+        direct: block i is assignment i, without a list of rows; there is one token.
         addends: products of the one token, which the last program of a tile to arrive
-            adds; 0: none does.
+            adds; 0 if none does.
     """
 
     k: int
@@ -50,7 +50,7 @@ class GroupedProduct(NamedTuple):
 
 @triton.jit
 def _block_rows(rows, block_experts, block, assignments, PRODUCT: tl.constexpr):
-    """(the block's assignments [block_m], its expert)."""
+    """Return (the block's assignments [block_m], its expert)."""
     owner = tl.load(block_experts + block)
     m = tl.arange(0, PRODUCT.block_m)
     if PRODUCT.direct:
@@ -62,7 +62,7 @@ def _block_rows(rows, block_experts, block, assignments, PRODUCT: tl.constexpr):
 
 @triton.jit
 def _columns(start, here, mask, K: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Columns `here` of the rows at `start`, zeros where `mask` is not or beyond K."""
+    """Load columns `here` of the rows at `start`; zeros where masked and beyond K."""
     if K % BLOCK_K != 0:
         mask = mask & (here < K)
     return tl.load(start + here, mask=mask, other=0.0)
@@ -80,7 +80,7 @@ def activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 
 @triton.jit
 def _bias(bias, owner, n, size, inside):
-    """[block_n, 1] float32 of one expert's biases."""
+    """Load one expert's biases, [block_n, 1] float32."""
     return tl.load(bias + owner * size + n, mask=inside, other=0.0).to(tl.float32)
 
 
@@ -102,7 +102,7 @@ def grouped_kernel(
     STAGES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of outputs of one block of rows.
+    """Compute a tile of outputs for one block of rows.
 
     out [assignments, outputs]; x [assignments / top_k, k]; weight [E, outputs, k], or
     [E, 2 * outputs, k] if gated; scales [assignments] float32, read unless gated.
@@ -124,7 +124,7 @@ def grouped_kernel(
     owner = owner.to(tl.int64)
     is_row = (row < assignments)[:, None]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
-    # Rows past the end repeat the last: they are not stored.
+    # Rows past the end repeat the last one and are not stored.
     w_start = weight + (owner * ROWS + tl.minimum(n, N - 1)) * K
     x_start = x + (row // PRODUCT.top_k).to(tl.int64)[:, None] * K
     k = tl.arange(0, BLOCK_K)[None, :]
@@ -153,7 +153,7 @@ def grouped_kernel(
         mask=is_output & (row < assignments)[None, :],
     )
     if PRODUCT.addends > 0:
-        # The stores of all threads before the one thread that says so.
+        # All threads store before one thread announces it.
         tl.debug_barrier()
         tile = tl.program_id(0)
         arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")

@@ -1,9 +1,8 @@
 """Triton kernels that list the rows of every expert in blocks, on the device.
 
 An assignment is a place in `ids` [T, K]: token * K + slot. The list is padded so that
-each block has rows of one expert; its length follows from the number of assignments
-alone, and its order from the order of the assignments: nothing waits for the host, and
-nothing is atomic.
+each block has rows of one expert. Its length follows from the number of assignments
+alone, and its order from theirs, so nothing waits for the host and nothing is atomic.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -24,16 +23,16 @@ from sglang.srt.utils.triton_launch import (
 )
 
 CHUNKS = (256, 1024)
-"""Assignments that a program compares its own with: the first that holds all, or the
-last."""
+"""Assignments that a program compares its own with: the smallest size that holds all,
+or the largest."""
 TILE = 32
-"""Assignments, blocks or chunks that a program looks at at once, in tables [TILE, E]
-and [TILE, chunk]."""
+"""Assignments, blocks or chunks that a program handles at once, in tables [TILE, E] and
+[TILE, chunk]."""
 
 
 @triton.jit
 def _count(ids, chunk, assignments, EXPERTS_BLOCK: tl.constexpr, CHUNK: tl.constexpr):
-    """How many of a chunk's assignments each expert has, [EXPERTS_BLOCK]."""
+    """Count how many of a chunk's assignments each expert has, [EXPERTS_BLOCK]."""
     at = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = at < assignments
     chosen = tl.load(ids + at, mask=inside, other=0)
@@ -73,10 +72,11 @@ def place_kernel(
     TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """rows [blocks * BLOCK_M]: an assignment, or `assignments` for padding;
-    block_experts [blocks]: the expert, or EXPERTS_BLOCK for a block without rows.
-    A program takes TILE assignments. `counts` None: there is one chunk, and every
-    program counts it.
+    """Write rows [blocks * BLOCK_M], an assignment or `assignments` for padding, and
+    block_experts [blocks], the expert or EXPERTS_BLOCK for a block without rows.
+
+    A program takes TILE assignments. If `counts` is None there is one chunk, which
+    every program counts.
     """
     tile = tl.program_id(0)
     chunk = tile * TILE // CHUNK
@@ -129,8 +129,8 @@ def sort_by_expert(ids: Tensor, *, experts: int, block_m: int) -> tuple[Tensor, 
         ids: [T, K] int32, contiguous, each from 0 to `experts` - 1; at least one.
 
     Returns:
-        rows [blocks * block_m] int32: assignments in the order of experts, T * K where
-        a block is padded; and the expert of each block, [blocks] int32, at least
+        rows [blocks * block_m] int32: assignments in the order of experts, or T * K
+        where a block is padded; and the expert of each block, [blocks] int32, at least
         `experts` for a block without rows.
     """
     assignments = ids.numel()

@@ -1,6 +1,6 @@
-"""Tiles of the grouped products, from shapes that the host knows.
+"""Tiles of the grouped products, from shapes known on the host.
 
-The table is chosen by reasoning about an H200 and was not swept; no device is asked.
+The table was chosen by reasoning about an H200, not swept; no device is queried.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ import functools
 from dataclasses import dataclass
 
 BLOCK_K = 64
-"""Of every configuration: with one order of the sum over K a token's result does not
-depend on the number of tokens."""
+"""Used by every configuration: with one order of the sum over K, a token's result does
+not depend on the number of tokens."""
 
 _SHARED_BYTES = 225 * 1024
 _MAX_STAGES = 5
@@ -21,10 +21,10 @@ class MoeConfig:
     """Shape of one launch.
 
     Fields:
-        block_m: rows of one expert per program: assignments of tokens to it.
+        block_m: rows of one expert per program, that is, assignments to it.
         block_n: outputs per program.
         stages: tiles in flight per program.
-        warps: per program.
+        warps: warps per program.
     """
 
     block_m: int
@@ -37,7 +37,7 @@ class MoeConfig:
 def lookup(
     *, assignments: int, experts: int, outputs: int, gated: bool, itemsize: int
 ) -> MoeConfig:
-    """The tiles for so many (token, expert) pairs spread over `experts`.
+    """Return the tiles for `pairs` (token, expert) pairs spread over `experts`.
 
     Args:
         outputs: columns of the result.
@@ -51,14 +51,15 @@ def lookup(
         block_n //= 2
     weight_rows = block_n * (2 if gated else 1)
     tile_bytes = itemsize * BLOCK_K * (weight_rows + block_m)
-    # Two programs of a multiprocessor hide each other's ends.
+    # Two programs on a multiprocessor hide each other's tails.
     stages = max(2, min(_MAX_STAGES, _SHARED_BYTES // 2 // tile_bytes))
     warps = 8 if weight_rows * block_m >= 128 * 128 else 4
     return MoeConfig(block_m=block_m, block_n=block_n, stages=stages, warps=warps)
 
 
 def block_rows(*, assignments: int, experts: int) -> int:
-    """Rows of a block: about as many as an expert has, so that few are padding."""
+    """Return the rows of a block: about as many as an expert has, so little is
+    padding."""
     average = assignments / experts
     for rows in (16, 32, 64):
         if average <= rows:
@@ -67,6 +68,6 @@ def block_rows(*, assignments: int, experts: int) -> int:
 
 
 def max_blocks(*, assignments: int, experts: int, block_m: int) -> int:
-    """Blocks that suffice however the assignments are spread over the experts."""
+    """Return enough blocks for any spread of the assignments over the experts."""
     touched = min(assignments, experts)
     return (assignments + touched * (block_m - 1)) // block_m

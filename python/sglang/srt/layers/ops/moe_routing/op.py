@@ -1,6 +1,6 @@
 """Choice of the experts of each token, in float32.
 
-Knows logits and rules; knows nothing of experts' weights or of models.
+Knows logits and rules; knows nothing of expert weights or models.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from sglang.srt.utils.dispatch import Op
 _TRITON = "sglang.srt.layers.ops.moe_routing.triton:"
 
 TINY = 1e-20
-"""Added to a sum of scores before it divides: all sigmoids may be zero."""
+"""Added to a sum of scores before dividing by it, because all sigmoids may be zero."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,11 @@ class RoutingRule:
         top_k: experts per token.
         is_sigmoid: scores are sigmoids; else the softmax over all experts.
         renormalise: divide the chosen scores by their sum. A softmax over the chosen
-            logits (gpt-oss) is the same.
-        scale: factor of the weights.
+            logits (gpt-oss) gives the same.
+        scale: factor on the weights.
         groups, top_groups: experts are chosen from the best `top_groups` of `groups`
             groups of neighbours.
-        group_best: a group is as good as the sum of so many of its best: 1
+        group_best: score a group by the sum of this many of its best experts: 1
             (DeepSeek-V2) or, for sigmoids, 2 (DeepSeek-V3).
     """
 
@@ -45,10 +45,10 @@ class RoutingRule:
     group_best: int = 1
 
     def check(self, num_experts: int) -> None:
-        """Check that the rule fits so many experts.
+        """Check that the rule fits `num_experts` experts.
 
         Raises:
-            ValueError: it does not; names the rule.
+            ValueError: it does not fit. The message names the rule.
         """
         size = num_experts // self.groups if self.groups > 0 else 0
         fits = (
@@ -66,7 +66,7 @@ class RoutingRule:
 def router_logits_ref(
     x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None
 ) -> Tensor:
-    """Logits [T, E], float32, of a product that is not rounded to the dtype of `x`.
+    """Compute logits [T, E] in float32; the product is not rounded to the dtype of `x`.
 
     Args:
         x: [T, H]; float32, bfloat16 or float16.
@@ -85,14 +85,15 @@ def route_ref(
 ) -> tuple[Tensor, Tensor]:
     """Choose `rule.top_k` experts per token, the best first.
 
-    Of equal ones the lowest ids are chosen. NaN counts as the best, so that ids are
-    valid whatever the logits are. A softmax is compared by its logits, which keeps the
-    choice alike in all implementations; sigmoids that differ in the last bit may not.
+    Among equals the lowest ids win. NaN counts as the best, so that ids are valid
+    whatever the logits are. A softmax is ranked by its logits, so that all
+    implementations choose alike; sigmoids that differ in the last bit may choose
+    differently.
 
     Args:
         logits: [T, E] float32, contiguous.
-        correction: [E] float32, added for the choice alone to the sigmoids (to the
-            logits of a softmax), or None.
+        correction: [E] float32 or None, added to the sigmoids (or a softmax's logits)
+            for the choice only.
 
     Returns:
         weights [T, top_k] float32, and ids [T, top_k] int32.
@@ -105,7 +106,7 @@ def route_ref(
     choice = choice.masked_fill(choice.isnan(), float("inf"))
     if rule.groups > 1:
         choice = _limit_to_groups(choice, rule)
-    # A stable sort keeps equal ones in the order of their ids, which topk does not.
+    # A stable sort keeps equals in the order of their ids, which topk does not.
     ids = choice.sort(dim=-1, descending=True, stable=True).indices[:, : rule.top_k]
     weights = scores.gather(1, ids)
     if rule.renormalise:
@@ -114,7 +115,7 @@ def route_ref(
 
 
 def _limit_to_groups(choice: Tensor, rule: RoutingRule) -> Tensor:
-    """Minus infinity for the experts of all but the best groups."""
+    """Set the experts outside the best groups to minus infinity."""
     grouped: Tensor = choice.unflatten(1, (rule.groups, -1))
     best = grouped.topk(rule.group_best, dim=-1).values.sum(dim=-1)
     order = best.sort(dim=-1, descending=True, stable=True).indices

@@ -26,17 +26,17 @@ TINY = tl.constexpr(_TINY)
 CHOICE_BLOCK = 2048
 """Inputs that a program of `choose_kernel` multiplies at once."""
 CHOICE_EXPERTS = 1024
-"""More experts are chosen in a launch of their own."""
+"""To choose more experts than this takes a separate launch."""
 _SCRATCH = Scratch(partial_bytes=4 * CHOICE_EXPERTS, counters=1)
-LOWEST = tl.constexpr(-3.4e38)  # of what may be chosen: all else is minus infinity
+LOWEST = tl.constexpr(-3.4e38)  # lowest choosable value; all else is minus infinity
 
 
 class Rule(NamedTuple):
-    """`RoutingRule` for so many experts; the argument RULE.
+    """`RoutingRule` for a number of experts; the argument RULE.
 
     Fields:
-        experts_block, top_k_block, groups_block: powers of two that hold as many.
-        group_size: experts of a group.
+        experts_block, top_k_block, groups_block: counts rounded up to powers of two.
+        group_size: experts per group.
     """
 
     experts: int
@@ -54,14 +54,14 @@ class Rule(NamedTuple):
 
 @triton.jit
 def first_largest(values, index, BLOCK: tl.constexpr):
-    """(the largest of `values` [BLOCK], the lowest of its places)."""
+    """Return (the largest of `values` [BLOCK], its lowest index)."""
     largest = tl.max(values, axis=0)
     return largest, tl.min(tl.where(values == largest, index, BLOCK), axis=0)
 
 
 @triton.jit
 def _limit_to_groups(choice, expert, RULE: tl.constexpr):
-    """Minus infinity for the experts of all but the best groups."""
+    """Set the experts outside the best groups to minus infinity."""
     GROUPS: tl.constexpr = RULE.groups
     GROUPS_BLOCK: tl.constexpr = RULE.groups_block
     GROUP_BEST: tl.constexpr = RULE.group_best
@@ -86,8 +86,8 @@ def _limit_to_groups(choice, expert, RULE: tl.constexpr):
 
 @triton.jit
 def _choose(value, correction, weights, ids, scale, RULE: tl.constexpr):
-    """Write the choice for a token's logits, [experts_block]; `correction` may be
-    None, `weights` and `ids` are at the token's first."""
+    """Write the choice for one token's logits, [experts_block]. `correction` may be
+    None; `weights` and `ids` point to the token's first entry."""
     EXPERTS: tl.constexpr = RULE.experts_block
     expert = tl.arange(0, EXPERTS)
     inside = expert < RULE.experts
@@ -127,7 +127,7 @@ def _choose(value, correction, weights, ids, scale, RULE: tl.constexpr):
 def route_kernel(
     logits, correction, weights, ids, scale, RULE: tl.constexpr, PDL: tl.constexpr
 ):
-    """One token per program."""
+    """Route one token per program."""
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, RULE.experts_block)
     let_next_start(PDL)
@@ -155,7 +155,7 @@ def choose_kernel(
     BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One token: a program per expert multiplies, and the last to arrive chooses.
+    """Route one token: one program per expert multiplies, the last to arrive chooses.
 
     x [HIDDEN], weight [experts, HIDDEN]; bias, correction: [experts] or None; logits:
     [experts] float32 scratch; counter: zero before and after.
@@ -178,7 +178,7 @@ def choose_kernel(
     if bias is not None:
         logit += tl.load(bias + mine)
     tl.store(logits + mine, logit)
-    # The stores of all threads before the one thread that says so.
+    # All threads store before one thread announces it.
     tl.debug_barrier()
     arrived = tl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
     if arrived == RULE.experts - 1:
@@ -240,7 +240,7 @@ def route(
 def router_logits(
     x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None = None
 ) -> Tensor:
-    """`ops.moe_routing.router_logits`: cuBLAS, which need not round its sums."""
+    """`ops.moe_routing.router_logits`: cuBLAS, which can return float32 sums."""
     if isinstance(weight, PackedWeight) or x.dtype == torch.float32 or not x.is_cuda:
         return router_logits_ref(x, weight, bias)
     logits = torch.mm(x, weight.t(), out_dtype=torch.float32)
@@ -255,7 +255,7 @@ def choose_experts(
     bias: Tensor | None = None,
     correction: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`ops.moe_routing.choose_experts`; one token in one launch."""
+    """`ops.moe_routing.choose_experts`; a single token takes one launch."""
     if (
         x.shape[0] != 1
         or isinstance(weight, PackedWeight)
@@ -286,7 +286,7 @@ def choose_experts(
         RULE=kernel_rule(rule, experts),
         HIDDEN=hidden,
         BLOCK_K=min(block_of(hidden), CHOICE_BLOCK),
-        # A row of the weight is a warp's, and a warp reduces without a barrier.
+        # Each warp has one row of the weight, and reduces it without a barrier.
         num_warps=1,
         **launch_options(x.device),
     )

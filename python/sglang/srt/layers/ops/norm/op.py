@@ -45,7 +45,7 @@ def fused_add_rmsnorm_ref(
 ) -> None:
     """residual += x; x = rmsnorm(residual) * weight; both in place.
 
-    The norm sees the residual as stored, that is rounded to its dtype.
+    The norm reads the residual as stored, that is, rounded to its dtype.
 
     Args:
         x, residual: [..., H] of one dtype, contiguous, not overlapping.
@@ -68,7 +68,7 @@ def norm_add_rmsnorm_ref(
 ) -> None:
     """residual += rmsnorm(x) * inner; x = rmsnorm(residual) * weight; both in place.
 
-    As `rmsnorm` and then `fused_add_rmsnorm`, rounded where they round.
+    Like `rmsnorm` followed by `fused_add_rmsnorm`, with the same rounding.
 
     Args:
         x, residual: [..., H] of one dtype, contiguous, not overlapping.

@@ -21,7 +21,7 @@ from sglang.srt.utils.triton_launch import (
 
 @triton.jit
 def _normed(value, scale, eps, WIDTH: tl.constexpr):
-    """A row, float32, zeros beyond WIDTH."""
+    """Normalise a row, float32; zeros beyond WIDTH."""
     inverse = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
     return value * inverse * scale
 
@@ -62,7 +62,7 @@ def fused_add_rmsnorm_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """`fused_add_rmsnorm`, or with `inner` `norm_add_rmsnorm`."""
+    """`fused_add_rmsnorm`, or `norm_add_rmsnorm` if there is an `inner`."""
     row = tl.program_id(0).to(tl.int64)
     channel = tl.arange(0, BLOCK)
     mask = channel < WIDTH
@@ -87,14 +87,15 @@ def fused_add_rmsnorm_kernel(
 def rmsnorm(
     x: Tensor, weight: Tensor, eps: float, *, out: Tensor | None = None
 ) -> Tensor:
-    """`ops.norm.rmsnorm`. x: [..., H], any strides but that of the last dimension."""
+    """`ops.norm.rmsnorm`. x: [..., H], any strides if the last dimension is
+    contiguous."""
     width = x.shape[-1]
     if out is None:
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
     rows = x.numel() // width if width else 0
     if rows == 0:
         return out
-    # Heads of a packed qkv tensor are strided twice; anything deeper is copied.
+    # Heads of a packed qkv tensor have two strides; anything deeper is copied.
     if x.dim() == 3 and not x.is_contiguous():
         inner, outer_stride, inner_stride = x.shape[1], x.stride(0), x.stride(1)
     else:
@@ -148,7 +149,7 @@ def _add_and_norm(
 
 
 def row_options(width: int, pdl: bool) -> dict[str, int | bool]:
-    """Block and launch options for one row of `width` elements per program."""
+    """Return block and launch options for one row of `width` elements per program."""
     block = triton.next_power_of_2(width)
     options: dict[str, int | bool] = {
         "BLOCK": block,

@@ -29,25 +29,25 @@ def rope_store_kv_ref(
 ) -> None:
     """q = rope(norm(q)); k_cache[loc] = rope(norm(k)); v_cache[loc] = v.
 
-    The rotation is of the half-split (neox) kind: channel i < rot / 2 is paired with
-    channel i + rot / 2; channels from `rot` on are kept. q is changed in place; without
-    `update_k` k may be changed too and must not be read afterwards. Where
-    `out_cache_loc` names one slot several times (padding writes scratch slot 0) that
-    slot holds any of the rows, or a mixture of them.
+    The rotation is half-split (neox): channel i < rot / 2 is paired with channel
+    i + rot / 2, and channels from `rot` on are kept. q is changed in place. Without
+    `update_k`, k may also change and must not be read afterwards. If `out_cache_loc`
+    names a slot several times (padding writes scratch slot 0), the slot ends up with
+    any of the rows, or a mixture of them.
 
     Args:
         q: [T, Hq, D]; float32, bfloat16 or float16. q, k and v may be views into one
-            [T, (Hq + 2 * Hkv) * D] tensor; heads and channels contiguous.
+            [T, (Hq + 2 * Hkv) * D] tensor; heads and channels are contiguous.
         k, v: [T, Hkv, D], the dtype of q.
         positions: [T] int64, rows of `cos_sin_cache`.
-        cos_sin_cache: [max_position, rot] float32, a row is rot / 2 cosines, then
-            rot / 2 sines; rot is even and at most D. None: no rotation.
+        cos_sin_cache: [max_position, rot] float32; a row has rot / 2 cosines, then
+            rot / 2 sines; rot is even and at most D. None for no rotation.
         k_cache, v_cache: [slots, Hkv, D], the dtype of q; written at `out_cache_loc`.
         out_cache_loc: [T] int64, slots.
-        q_norm_weight, k_norm_weight: [D], the dtype of q. None: no norm.
-        eps: of the norms.
-        update_k: k becomes rope(norm(k)), too; then the slots must be distinct, but for
-            rows of k that nobody reads.
+        q_norm_weight, k_norm_weight: [D], the dtype of q, or None for no norm.
+        eps: eps of the norms.
+        update_k: also set k to rope(norm(k)). Slots must then be distinct, except for
+            rows of k that are never read.
     """
     given_k = k
     if q_norm_weight is not None:
@@ -72,7 +72,7 @@ rope_store_kv = Op(
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """x: [T, H, D]; cos_sin: [T, 1, rot]. Returns a new tensor of x's dtype."""
+    """Rotate x [T, H, D] by cos_sin [T, 1, rot]; return a new tensor of x's dtype."""
     half = cos_sin.shape[-1] // 2
     cos, sin = cos_sin.split(half, dim=-1)
     first = x[..., :half].float()

@@ -1,6 +1,6 @@
 """Triton kernel of per-head norm, rotary embedding and the write into the KV pool.
 
-A program takes one token and a few heads, of q or of k and v. `layers/ops/rope/op.py`
+A program handles a few heads of one token, of q or of k and v. `layers/ops/rope/op.py`
 describes the function.
 """
 
@@ -27,11 +27,11 @@ class Heads(NamedTuple):
     """Constants that the kernel is compiled for; its argument HEADS.
 
     Fields:
-        q_heads, kv_heads: of a token. dim: of a head.
-        half: rotated channels of a head, halved.
-        dim_block, half_block, rest_block: the powers of two that hold a head, one half
-            and the channels that are kept.
-        block: heads of a program.
+        q_heads, kv_heads: heads per token. dim: channels per head.
+        half: half the rotated channels of a head.
+        dim_block, half_block, rest_block: powers of two that hold a head, one half and
+            the channels that are not rotated.
+        block: heads per program.
         has_q_norm, has_k_norm: whether the heads are normalised.
     """
 
@@ -63,8 +63,9 @@ def _transform_heads(
 ):
     """target = rope(norm(source)) for the heads at the offsets, both [HEADS.block, 1].
 
-    IN_PLACE: the source, too, becomes that. A head is its two rotated halves and the
-    rest that is kept; each is one tile.
+    IN_PLACE: the source is overwritten with the result as well. A head is its two
+        rotated
+    halves and the rest, which is kept; each is one tile.
     """
     DIM: tl.constexpr = HEADS.dim
     HALF: tl.constexpr = HEADS.half
@@ -85,7 +86,7 @@ def _transform_heads(
         if 2 * HALF < DIM:
             square += tl.sum(kept * kept, axis=1)
         scale = tl.rsqrt(square / DIM + eps)[:, None]
-        # The rotation sees the norm's result as it would be stored.
+        # The rotation reads the norm's result rounded as it would be stored.
         dtype = target.dtype.element_ty
         if HALF > 0:
             w = tl.load(norm_weight + pair, mask=pair < HALF, other=0.0)
@@ -188,14 +189,15 @@ def rope_store_kv_kernel(
 
 
 class StoreLaunch(NamedTuple):
-    """Heads of a program and its warps."""
+    """Heads and warps per program."""
 
     heads: int
     warps: int
 
 
 def store_launch(tokens: int) -> StoreLaunch:
-    """How `tokens` are stored: many of them fill the device with larger programs."""
+    """Return how to store `tokens` tokens; many fill the device with larger
+    programs."""
     return StoreLaunch(16, 4) if tokens >= _MANY_TOKENS else StoreLaunch(4, 2)
 
 
@@ -214,7 +216,7 @@ def rope_store_kv(
     eps: float = 1e-6,
     update_k: bool = False,
 ) -> None:
-    """`ops.rope.rope_store_kv`; one launch; leaves k unchanged unless asked.
+    """`ops.rope.rope_store_kv` in one launch; k is unchanged unless `update_k`.
 
     Raises:
         ValueError: heads or channels of a tensor are not contiguous.
@@ -233,7 +235,7 @@ def rope_store_kv(
     heads, warps = store_launch(tokens)
     groups = triton.cdiv(q_heads, heads) + triton.cdiv(kv_heads, heads)
     pdl = supports_dependent_launch(q.device)
-    # Absent tensors are replaced by some pointer of their dtype that is never read.
+    # Absent tensors are replaced by any pointer of their dtype; it is never read.
     rope_store_kv_kernel[(tokens, groups)](
         q,
         k,

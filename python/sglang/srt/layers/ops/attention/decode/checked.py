@@ -1,11 +1,11 @@
-"""Decode attention that compares the bytes it loads with sums kept of them.
+"""Decode attention that compares the bytes it loads with their recorded checksums.
 
-A program has all K and V of its elements in registers anyway. It adds up their bytes,
-each with its factor (`kv_canary.head_sums`), takes off the sums kept of these slots,
-and is done if nothing is left: per slot it loads 4 bytes more than attention.
-Each slot counts with an odd factor of its own, so that no two cancel. Only where
-something is left does it look again, slot by slot, and reports. `check` is the `Check`
-of `args`.
+A program holds K and V of its elements in registers anyway. It adds up their bytes,
+each times its factor (`kv_canary.head_sums`), subtracts the recorded sums of these
+slots, and is done if nothing is left: per slot it loads 4 bytes more than attention
+does. Each slot counts with its own odd factor, so that no two errors cancel. If
+something is left, the program looks again, slot by slot, and reports. `check` is the
+`Check` of `args`.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -33,7 +33,7 @@ from kv_canary.kernels.triton.sums import (
 from sglang.srt.layers.ops.attention.shared.attend import Sums, weights_of_read
 from sglang.srt.layers.ops.attention.shared.elements import page_at, slot_of
 
-# Words of a tile that a thread adds up itself: those of one 16-byte load.
+# Words of a tile that each thread adds up: one 16-byte load.
 LANE_WORDS = tl.constexpr(4)
 REAL_KV = tl.constexpr(int(Reason.VERIFY_REAL_KV))
 LINEAGE_WORD = tl.constexpr(int(records.Record.LINEAGE))
@@ -46,7 +46,7 @@ LAYER_SHIFT = tl.constexpr(records.PLACE_LAYER_SHIFT)
 
 
 class Compared(NamedTuple):
-    """A KV head in a layer, as a row reads it, and the `Check` of its bytes."""
+    """One KV head of a layer, as a row reads it, and the `Check` of its bytes."""
 
     check: Any
     row: Any
@@ -56,11 +56,12 @@ class Compared(NamedTuple):
 
 @triton.jit
 def words_of(tile):
-    """The 32-bit words of a tile [elements, channels]: uint32 [elements, words]."""
+    """Return the 32-bit words of a tile [elements, channels]: uint32 [elements,
+    words]."""
     if tile.dtype.primitive_bitwidth == 32:
         return tile.to(tl.uint32, bitcast=True)
     else:
-        # The compiler finds that these are the registers that the tile was loaded to.
+        # The compiler finds that these are the registers that hold the loaded tile.
         halves = tile.to(tl.uint16, bitcast=True)
         pairs = tl.reshape(halves, (tile.shape[0], tile.shape[1] // 2, 2))
         low, high = tl.split(pairs)
@@ -69,7 +70,8 @@ def words_of(tile):
 
 @triton.jit
 def lane_sums(k, v):
-    """Sums of bytes of K and V of elements, uint32 [elements, words / LANE_WORDS]."""
+    """Sum the bytes of K and V of each element, uint32 [elements, words /
+    LANE_WORDS]."""
     WORDS: tl.constexpr = k.shape[1] * k.dtype.primitive_bitwidth // 32
     place = 4 * tl.arange(0, WORDS)[None, :]
     sums = sum_bytes(words_of(k), place) + sum_bytes(words_of(v), place + V_PLACE)
@@ -79,7 +81,7 @@ def lane_sums(k, v):
 
 @triton.jit
 def load_kept(check, slot, layer, kv_head, mask, KV_HEADS: tl.constexpr):
-    """The sums kept of a head of slots [N], uint32."""
+    """Load the recorded sums of a head for slots [N], uint32."""
     at = check.sums + slot.to(tl.int64) * check.slot_stride
     kept = tl.load(at + (layer * KV_HEADS + kv_head), mask=mask, other=0)
     return kept.to(tl.uint32, bitcast=True)
@@ -87,8 +89,8 @@ def load_kept(check, slot, layer, kv_head, mask, KV_HEADS: tl.constexpr):
 
 @triton.jit
 def passing_finding(of, position, req, serial, clock, place):
-    """For a program that began at a position and finds nothing any more: bytes that it
-    loaded first were wrong, and those in memory are right."""
+    """Report bytes that were wrong when a program first loaded them and are right in
+    memory now. The program began at `position` and finds nothing on its second look."""
     return Finding(
         reasons=REAL_KV,
         req_row=req,
@@ -111,10 +113,10 @@ def passing_finding(of, position, req, serial, clock, place):
 
 @triton.jit
 def report_changed(begin, end, kv, of, SHAPE: tl.constexpr, TILE: tl.constexpr):
-    """Report the elements begin .. end whose bytes differ from those of which the sums
-    were kept. Whatever differs in a slot, it is named once in a forward, and once more
-    by each row that nothing was found about yet. Slots without a record count for
-    nothing: verify reports them."""
+    """Report elements in [begin, end) whose bytes no longer match their checksum. A
+    slot is named once per forward, whatever differs in it, and once more by each row
+    without a finding so far. Slots without a record don't count; verify reports
+    them."""
     BLOCK_N: tl.constexpr = TILE.block_n
     check, row, layer, kv_head = of
     clock = tl.load(check.state.clock)
@@ -188,8 +190,8 @@ def attend_checked(
     TILE: tl.constexpr,
     IN_TURN: tl.constexpr,
 ):
-    """`attend_range` that reports elements of the prefix whose bytes are not those of
-    which the sums were kept. IN_TURN: whether no other layer of the forward does."""
+    """Like `attend_range`, and report elements of the prefix whose bytes no longer
+    match their checksum. IN_TURN: no other layer of the forward compares."""
     acc, top, total = sums
     check, row, layer, kv_head = of
     BLOCK_N: tl.constexpr = TILE.block_n
@@ -226,7 +228,7 @@ def attend_checked(
         total = total * shrink + tl.sum(weight, 1)
         acc = acc * shrink[:, None]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
-    # Once more through all warps, which have to take the same branch.
+    # Reload through all warps, because they have to take the same branch.
     is_first = (tl.arange(0, BLOCK_W // LANE_WORDS) == 0)[None, :]
     left = found - tl.where(is_first, kept[:, None], 0)
     if tl.sum(tl.sum(left, 1), 0) != 0:

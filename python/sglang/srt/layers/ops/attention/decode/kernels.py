@@ -1,6 +1,6 @@
 """Triton kernels of split-KV paged decode attention: partial softmax, then combine.
 
-Everything they know arrives as an argument; grids depend on shapes, never on lengths.
+Everything they need arrives as an argument; grids depend on shapes, never on lengths.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -30,7 +30,8 @@ ALWAYS = tl.constexpr(int(Compares.ALWAYS))
 
 @triton.jit
 def split_plan(read_len, window, TILE: tl.constexpr):
-    """First attended element, elements per split, and how many splits have any."""
+    """Return the first attended element, elements per split, and splits that have
+    any."""
     begin = read_len * 0
     if window is not None:
         begin = tl.maximum(read_len - window, 0)
@@ -50,14 +51,14 @@ def attend_range(
     PAGE_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Fold the elements begin .. end, which all queries attend, into the sums."""
+    """Fold elements [begin, end), which all queries attend, into the sums."""
     acc, top, total = sums
     for start in range(begin, end, BLOCK_N):
         element = start + tl.arange(0, BLOCK_N)
         is_read = element < end
         page = tl.load(page_at(kv, element, PAGE_SIZE), mask=is_read, other=0)
         slot = slot_of(page, element, PAGE_SIZE)
-        # Slots past the end may hold NaN, which a weight of zero would not silence.
+        # Slots past the end may hold NaN, which a zero weight would not silence.
         is_loaded = is_read[:, None] & kv.is_channel[None, :]
         k = tl.load(kv.k + slot * kv.k_stride, mask=is_loaded, other=0.0)
         weight, shrink, top = weights_of_read(query, k, is_read, top, scale)
@@ -81,7 +82,8 @@ def attend_compared(
     TILE: tl.constexpr,
     COMPARES: tl.constexpr,
 ):
-    """`attend_range` that compares the bytes `of` a `Compared`, as COMPARES says."""
+    """`attend_range` that also compares the bytes of the `Compared` `of`, as COMPARES
+    says."""
     if COMPARES == NEVER:
         return attend_range(
             sums, query, begin, end, kv, scale, SHAPE.page_size, TILE.block_n
@@ -122,18 +124,17 @@ def decode_split_kernel(
 ):
     """Attention of one block of query heads over one split of one row's KV elements.
 
-    Grid: (KV heads x blocks of a group's query heads, TILE.splits, rows). A row that
-    fits one split is written to `out` and not to `partials`.
+    Grid: (KV heads x blocks of a group's query heads, TILE.splits, rows). If a row fits
+    one split, it is written to `out` and not to `partials`.
 
     Args:
-        q, out: `args.Tokens`. partials, pool, pages: of `args`, as they are named.
+        q, out: `args.Tokens`. partials, pool, pages: types of the same names in `args`.
         read_lens: int64 [R], elements of each row.
         sinks: [query heads] logits without a value, or None.
         scale: `args.Scale`.
-        window: elements that a row attends at most, or None.
-        check, layer: `args.Check`, and the number of the layer in it; None without
-            COMPARES.
-        SHAPE: `args.Shape`. TILE: `args.DecodeTile`. COMPARES: of `args.Compares`.
+        window: most elements that a row attends, or None.
+        check, layer: `args.Check`, and the layer's number in it; None without COMPARES.
+        SHAPE: `args.Shape`. TILE: `args.DecodeTile`. COMPARES: an `args.Compares`.
     """
     HEAD_BLOCKS: tl.constexpr = (SHAPE.group + TILE.block_h - 1) // TILE.block_h
     kv_head = tl.program_id(0) // HEAD_BLOCKS
@@ -179,7 +180,7 @@ def decode_split_kernel(
         if sinks is not None:
             sink = tl.load(sinks + head, mask=member < SHAPE.group, other=0.0)
             total = with_sink(total, top, sink)
-        # `total` is zero only where the row reads nothing.
+        # `total` is zero only if the row reads nothing.
         result = acc / tl.where(read_len > 0, total, 1.0)[:, None]
         at = out.at + row * out.stride + head[:, None] * SHAPE.head_dim
         result = result.to(out.at.dtype.element_ty)

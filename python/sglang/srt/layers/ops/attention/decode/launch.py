@@ -1,7 +1,7 @@
 """Paged decode attention on CUDA: split-KV, grouped query heads, a fixed launch grid.
 
-Same arguments and results as `layers.ops.attention.op.decode_attention`, plus a
-workspace. Knows nothing of requests or layers; never waits for the device.
+Takes the arguments of `layers.ops.attention.op.decode_attention`, plus a workspace, and
+gives the same results. Knows nothing of requests or layers; never waits for the device.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sglang.srt.layers.ops.attention.shared.checks import check_inputs
 from sglang.srt.layers.ops.attention.shared.launch import Launch
 
 _MAX_SPLITS = 64
-# Programs wanted at least; more splits cost more partial results than they gain.
+# Programs wanted at least; more splits would cost more partial results than they gain.
 TARGET_PROGRAMS = 512
 
 # Bytes of a padded head -> KV elements per tile, warps, pipeline stages; measured with
@@ -57,11 +57,11 @@ def decode_splits(
     programs_per_row: int,
     max_context: int,
 ) -> int:
-    """Splits of a row's KV elements, a power of two; a function of shapes alone.
+    """Return the splits of a row's KV elements, a power of two, from shapes alone.
 
     Args:
         rows: rows of the launch.
-        programs_per_row: programs that a row takes per split (its KV heads).
+        programs_per_row: programs that each split of a row takes (its KV heads).
         max_context: most KV elements that a row of any later launch may have.
     """
     wanted = -(-TARGET_PROGRAMS // max(rows * programs_per_row, 1))
@@ -72,14 +72,14 @@ def decode_splits(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecodeWorkspace:
-    """Scratch of decode launches; launches of one stream share one.
+    """Scratch of decode launches. Launches on one stream share it.
 
     Fields:
         partial: [cells * head_dim] float32, partial results. Cells are (row, query
             head, split) of the launch; only the kernels read or write them.
         lse: [cells] float32, log2 of the partial softmax sums.
-        counters: [rows * programs of a row and split] int32, zero; every launch leaves
-            them so.
+        counters: [rows * programs of a row and split] int32, zero before and after
+            every launch.
         max_context: most KV elements of a row; it fixes the splits of a launch.
     """
 
@@ -91,8 +91,8 @@ class DecodeWorkspace:
     def check(self, q: Tensor, *, splits: int, programs: int) -> None:
         """
         Raises:
-            ValueError: it is too small for queries [rows, heads, head_dim] in so many
-                splits, or for so many programs of each split.
+            ValueError: the workspace is too small for queries [rows, heads, head_dim]
+                in `splits` splits, or for `programs` programs per split.
         """
         rows, heads, head_dim = q.shape
         cells = rows * heads * splits
@@ -110,11 +110,11 @@ class DecodeWorkspace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparedLayer:
-    """How a launch compares the bytes that it loads.
+    """How a launch compares the bytes it loads.
 
     Fields:
-        check: of the forward. layer: that attends, of those of its group of slots.
-        compares: whether it does so always, or when it is the layer's turn.
+        check: check of the forward. layer: the layer's number in its group of slots.
+        compares: whether it always compares, or only when it is the layer's turn.
     """
 
     check: Check
@@ -131,12 +131,12 @@ def decode_workspace(
     max_context: int,
     device: str | torch.device,
 ) -> DecodeWorkspace:
-    """Scratch for launches of up to `rows` rows with these heads.
+    """Allocate scratch for launches of up to `rows` rows with these heads.
 
-    A row with more than `max_context` elements is still computed, only slower.
+    A row with more than `max_context` elements is still computed, but slower.
 
     Raises:
-        RuntimeError: inside a graph capture, whose replays alone would make it zero.
+        RuntimeError: inside a graph capture, where zeroing would only run on replay.
     """
     if torch.device(device).type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -230,8 +230,8 @@ def decode_attention(
             `sglang.srt.layers.ops.attention.op.decode_attention`; page_size a power of
             two.
         workspace: from `decode_workspace` for at least these rows and heads.
-        compared: where the bytes of the elements before this forward are compared with
-            sums that were kept of them; None: they are not.
+        compared: how the elements before this forward are compared with their recorded
+            checksums, or None to skip the comparison.
 
     Raises:
         ValueError: shapes, page_size or workspace do not fit.

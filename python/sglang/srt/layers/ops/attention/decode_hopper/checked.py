@@ -1,4 +1,4 @@
-"""Bytes that decode attention on Hopper has in shared memory, compared with kept sums.
+"""Checksums of the bytes that decode attention on Hopper has in shared memory.
 
 `decode_checked` in Gluon. A tile of K and V that was copied for the products is read
 once more, as bytes, and multiplied by the digits of their factors in int8 products of
@@ -8,9 +8,8 @@ the matrix unit (`kv_canary.head_sums`):
     of the factors of       K    K     K     K        V    V     V     V
     weight of the product   1   2^8  2^16  2^24       1   2^8  2^16  2^24
 
-The sum of a slot's products is compared with the sum kept of the slot, which is
-loaded one tile ahead. Only a program that saw a difference looks again, element by
-element.
+The sum of a slot's products is compared with the recorded sum, which is loaded one tile
+ahead. Only a program that saw a difference looks again, element by element.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -38,21 +37,21 @@ from sglang.srt.layers.ops.attention.decode.checked import (
 )
 from sglang.srt.layers.ops.attention.decode_hopper.reads import slots_of
 
-# Digits of a factor, and of those of K and V together.
+# Digits of one factor, and of the factors of K and V together.
 _DIGITS = gl.constexpr(4)
 _COLUMNS = gl.constexpr(8)
-# Added to a factor, it makes the digits of 0 .. 255 those of -128 .. 127, plus 128.
+# Added to a factor, it turns digits of 0 .. 255 into digits of -128 .. 127, plus 128.
 _BALANCE = gl.constexpr(0x80808080)
 
 
 class Watch(NamedTuple):
-    """The comparison of a split on its way through the tiles.
+    """The comparison of a split while it walks the tiles.
 
     Fields:
         digits: int8 [bytes of a head, 8], operand of the products.
-        limit: element after the last that is compared.
-        kept: uint32 [N], sums kept of the elements of the next tile.
-        changed: uint32 [N], bits in which sums of the tiles before differed.
+        limit: first element that is not compared.
+        kept: uint32 [N], recorded sums of the elements of the next tile.
+        changed: uint32 [N], bits in which sums of earlier tiles differed.
     """
 
     digits: Any
@@ -63,13 +62,14 @@ class Watch(NamedTuple):
 
 @gluon.constexpr_function
 def sums_layout(warps):
-    """Of int8 products: elements by columns of digits."""
+    """Return the layout of int8 products: elements by columns of digits."""
     return gl.NVMMADistributedLayout([2, 0], [warps, 1], [16, _COLUMNS.value])
 
 
 @gluon.jit
 def digits_of(BYTES: gl.constexpr, LAYOUT: gl.constexpr):
-    """Digits of the factors of K's and V's bytes, as an operand of LAYOUT's parent."""
+    """Return digits of the factors of K's and V's bytes, as an operand of LAYOUT's
+    parent."""
     ROWS: gl.constexpr = gl.BlockedLayout(
         [1, _COLUMNS], [32, 1], [gl.num_warps(), 1], [1, 0]
     )
@@ -83,7 +83,7 @@ def digits_of(BYTES: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def start_watch(reads, begin, of, SHAPE: gl.constexpr, N: gl.constexpr):
-    """The `Watch` before the first tile, which begins at an element."""
+    """Return the `Watch` before the first tile, which begins at element `begin`."""
     SUMS: gl.constexpr = sums_layout(gl.num_warps())
     ITEMSIZE: gl.constexpr = reads.k.dtype.element_ty.primitive_bitwidth // 8
     check, row, _, _ = of
@@ -103,14 +103,14 @@ def start_watch(reads, begin, of, SHAPE: gl.constexpr, N: gl.constexpr):
 
 @gluon.jit
 def elements_of(begin, N: gl.constexpr):
-    """Elements [N] of the tile that begins at one."""
+    """Return elements [N] of the tile that begins at `begin`."""
     ROWS: gl.constexpr = gl.SliceLayout(1, sums_layout(gl.num_warps()))
     return begin + gl.arange(0, N, layout=ROWS)
 
 
 @gluon.jit
 def load_kept(slot, mask, of, SHAPE: gl.constexpr):
-    """The sums kept of slots [N], uint32; 0 where none is due."""
+    """Load the recorded sums of slots [N], uint32; 0 if none is due."""
     at = of.check.sums + slot.to(gl.int64) * of.check.slot_stride
     kept = gl.load(at + (of.layer * SHAPE.kv_heads + of.kv_head), mask=mask, other=0)
     return kept.to(gl.uint32, bitcast=True)
@@ -118,7 +118,8 @@ def load_kept(slot, mask, of, SHAPE: gl.constexpr):
 
 @gluon.jit
 def products_of(place, digits):
-    """Bytes of a tile in shared memory times digits, int32 [elements, columns]."""
+    """Multiply the bytes of a tile in shared memory by digits: int32 [elements,
+    columns]."""
     N: gl.constexpr = place.shape[0]
     BYTES: gl.constexpr = digits.shape[0]
     SUMS: gl.constexpr = digits.type.layout.parent
@@ -130,8 +131,8 @@ def products_of(place, digits):
 
 @gluon.jit
 def watch_tile(watch, keys, values, begin, next_slot, of, SHAPE: gl.constexpr):
-    """The `Watch` after a tile of K and V in shared memory that begins at an element,
-    before one with these slots [N]."""
+    """Return the `Watch` after a tile of K and V in shared memory that begins at
+    element `begin`. `next_slot` [N] holds the slots of the next tile."""
     digits, limit, kept, changed = watch
     SUMS: gl.constexpr = digits.type.layout.parent
     N: gl.constexpr = keys.shape[0]
@@ -149,7 +150,7 @@ def watch_tile(watch, keys, values, begin, next_slot, of, SHAPE: gl.constexpr):
 
 @gluon.jit
 def end_watch(watch, reads, begin, of, SHAPE: gl.constexpr, IN_TURN: gl.constexpr):
-    """Count the elements that were compared, and look again if any sum differed; all
+    """Count the elements that were compared, and look again if any sum differed. All
     warps take the same branch. IN_TURN: no other layer of the forward compares."""
     count = gl.maximum(watch.limit - begin, 0)
     # In one layer of a forward, for one head.
@@ -161,15 +162,15 @@ def end_watch(watch, reads, begin, of, SHAPE: gl.constexpr, IN_TURN: gl.constexp
 
 @gluon.jit
 def agreed(at, lane):
-    """The word at a pointer, as one thread sees it: warps run apart."""
+    """Load the word at a pointer once for all threads, because warps drift apart."""
     return gl.sum(gl.load(at + lane * 0, mask=lane == 0, other=0), 0)
 
 
 @gluon.jit
 def report_changed(reads, begin, limit, of, SHAPE: gl.constexpr):
-    """`decode_checked.report_changed`, one element after the other."""
+    """`decode_checked.report_changed`, one element at a time."""
     WORDS: gl.constexpr = SHAPE.head_dim // 2
-    # No fewer lanes than threads, so that no two warps load the same word.
+    # At least as many lanes as threads, so that no two warps load the same word.
     LANES: gl.constexpr = max(WORDS, 32 * gl.num_warps())
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     lane = gl.arange(0, LANES, layout=LINE)
@@ -237,7 +238,7 @@ def report_changed(reads, begin, limit, of, SHAPE: gl.constexpr):
 
 @gluon.jit
 def append(state, finding, lane):
-    """`report_one` of the canary's kernels."""
+    """The canary kernels' `report_one`."""
     place = gl.atomic_add(state.ring_count, 1)
     entry = lane.to(gl.int64) * 0
     for word in gl.static_range(ENTRY_WORDS):

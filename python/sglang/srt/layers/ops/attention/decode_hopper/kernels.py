@@ -1,8 +1,8 @@
-"""Gluon kernel of decode attention on Hopper: copies of tiles run ahead of products.
+"""Gluon kernel of decode attention on Hopper: tile copies run ahead of products.
 
-The split kernel of `decode_kernels` with a pipeline of its own: K and V of a tile of
-elements are copied from the pool to shared memory, slot by slot, while the tiles before
-are multiplied; slots of a tile are looked up one tile before its copy begins.
+The split kernel of `decode_kernels` with its own pipeline: K and V of a tile are copied
+from the pool to shared memory, slot by slot, while earlier tiles are multiplied. The
+slots of a tile are looked up one tile before its copy begins.
 
     tile        0      1      2      3
     slots       |......|......|......|
@@ -41,7 +41,7 @@ _IN_TURN = gl.constexpr(int(Compares.IN_TURN))
 
 @gluon.jit
 def reads_of(pool, pages, row, kv_head, end):
-    """`Reads` of a row up to an element."""
+    """Return the `Reads` of a row up to element `end`."""
     table_row = row
     if pages.row_index is not None:
         table_row = gl.load(pages.row_index + row)
@@ -58,7 +58,7 @@ def reads_of(pool, pages, row, kv_head, end):
 
 @gluon.jit
 def copy_tile(at, stride, slot, is_read, place, LAYOUT: gl.constexpr):
-    """Start the copy of K or V of slots; elements that are not read become zero."""
+    """Start copying K or V of slots. Elements that are not read become zero."""
     D: gl.constexpr = place.shape[1]
     channel = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
     cells = at + gl.expand_dims(slot.to(gl.int64) * stride, 1)
@@ -69,7 +69,7 @@ def copy_tile(at, stride, slot, is_read, place, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def copy_elements(reads, slot, element, keys, values, LAYOUT: gl.constexpr):
-    """Start the copies of a tile, as one group."""
+    """Start the copies of a tile as one group."""
     is_read = element < reads.end
     copy_tile(reads.k, reads.k_stride, slot, is_read, keys, LAYOUT)
     copy_tile(reads.v, reads.v_stride, slot, is_read, values, LAYOUT)
@@ -80,8 +80,8 @@ def copy_elements(reads, slot, element, keys, values, LAYOUT: gl.constexpr):
 def start_copies(
     reads, element, keys, values, PAGE: gl.constexpr, LAYOUT: gl.constexpr
 ):
-    """Start the copies of all tiles but one that have room; (elements of the tile after
-    them, their slots)."""
+    """Start the copies of as many tiles as have room, less one. Return (elements of the
+    next tile, their slots)."""
     for stage in gl.static_range(keys.shape[0] - 1):
         slot = slots_of(reads, element, PAGE)
         copy_elements(
@@ -104,8 +104,8 @@ def scores_of(product, scale):
 
 @gluon.jit
 def fold(score, top, total):
-    """Softmax sums with one more tile: (weights, what shrinks earlier results, largest
-    score, sum of weights)."""
+    """Fold one more tile into the softmax: return (weights, factor on earlier results,
+    largest score, sum of weights)."""
     new_top = gl.maximum(top, gl.max(score, 1))
     shrink = gl.exp2(top - new_top)
     weight = gl.exp2(score - gl.expand_dims(new_top, 1))
@@ -114,7 +114,7 @@ def fold(score, top, total):
 
 @gluon.jit
 def load_queries(q, row, head, is_member, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Queries of a row as an operand of LAYOUT's parent: [heads, channels]."""
+    """Load a row's queries as an operand of LAYOUT's parent: [heads, channels]."""
     WARPS: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 * 8 // D, D // 8], [WARPS, 1], [1, 0]
@@ -142,13 +142,13 @@ def split_plan(read_len, window, TILE: gl.constexpr):
 
 
 class Work(NamedTuple):
-    """A split of one row's elements, whose first copies are under way.
+    """A split of one row's elements whose first copies have started.
 
     Fields:
         query: operand of the products. reads: `Reads`. keys, values: tiles in shared
             memory [stages, elements, channels].
         slot, element: of the tile whose copy starts next. begin, tiles: first element
-            and tiles of the split. scale: `args.Scale`.
+            and number of tiles of the split. scale: `args.Scale`.
     """
 
     query: Any
@@ -171,10 +171,10 @@ def attend_tiles(
     COPY: gl.constexpr,
     COMPARES: gl.constexpr,
 ):
-    """Softmax and result of a split, as a `Sums`.
+    """Compute the softmax and result of a split, as a `Sums`.
 
     Args:
-        of: the `Compared` whose bytes are compared, unless COMPARES is NEVER.
+        of: the `Compared` to compare, unless COMPARES is NEVER.
     """
     query, reads, keys, values, slot, element, begin, tiles, scale = work
     STAGES: gl.constexpr = keys.shape[0]
@@ -191,7 +191,7 @@ def attend_tiles(
     for tile in range(0, tiles):
         async_copy.wait_group(STAGES - 2)
         if COMPARES != _NEVER:
-            # Their kept sums are on the way while this tile is multiplied.
+            # Their recorded sums load while this tile is multiplied.
             next_element = elements_of(begin + (tile + 1) * N, N)
             next_slot = slots_of(reads, next_element, SHAPE.page_size)
         ahead = (tile + STAGES - 1) % STAGES
@@ -248,18 +248,18 @@ def decode_hopper_kernel(
     ADDED: gl.constexpr,
     LETS_NEXT_START: gl.constexpr,
 ):
-    """`decode_split_kernel` for half precision: same grid, arguments and results, but
-    for splits that its programs add up themselves.
+    """`decode_split_kernel` for half precision. Grid, arguments and results are the
+    same, except that its programs can add up splits themselves.
 
     Args:
-        counters: int32 [rows * programs of a row and split], zero; left so.
+        counters: int32 [rows * programs of a row and split], zero before and after.
         SHAPE: `args.Shape`, of at least 64 channels, a power of two.
         TILE: `args.DecodeTile` of 16 query heads. STAGES: tiles in shared memory.
-        COMPARES: of `args.Compares`, as there.
-        ADDED: partial results of a head that are read at once; 0: another kernel adds
+        COMPARES: an `args.Compares`, as in `decode_split_kernel`.
+        ADDED: partial results of a head that are read at once; 0 if another kernel adds
             them up.
-        LETS_NEXT_START: the kernel after this one, if it may start early, does so once
-            all programs run: a product asks for its weights meanwhile.
+        LETS_NEXT_START: let the next kernel start early, if it may, once all programs
+            run. A product loads its weights meanwhile.
     """
     if LETS_NEXT_START:
         gdc_launch_dependents()

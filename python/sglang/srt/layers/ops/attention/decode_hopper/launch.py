@@ -25,9 +25,9 @@ class HopperTile(NamedTuple):
     """A tile of KV elements.
 
     Fields:
-        block_n: elements. warps: of a program.
-        resident: programs that a multiprocessor holds at once, by their registers and
-            shared memory.
+        block_n: elements. warps: warps per program.
+        resident: programs that fit on a multiprocessor at once, by registers and shared
+            memory.
     """
 
     block_n: int
@@ -36,9 +36,9 @@ class HopperTile(NamedTuple):
 
 
 _NARROW_IN_TURN = (HopperTile(64, 2, 6), HopperTile(32, 2, 8))
-# By head size, in order of preference; smaller tiles are slower, but more of their
-# programs run at once. Of heads of 128 whose bytes are compared in every launch a warp
-# has 16 elements, so that its threads have room for the digits of factors.
+# By head size, in order of preference. Smaller tiles are slower, but more of their
+# programs run at once. For heads of 128 channels that every launch compares, a warp has
+# 16 elements, so that its threads have room for the digits of factors.
 TILES: dict[Compares, dict[int, tuple[HopperTile, ...]]] = {
     Compares.NEVER: {
         64: (HopperTile(64, 2, 6), HopperTile(32, 2, 9), HopperTile(32, 1, 12)),
@@ -60,25 +60,24 @@ TILES: dict[Compares, dict[int, tuple[HopperTile, ...]]] = {
 }
 STAGES = 2
 """Tiles in shared memory."""
-# Programs of a launch in splits that run at once; with more, some wait for the others'
-# places.
+# Programs of a launch with splits that run at once; any more would wait for a place.
 _PLACES = 4 * MULTIPROCESSORS
 MANY_PROGRAMS = 16 * MULTIPROCESSORS
-"""Of more than these the last wave is a small part: they have the largest tile."""
-# The product after attention has that many columns where its weights are worth asking
-# for before the attention of a single row has ended.
+"""With more waves than this the last one hardly matters, so the largest tile wins."""
+# The product after attention has this many columns where it pays to load its weights
+# before the attention of a single row has ended.
 _WIDE = 4096
-# Registers of a thread that hold partial results while they are added up: the tiles'
-# products, whose registers they take, need more.
+# Registers of a thread that hold partial results while they are added up. They come
+# from the tiles' products, which need more.
 ADDED_REGISTERS = 64
-# Reads one after the other of a program that adds up a row's splits; where there were
-# more a program per head is faster.
+# Reads that a program makes one after the other to add up a row's splits. With more,
+# one program per head is faster.
 MAX_READS = 8
 
 
 def splits_that_fit(splits: int, programs: int) -> int:
-    """A power of two of splits, or fewer, of which all programs run at once: `programs`
-    of each split."""
+    """Return a power of two of at most `splits` splits, with `programs` programs each,
+    that all run at once."""
     while splits > 1 and splits * programs > _PLACES:
         splits //= 2
     return splits
@@ -86,8 +85,8 @@ def splits_that_fit(splits: int, programs: int) -> int:
 
 @functools.cache
 def choose_tile(*, head_dim: int, compares: Compares, programs: int) -> HopperTile:
-    """The tile whose programs fill the device best: a last wave of few programs takes
-    as long as a full one. Of equals the one with the fewest waves."""
+    """Choose the tile that fills the device best. A last wave of few programs takes as
+    long as a full one. Among equals, the tile with the fewest waves wins."""
     tiles = TILES[compares][head_dim]
 
     def fill(tile: HopperTile) -> tuple[float, int]:
@@ -99,12 +98,12 @@ def choose_tile(*, head_dim: int, compares: Compares, programs: int) -> HopperTi
 
 
 def added_splits(*, group: int, head_dim: int, warps: int, splits: int) -> int:
-    """Splits that the last program of a row and head block adds up at once, a power of
-    two; 0: another kernel adds them up, or there is one split."""
+    """Return how many splits the last program of a row and head block adds up at once,
+    a power of two. 0 if another kernel adds them up, or there is one split."""
     heads = int(triton.next_power_of_2(min(group, QUERIES)))
     threads = 32 * warps
     at_once = ADDED_REGISTERS * threads // (heads * head_dim)
-    # Of a head or two the threads share out the splits.
+    # With one or two heads the threads share the splits.
     least = max(4 * threads // (heads * head_dim), 1)
     at_once = max(min(at_once, int(triton.next_power_of_2(splits))), least)
     return at_once if 1 < splits <= MAX_READS * at_once else 0

@@ -14,7 +14,7 @@ class Reads(NamedTuple):
 
     Fields:
         k, v: pointers to the first channel of slot 0, and the strides between slots.
-        table, column_stride: the row's pages. end: element after the last one.
+        table, column_stride: the row's pages. end: first element past the row.
     """
 
     k: Any
@@ -28,7 +28,7 @@ class Reads(NamedTuple):
 
 @gluon.jit
 def slots_of(reads, element, PAGE: gl.constexpr):
-    """Slots of elements; of those that are not read, of the first page."""
+    """Return the slots of elements. Elements that are not read get the first page."""
     at = reads.table + (element // PAGE).to(gl.int64) * reads.column_stride
     page = gl.load(at, mask=element < reads.end, other=0)
     return page + element % PAGE

@@ -1,5 +1,5 @@
-"""Results of the decode kernel on Hopper: of a row that one split computes, and sums of
-the partial ones, which the last program of a row and head block to arrive adds up.
+"""Results of the decode kernel on Hopper. A row with one split is stored at once.
+Partial results are added up by the last program of a row and head block to arrive.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -30,8 +30,8 @@ def put_result(
     TILE: gl.constexpr,
     ADDED: gl.constexpr,
 ):
-    """Store the result of a row that one split computes, or a partial one; the last of
-    a row's programs then adds up its splits, unless ADDED is 0."""
+    """Store the result of a row with one split, or a partial result. Unless ADDED is 0,
+    the last of a row's programs then adds up its splits."""
     D: gl.constexpr = SHAPE.head_dim
     acc, top, total = sums
     if active <= 1:
@@ -46,7 +46,7 @@ def put_result(
         gl.store(partials.results + cells, result, mask=is_query)
         gl.store(partials.lse + cell, top + tl.log2(total), mask=is_member)
         if ADDED > 0:
-            # All threads' stores before the one thread that says so.
+            # All threads store before one thread announces it.
             gl.thread_barrier()
             counter = counters + row * gl.num_programs(0) + gl.program_id(0)
             arrived = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
@@ -57,14 +57,14 @@ def put_result(
 
 @gluon.jit
 def put_heads(out, sinks, sums, row, head, is_member, active, D: gl.constexpr):
-    """Store the heads of a row, of which `active` splits have any elements."""
+    """Store the heads of a row that has elements in `active` splits."""
     acc, top, total = sums
     LAYOUT: gl.constexpr = acc.type.layout
     channel = gl.expand_dims(gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT)), 0)
     if sinks is not None:
         sink = gl.load(sinks + head, mask=is_member, other=0.0).to(gl.float32)
         total += gl.where(total == 0.0, 0.0, gl.exp2(sink * _LOG2_E - top))
-    # `total` is zero only where the row reads nothing.
+    # `total` is zero only if the row reads nothing.
     result = acc / gl.expand_dims(gl.where(active > 0, total, 1.0), 1)
     cells = gl.expand_dims(row * out.stride + head * D, 1) + channel
     result = result.to(out.at.dtype.element_ty)
@@ -73,7 +73,7 @@ def put_heads(out, sinks, sums, row, head, is_member, active, D: gl.constexpr):
 
 @gluon.constexpr_function
 def added_heads(group, block_h):
-    """Heads of a block, padded to a power of two."""
+    """Return the heads of a block, padded to a power of two."""
     heads = 1
     while heads < min(group, block_h):
         heads *= 2
@@ -82,8 +82,8 @@ def added_heads(group, block_h):
 
 @gluon.constexpr_function
 def added_layout(heads, head_dim, warps):
-    """[splits, heads, channels]: four channels of a thread, lanes and then warps over
-    channels and heads, and over splits what is left of both."""
+    """Return a layout for [splits, heads, channels]. A thread has four channels; lanes
+    and then warps cover channels and heads, and the rest of both covers splits."""
     channel_lanes = min(head_dim // 4, 32)
     head_lanes = min(32 // channel_lanes, heads)
     head_warps = min(heads // head_lanes, warps)
@@ -104,13 +104,13 @@ def put_added(
     TILE: gl.constexpr,
     ADDED: gl.constexpr,
 ):
-    """Add up the partial results of a block of heads, ADDED splits at once, in their
-    order, so that the result does not depend on who is last."""
+    """Add up the partial results of a block of heads, ADDED splits at once and in
+    order, so that the result does not depend on which program is last."""
     D: gl.constexpr = SHAPE.head_dim
     HEADS: gl.constexpr = added_heads(SHAPE.group, TILE.block_h)
     HEAD_BLOCKS: gl.constexpr = (SHAPE.group + TILE.block_h - 1) // TILE.block_h
     LAYOUT: gl.constexpr = added_layout(HEADS, D, gl.num_warps())
-    # [splits, heads] and [heads, channels] of it, and [heads] of either.
+    # Slices of the layout: [splits, heads] and [heads, channels], and [heads] of each.
     CELLS: gl.constexpr = gl.SliceLayout(2, LAYOUT)
     SUMS: gl.constexpr = gl.SliceLayout(0, LAYOUT)
     OF_CELLS: gl.constexpr = gl.SliceLayout(0, CELLS)
@@ -131,7 +131,7 @@ def put_added(
         split = first + gl.arange(0, ADDED, layout=gl.SliceLayout(1, CELLS))
         is_read = gl.expand_dims(split < active, 1) & gl.expand_dims(is_member, 0)
         cell = gl.expand_dims(first_cell, 0) + gl.expand_dims(split, 1)
-        # Other programs wrote them: not from this multiprocessor's L1.
+        # Other programs wrote them, so bypass this multiprocessor's L1.
         part = gl.load(
             partials.results + gl.expand_dims(cell * D, 2) + channel,
             mask=gl.expand_dims(is_read, 2),

@@ -1,4 +1,4 @@
-"""Tensors of one extend launch, passed on from launcher to launcher as one value."""
+"""Tensors of one extend launch, passed between launchers as one value."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ExtendTensors(NamedTuple):
 
 
 class ExtendInputs(NamedTuple):
-    """Arguments of `extend_attention`, checked; fields as described there."""
+    """Checked arguments of `extend_attention`, which describes them."""
 
     q: Tensor
     k_cache: Tensor
@@ -66,11 +66,11 @@ class ExtendInputs(NamedTuple):
         )
 
     def softmax_args(self) -> tuple[Tensor | None, Scale, int | None]:
-        """`sinks`, `scale` and `window` of every extend kernel."""
+        """Return `sinks`, `scale` and `window`, which every extend kernel takes."""
         window = self.window if self.window > 0 else None
         return self.sinks, scale_args(self.sm_scale, self.logit_cap), window
 
     def tree_args(self) -> tuple[Tensor | None, Tensor | None]:
-        """`tree_mask` and `positions` of every extend kernel that takes them."""
+        """Return `tree_mask` and `positions` for the extend kernels that take them."""
         mask = None if self.tree_mask is None else self.tree_mask.view(torch.uint8)
         return mask, self.positions

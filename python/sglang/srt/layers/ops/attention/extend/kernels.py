@@ -1,6 +1,6 @@
 """Triton kernel of extend attention: new tokens of many rows over their paged KV.
 
-Everything it knows arrives as an argument; the grid depends on shapes, never on
+Everything it needs arrives as an argument; the grid depends on shapes, never on
 lengths.
 
     elements of a row   0 ........ prefix ......... prefix + new
@@ -57,14 +57,13 @@ def extend_kernel(
 ):
     """Attention of one tile: TOKENS tokens of a row times `TILE.heads` query heads.
 
-    Grid: (tiles x KV heads x blocks of a group's query heads). Late tiles come first:
-    under the causal rule they are the long ones, and short ones fill the gaps after
-    them.
+    Grid: (tiles x KV heads x blocks of a group's query heads). Late tiles come first.
+    Under the causal rule they take longest, and short tiles fill the gaps after them.
 
     Args:
-        q, out: `args.Tokens`. pool, pages, lens: of `args`, as they are named.
-        tree_mask: [R, N, N] bytes, or None; then all rows have N new tokens.
-        positions: int64 [T] where there are a tree mask and a window, else None.
+        q, out: `args.Tokens`. pool, pages, lens: types of the same names in `args`.
+        tree_mask: [R, N, N] bytes, or None. With it, all rows have N new tokens.
+        positions: int64 [T] if there is a tree mask and a window, else None.
         rows: R. tiles: tile numbers of the launch.
         sinks: [query heads] logits without a value, or None.
         scale: `args.Scale`.

@@ -1,7 +1,7 @@
 """Extend attention on CUDA: causal, sliding window or tree mask over paged KV.
 
-Same arguments and results as `layers.ops.attention.op.extend_attention`. Knows
-nothing of requests or layers; never waits for the device.
+Takes the arguments of `layers.ops.attention.op.extend_attention` and gives the same
+results. Knows nothing of requests or layers; never waits for the device.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ def extend_attention(
     workspace: ExtendWorkspace | None = None,
     plan: ExtendPlan | None = None,
 ) -> None:
-    """Attention of several new tokens per row, whose K and V are in the pool already.
+    """Attend several new tokens per row. Their K and V are already in the pool.
 
-    With k_new and v_new, and where `reads_new` says so, the pool is read for the prefix
-    alone. With a workspace the programs of a launch of short rows may share the
-    elements of a row; how many do depends on shapes and on `workspace.max_context`
-    only, so that the launch can be captured in a CUDA graph.
+    If k_new and v_new are given and `reads_new` allows it, only the prefix is read from
+    the pool. With a workspace, the programs of a launch of short rows may share a row's
+    elements. How many do depends only on shapes and `workspace.max_context`, so the
+    launch can be captured in a CUDA graph.
 
     Args:
         q, k_cache, v_cache, page_table, row_index, qo_indptr, prefix_lens, page_size,
@@ -70,7 +70,7 @@ def extend_attention(
             out: as in `layers.ops.attention.op.extend_attention`; page_size a
             power of two, k_new and v_new aligned to 16 bytes.
         workspace: from `extend_workspace` for this head size.
-        plan: of this forward, with k_new and v_new: `extend_hopper` computes it.
+        plan: plan of this forward, with k_new and v_new; `extend_hopper` then runs.
 
     Raises:
         ValueError: a plan with a window, a cap or a tree mask, a window and a tree mask

@@ -1,7 +1,7 @@
-"""Which tile serves an extend launch, and whether programs share a row's KV elements.
+"""Which tile an extend launch uses, and whether programs share a row's KV elements.
 
 One table per item size, keyed by shapes, and the compile-time parameters that follow
-from a tile; knows nothing of tensors.
+from a tile. Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SMALL_BATCH_ROWS = 16
 
 
 def searched_rows(rows: int) -> int:
-    """Rows that the search for the row of a tile loads at a time."""
+    """Return how many rows the search for a tile's row loads at a time."""
     return 16 if rows <= _SMALL_BATCH_ROWS else 256
 
 
@@ -31,11 +31,11 @@ class ExtendTile(NamedTuple):
 
     Fields:
         is_v_late: the product with V runs one tile late.
-        masked_n: elements of a tile where some query must not see some element; a
-            short one leaves registers to the main loop. Divides block_n.
-        programs: programs wanted in flight: the KV elements of a row are split until
-            there are as many. 1 takes the kernel of short rows without splits, 0 the
-            kernel of long ones.
+        masked_n: elements per step where some query must not see some element. A small
+            value leaves registers to the main loop. Divides block_n.
+        programs: programs wanted in flight. A row's KV elements are split until there
+            are as many. 1 takes the short-row kernel without splits, 0 the long-row
+            kernel.
     """
 
     block_m: int
@@ -48,7 +48,7 @@ class ExtendTile(NamedTuple):
 
 
 class LaunchShape(NamedTuple):
-    """Sizes by which tiles are chosen."""
+    """Sizes that decide the tile."""
 
     tokens: int
     rows: int
@@ -58,8 +58,8 @@ class LaunchShape(NamedTuple):
 
 
 class ExtendChoice(NamedTuple):
-    """The tile of launches with up to `queries` queries of a row on average and up to
-    `streams` KV streams (rows x KV heads x blocks of a group's query heads).
+    """The tile for launches with at most `queries` queries per row on average and at
+    most `streams` KV streams (rows x KV heads x blocks of a group's query heads).
     """
 
     queries: float
@@ -71,8 +71,8 @@ ExtendTable = dict[int, tuple[ExtendChoice, ...]]
 
 _ANY = math.inf
 
-# Per padded head size; the first choice that covers a launch serves it. Short rows come
-# from lab/sweeps/extend_split.py, long ones from
+# By padded head size; the first choice that covers a launch is used. Choices for short
+# rows come from lab/sweeps/extend_split.py, for long ones from
 # benchmark/kernels/bench_triton_attention.py --sweep.
 HALF_TILES: ExtendTable = {
     64: (
@@ -112,12 +112,12 @@ FLOAT_TILES: ExtendTable = {
 
 
 def heads_per_tile(group: int) -> int:
-    """Query heads of a group that one tile takes."""
+    """Return the query heads of a group that one tile takes."""
     return group if group <= 64 else 1
 
 
 def choose_tile(shape: LaunchShape, *, itemsize: int) -> ExtendTile:
-    """The tile of a launch, from shapes alone; item sizes are 2 and 4 bytes."""
+    """Choose the tile of a launch from shapes alone; item sizes are 2 and 4 bytes."""
     heads = heads_per_tile(shape.q_heads // shape.kv_heads)
     choices = (HALF_TILES if itemsize == 2 else FLOAT_TILES)[
         max(padded_head(shape.head_dim), 64)
@@ -134,7 +134,7 @@ def choose_tile(shape: LaunchShape, *, itemsize: int) -> ExtendTile:
 
 
 def extend_launch(tile: ExtendTile, shape: LaunchShape, *, page_size: int) -> Launch:
-    """Compile-time parameters of either kernel, chosen from shapes alone."""
+    """Return compile-time parameters of either kernel, chosen from shapes alone."""
     kernel_shape = shape_args(shape.q_heads, shape.kv_heads, shape.head_dim, page_size)
     return _launch_of(tile, kernel_shape, searched_rows(shape.rows))
 

@@ -1,7 +1,7 @@
-"""Triton kernel of extend attention that reads new K and V where the model left them.
+"""Triton kernel of extend attention that reads new K and V from the model's output.
 
-The cached prefix comes from the pool through the page table; the new tokens, whose rows
-are consecutive, through tensor descriptors, so that the copy engine fetches them.
+The cached prefix comes from the pool through the page table. The new tokens' rows are
+consecutive, so the copy engine fetches them through tensor descriptors.
 
     elements of a row   0 ........ prefix ......................... prefix + new
                         | gathered | every token attends | diagonal |
@@ -50,10 +50,10 @@ def attend_rest(
     SHAPE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """Fold the elements begin .. prefix, fewer than a tile but some, into the sums.
+    """Fold elements [begin, prefix) into the sums: at least one, fewer than a tile.
 
-    After the last of them the tile repeats it, with no weight: what it reads is
-    attended whatever it holds.
+    The rest of the tile repeats the last element with no weight, so that the tile only
+    reads what is attended anyway.
     """
     acc, top, total = sums
     number = begin + tl.arange(0, BLOCK_N)
@@ -74,7 +74,7 @@ def attend_rest(
 def attend_prefix(
     sums, query, left, prefix, kv, scale, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Fold the elements left .. prefix, which every query attends, into the sums."""
+    """Fold elements [left, prefix), which every query attends, into the sums."""
     if prefix > left:
         rest = left + (prefix - left) // TILE.gather_n * TILE.gather_n
         sums = attend_full(
@@ -109,11 +109,11 @@ def attend_new(
     scale,
     TILE: tl.constexpr,
 ):
-    """Fold the elements from `dense` on, which are new tokens, into the sums: tiles of
-    consecutive rows of the new K and V.
+    """Fold the elements from `dense` on, which are new tokens, into the sums, in tiles
+    of consecutive rows of the new K and V.
 
-    Every query attends all of the first tiles, and in the others the elements up to its
-    own.
+    Every query attends all of the full tiles. In the last ones it attends elements up
+    to its own.
     """
     acc, top, total = sums
     unmasked = tl.maximum(mask.prefix + first_token + 1 - dense, 0) // TILE.block_n
@@ -143,10 +143,10 @@ def find_tokens(
     BLOCK_R: tl.constexpr,
     ONE_ROW: tl.constexpr,
 ):
-    """(row, its first token in the batch, first token of the tile within the row) of a
-    tile number, which may lie beyond the row's tokens."""
+    """Return (row, its first token in the batch, first token of the tile within the
+    row) of a tile number, which may lie past the row's tokens."""
     if ONE_ROW:
-        # Known without a load: the loads that follow do not wait for one another.
+        # Known without a load, so the following loads don't wait for one another.
         row = tl.zeros([], tl.int32)
         q_begin = tl.zeros([], tl.int64)
         first_token = tile * TOKENS
@@ -159,8 +159,8 @@ def find_tokens(
 
 @triton.jit
 def dense_bounds(prefix, first_token, last_token, window, TILE: tl.constexpr):
-    """(lo, left, end): some query of the tile attends lo .. end, and every query the
-    part of the prefix from `left` on."""
+    """Return (lo, left, end). Some query of the tile attends lo .. end, and every query
+    attends the prefix from `left` on."""
     lo = prefix * 0
     left = prefix * 0
     if window is not None:
@@ -194,10 +194,10 @@ def extend_dense_kernel(
 ):
     """Attention of one tile: TOKENS tokens of a row times `TILE.heads` query heads.
 
-    Grid and order as in `extend_kernel`. A descriptor fetches rows of other requests
-    after the last new token, and channels of another head after HEAD_DIM; their weights
-    are zero, so that only NaN or infinity there could show. A result with NaN is
-    therefore computed again, reading what is attended alone.
+    Grid and order as in `extend_kernel`. Past the last new token a descriptor fetches
+    rows of other requests, and past HEAD_DIM it fetches channels of another head. Their
+    weights are zero, so they only show if they are NaN or infinite. A result with NaN
+    is therefore computed again from attended elements alone.
 
     Args:
         q, out, pool, pages, lens, rows, tiles, sinks, scale, window, SHAPE, BLOCK_R: as
@@ -224,7 +224,7 @@ def extend_dense_kernel(
     channel = tl.arange(0, SHAPE.block_d)
     is_channel = channel < SHAPE.head_dim
     q_row = q_begin + token
-    # Of one row more may be read than its tokens: what the launch pads them with.
+    # With one row, more than its tokens may be read: the launch pads them.
     is_readable = is_before(q_row, tokens if ONE_ROW else q_end, TILE)[:, None]
     q_at = cells_of(q, q_row, head, channel, SHAPE.head_dim)
     query = tl.load(q_at, mask=is_readable & is_channel[None, :], other=0.0)

@@ -1,7 +1,8 @@
-"""Extend attention whose new K and V are read where the model left them.
+"""Extend attention that reads new K and V from the model's output.
 
-Launcher of `extend_dense_kernel`, whose input is K of the new tokens as the pool holds
-it: `rope_store_kv` leaves it so. `extend_attention` decides between this and the pool.
+Launcher of `extend_dense_kernel`. Its input k is the new tokens' K as the pool holds
+it, because `rope_store_kv` left it so. `extend_attention` chooses between this and the
+pool.
 """
 
 from __future__ import annotations
@@ -31,14 +32,14 @@ from sglang.srt.utils.triton_launch import supports_dependent_launch
 if TYPE_CHECKING:
     from sglang.srt.layers.ops.attention.extend.inputs import ExtendInputs
 
-# Shorter rows spend their time on the prefix, which is in the pool.
+# Shorter rows spend their time on the prefix, which is in the pool anyway.
 MIN_TOKENS_PER_ROW = 64
 # Bytes that the copy engine aligns rows and tiles to.
 _ALIGNMENT = 16
 
 
 class TileChoice(NamedTuple):
-    """Queries and KV elements of a tile, of the new tokens and of the prefix; how it
+    """Queries of a tile, KV elements of a tile of new tokens and of prefix, and how it
     runs."""
 
     block_m: int
@@ -48,7 +49,7 @@ class TileChoice(NamedTuple):
     stages: int
 
 
-# Per padded head size, as measured with
+# By padded head size, measured with
 # benchmark/kernels/bench_triton_attention.py --sweep. Two programs of 128 channels fill
 # the shared memory of a multiprocessor. Wider heads are faster from the pool.
 TILES: dict[int, TileChoice] = {
@@ -62,8 +63,8 @@ _MASKED_N = 16
 def reads_new(
     *, tokens: int, rows: int, head_dim: int, dtype: torch.dtype, has_tree: bool
 ) -> bool:
-    """Whether extend attention of this shape reads K and V of the new tokens from
-    `k_new` and `v_new` when it gets them, and only the prefix from the pool.
+    """Return whether extend attention of this shape reads new K and V from `k_new` and
+    `v_new`, if given, and only the prefix from the pool.
     """
     is_long = tokens >= rows * MIN_TOKENS_PER_ROW
     is_narrow = head_dim <= _MAX_HEAD_DIM and dtype.itemsize == 2
@@ -71,7 +72,7 @@ def reads_new(
 
 
 def dense_launch(shape: LaunchShape, *, page_size: int, pdl: bool) -> Launch:
-    """Compile-time parameters of the kernel, chosen from shapes alone.
+    """Return compile-time parameters of the kernel, chosen from shapes alone.
 
     Args:
         pdl: the device has programmatic dependent launch.
@@ -108,7 +109,7 @@ def _launch_of(
 
 
 def extend_dense(inputs: ExtendInputs, k_new: Tensor, v_new: Tensor) -> None:
-    """`extend_attention` without a tree mask, where `reads_new` says so.
+    """`extend_attention` without a tree mask, if `reads_new` allows it.
 
     Raises:
         ValueError: k_new or v_new cannot be read by the copy engine.

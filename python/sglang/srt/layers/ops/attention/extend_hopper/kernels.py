@@ -1,17 +1,17 @@
 """Gluon kernel of causal extend attention on Hopper: copies and products overlap.
 
 Programs are persistent: each takes tiles of 128 queries of one head, one after the
-other. One warp keeps the copy engine busy; two warpgroups of 64 queries each multiply,
-and while one takes exponentials the other multiplies. Scores of a block are multiplied
-before the products with V of the block before it are waited for (FlashAttention-3,
+other. One warp keeps the copy engine busy. Two warpgroups of 64 queries each multiply;
+while one computes exponentials, the other multiplies. A warpgroup starts the next
+block's scores before it waits for the last block's products with V (FlashAttention-3,
 arXiv:2407.08608).
 
     elements of a tile    0 ......... prefix ........... | new .......... own tile
     blocks of 128         | full ........ | partly full | full ....... | diagonal |
     order                   3 ...           2             4 ...          1
 
-The two blocks with a mask come first, so that the loop over the others has none. Copies
-into shared memory go through two rings, of K and of V.
+The two masked blocks come first, so that the loop over the others needs no mask. Copies
+into shared memory go through two rings, one for K and one for V.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -44,7 +44,8 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 
 
 class Softmax(NamedTuple):
-    """From products to weights: arguments of `extend_hopper_kernel`."""
+    """Constants that turn products into weights: arguments of
+    `extend_hopper_kernel`."""
 
     sinks: Any
     factor: Any
@@ -52,7 +53,7 @@ class Softmax(NamedTuple):
 
 @gluon.jit
 def start_scores(query, rings, at, SCORES: gl.constexpr):
-    """Start the product of queries and the K of place `at`."""
+    """Start the product of queries and the K at place `at`."""
     STAGES: gl.constexpr = rings.k.shape[0]
     M: gl.constexpr = query.shape[0]
     N: gl.constexpr = rings.k.shape[1]
@@ -64,7 +65,7 @@ def start_scores(query, rings, at, SCORES: gl.constexpr):
 
 @gluon.jit
 def start_sums(weight, acc, rings, at):
-    """Start adding the product of weights and the V of place `at`."""
+    """Start adding the product of weights and the V at place `at`."""
     STAGES: gl.constexpr = rings.v.shape[0]
     mbarrier.wait(rings.v_ready.index(at % STAGES), (at // STAGES) & 1)
     return warpgroup_mma(weight, rings.v.index(at % STAGES), acc, is_async=True)
@@ -72,8 +73,8 @@ def start_sums(weight, acc, rings, at):
 
 @gluon.jit
 def fold(score, top, total, factor):
-    """Softmax sums with one more block: (weights, what shrinks earlier results, largest
-    product, sum of weights)."""
+    """Fold one more block into the softmax: return (weights, factor on earlier results,
+    largest product, sum of weights)."""
     new_top = gl.maximum(top, gl.max(score, 1))
     scaled = new_top * factor
     weight = gl.exp2(score * factor - gl.expand_dims(scaled, 1))
@@ -83,8 +84,8 @@ def fold(score, top, total, factor):
 
 @gluon.jit
 def attend_rest(query, rings, p, sums, at, end, factor, SCORES: gl.constexpr):
-    """`Sums` with the blocks at .. end, which every query attends, and with the V of
-    the block before them, whose weights are `p`."""
+    """Return `Sums` with the blocks at .. end, which every query attends, and with the
+    V of the preceding block, whose weights are `p`."""
     acc, top, total = sums
     dtype: gl.constexpr = p.dtype
     WEIGHTS: gl.constexpr = p.type.layout
@@ -95,7 +96,7 @@ def attend_rest(query, rings, p, sums, at, end, factor, SCORES: gl.constexpr):
         score = warpgroup_mma_wait(1, deps=[scores])
         give_back(rings.k_empty, step)
         weight, shrink, top, total = fold(score, top, total, factor)
-        # The weights stay in their registers until they are multiplied.
+        # The weights keep their registers until they are multiplied.
         acc, p = warpgroup_mma_wait(0, deps=[added, p])
         give_back(rings.v_empty, step - 1)
         acc = acc * gl.expand_dims(gl.convert_layout(shrink, ROW), 1)
@@ -107,15 +108,15 @@ def attend_rest(query, rings, p, sums, at, end, factor, SCORES: gl.constexpr):
 
 @gluon.jit
 def sink_of(softmax, head, top):
-    """The weight of a head's sink, a logit without a value."""
+    """Return the weight of a head's sink, a logit without a value."""
     sink = gl.load(softmax.sinks + head).to(gl.float32) * _LOG2_E
     return gl.exp2(sink - top * softmax.factor)
 
 
 @gluon.jit
 def clear_rest(rings, at, tokens):
-    """Zero the V after a request's last token, which is another's or undefined: its
-    weight is zero, and may meet NaN. Both halves write the same."""
+    """Zero the V after a request's last token. It belongs to another request or is
+    undefined; its weight is zero, but it may be NaN. Both halves write the same."""
     BLOCK: gl.constexpr = rings.v.shape[1]
     D: gl.constexpr = rings.v.shape[2]
     STAGES: gl.constexpr = rings.v.shape[0]
@@ -131,7 +132,7 @@ def clear_rest(rings, at, tokens):
 
 @gluon.jit
 def put_result(tiles, place, result, work, HALF: gl.constexpr, out, out_stride):
-    """Start the copy of half a tile's results, or store those of its tokens."""
+    """Start copying half a tile's results out, or store the results of its tokens."""
     M: gl.constexpr = result.shape[0]
     D: gl.constexpr = result.shape[1]
     if work.tokens >= HALF * M + M:
@@ -160,7 +161,7 @@ def attend(
     HALF: gl.constexpr,
     HEADS: gl.constexpr,
 ):
-    """Attention of half of every tile of this program: one warpgroup."""
+    """Attend half of every tile of this program: the work of one warpgroup."""
     M: gl.constexpr = rings.q.shape[1]
     D: gl.constexpr = rings.q.shape[2]
     N: gl.constexpr = rings.k.shape[1]
@@ -188,7 +189,7 @@ def attend(
         score = warpgroup_mma_wait(0, deps=[start_scores(query, rings, at, SCORES)])
         give_back(rings.k_empty, at)
         if turn > 0:
-            # The results of the tile before have left their place.
+            # The last tile's results have left their place.
             tma.store_wait(0)
             mbarrier.arrive(rings.q_empty.index(1 - q_place), count=1)
         is_past = gl.expand_dims(column, 0) <= gl.expand_dims(own, 1)
@@ -245,14 +246,15 @@ def extend_hopper_kernel(
 ):
     """Attention of the tiles of a plan.
 
-    Grid: any number of programs; program p takes work p, p + programs, and so on.
+    Grid: any number of programs. Program p takes work p, p + programs, and so on.
 
     Args:
-        q_tiles, out_tiles, k_new, v_new, k_prefix, v_prefix: descriptors, `Tiles`.
-        out, out_stride: what `out_tiles` describes, for tiles at the end of a request.
+        q_tiles, out_tiles, k_new, v_new, k_prefix, v_prefix: descriptors, as in
+            `Tiles`.
+        out, out_stride: the tensor of `out_tiles`, for tiles at the end of a request.
         plan: `ExtendPlan.tiles`. sinks: [HEADS] or None.
         items: tiles of the plan * HEADS.
-        factor: from products of q and k to exponents of two.
+        factor: factor from products of q and k to exponents of two.
         HEADS: query heads; GROUP of them share a KV head. D: channels.
         BLOCK: queries of a tile, and elements of a block. STAGES: blocks in a ring.
     """
@@ -277,6 +279,6 @@ def extend_hopper_kernel(
             (fill, (tiles, rings, share, HEADS, GROUP)),
         ],
         [4, 1],
-        # Registers of a thread; the first warpgroup gets what is left, 240.
+        # Registers of a thread; the first warpgroup gets the remaining 240.
         [240, 24],
     )

@@ -1,7 +1,7 @@
 """Causal extend attention on Hopper: launcher of `extend_hopper_kernel`.
 
-The new K and V are read where the model left them; those of prefixes are gathered from
-the pool first, so that the copy engine can fetch whole blocks.
+New K and V are read from the model's output. Prefixes are gathered from the pool first,
+so that the copy engine can fetch whole blocks.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 
 # By head size: blocks of K, and of V, in shared memory.
 STAGES = {64: 4, 128: 2}
-# New tokens of a forward below which too few tiles of 128 queries exist.
+# With fewer new tokens in a forward there are too few tiles of 128 queries.
 MIN_TOKENS = 1024
 _HOPPER = (9, 0)
 
 
 def serves(*, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether the kernel computes heads of this size on this device.
+    """Return whether the kernel computes heads of this size on this device.
 
-    The instructions are those of compute capability 9.0 alone.
+    Only compute capability 9.0 has its instructions.
     """
     return (
         head_dim in STAGES
@@ -45,14 +45,14 @@ def serves(*, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
 def extend_hopper(
     inputs: ExtendInputs, k_new: Tensor, v_new: Tensor, plan: ExtendPlan
 ) -> None:
-    """`extend_attention` without window, cap and tree mask, where `serves` says so.
+    """`extend_attention` without a window, cap or tree mask, if `serves` allows it.
 
-    NaN in K or V of a token can reach tokens of the same request that share its tile of
-    128, but no other request.
+    NaN in a token's K or V can reach tokens of the same request in its tile of 128, but
+    never another request.
 
     Args:
         k_new, v_new: as in `extend_attention`, rows aligned to 16 bytes.
-        plan: of the forward's lengths.
+        plan: plan for the lengths of this forward.
 
     Raises:
         ValueError: a window, a cap or a tree mask.
@@ -97,13 +97,13 @@ def extend_hopper(
 
 
 def rows_of_heads(tensor: Tensor) -> Tensor:
-    """[rows, heads, channels] -> [rows, heads * channels], a view."""
+    """View [rows, heads, channels] as [rows, heads * channels]."""
     rows, heads, channels = tensor.shape
     return tensor.view(rows, heads * channels)
 
 
 def descriptor(rows: Tensor, block: int, channels: int) -> TensorDescriptor:
-    """Of `rows_of_heads` in tiles of `block` rows of one head."""
+    """Describe `rows_of_heads` in tiles of `block` rows of one head."""
     layout = _layout(block, channels, rows.dtype)
     return TensorDescriptor(
         rows, list(rows.shape), list(rows.stride()), [block, channels], layout
@@ -120,5 +120,5 @@ def _layout(block: int, channels: int, dtype: torch.dtype) -> gl.NVMMASharedLayo
 
 @functools.cache
 def multiprocessors(index: int) -> int:
-    """Of a CUDA device."""
+    """Return the number of multiprocessors of a CUDA device."""
     return int(torch.cuda.get_device_properties(index).multi_processor_count)

@@ -1,6 +1,6 @@
 """Tiles of one forward's causal extend attention, and the slots of its prefixes.
 
-Made once per forward, read by every layer.
+Made once per forward and read by every layer.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ class ExtendPlan(NamedTuple):
     """The work of `extend_hopper`, in its order.
 
     Fields:
-        tiles: int32 [tiles, PLAN_COLUMNS], most work first. A tile of a request's new
-            tokens: the number of its first token in the batch, how many tokens the
-            request has from there on, how many elements of its prefix fill a last
-            block in part (0: none), its full blocks of the prefix, its full blocks of
-            new tokens before the tile, where its prefix begins in `prefix_slots`.
-        prefix_slots: [elements], row after row, each filled up to a whole block with
-            its last slot; None: no row has a prefix.
+        tiles: int32 [tiles, PLAN_COLUMNS], most work first. For a tile of a request's
+            new
+            tokens: its first token's number in the batch, the request's tokens from
+            there on, prefix elements in a last, partial block (0 if none), full blocks
+            of the prefix, full blocks of new tokens before the tile, and where its
+            prefix begins in `prefix_slots`.
+        prefix_slots: [elements], row after row, each padded to a whole block with its
+            last slot; None if no row has a prefix.
     """
 
     tiles: Tensor
@@ -42,13 +43,13 @@ class PlanSize(NamedTuple):
 
 
 def gathered_elements(context_len: int) -> int:
-    """Most elements of prefixes that a forward gathers, so that memory is bounded: a
-    whole context."""
+    """Return the most prefix elements that a forward gathers: a whole context. This
+    bounds the memory."""
     return -(-context_len // BLOCK) * BLOCK
 
 
 def plan_size(prefix_lens: Sequence[int], extend_lens: Sequence[int]) -> PlanSize:
-    """Of a forward whose rows have these lengths."""
+    """Return the size of the plan for rows of these lengths."""
     return PlanSize(
         sum(-(-length // BLOCK) for length in extend_lens),
         sum(-(-length // BLOCK) * BLOCK for length in prefix_lens),
@@ -64,13 +65,13 @@ def plan_extend(
     prefix_lens: Tensor,
     size: PlanSize,
 ) -> ExtendPlan:
-    """The plan of a forward. Lengths are read where attention reads them otherwise, on
-    the device: the host's say how many tiles there are, and nothing else.
+    """Plan a forward. The device's lengths are used, as elsewhere in attention; the
+    host lengths only give the number of tiles.
 
     Args:
         page_table, row_index, page_size, qo_indptr, prefix_lens: as in
             `extend_attention`.
-        size: of these lengths.
+        size: `plan_size` of these lengths.
     """
     padded = -(-prefix_lens // BLOCK) * BLOCK
     prefix_ends = padded.cumsum(0)
@@ -114,6 +115,6 @@ def _tiles(
 
 
 def _rows_of(number: Tensor, ends: Tensor) -> Tensor:
-    """The rows that numbers belong to; row r owns those below ends[r]."""
+    """Return the rows that own these numbers; row r owns numbers below ends[r]."""
     row = torch.searchsorted(ends, number, right=True)
     return row.clamp(max=len(ends) - 1)

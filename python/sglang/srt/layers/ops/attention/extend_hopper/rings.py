@@ -1,4 +1,4 @@
-"""Work of the Hopper kernel's programs, and the shared memory that its warps pass on.
+"""Work of the Hopper kernel's programs, and the shared memory its warps hand over.
 
 one warp                          two warpgroups
 wait empty[i] -> copy -> ready[i]   wait ready[i] -> multiply -> empty[i]
@@ -24,7 +24,7 @@ _PLAN_COLUMNS = gl.constexpr(PLAN_COLUMNS)
 
 class Tiles(NamedTuple):
     """Tensor descriptors: q and out as [T, heads * D] in tiles of half a program's
-    queries; new K and V as [T, KV heads * D], those of prefixes as [elements, KV heads
+    queries; new K and V as [T, KV heads * D] and prefix K and V as [elements, KV heads
     * D], in tiles of a block."""
 
     q: Any
@@ -36,12 +36,12 @@ class Tiles(NamedTuple):
 
 
 class Rings(NamedTuple):
-    """Shared memory, and the barriers that pass it on.
+    """Shared memory, and the barriers that hand it over.
 
     Fields:
         q: [2 tiles x 2 halves, queries, D]; results leave through it.
         k, v: [STAGES, block, D].
-        *_ready: the copy engine has filled a place. *_empty: both halves have read it.
+        *_ready: the copy engine filled a place. *_empty: both halves have read it.
     """
 
     q: Any
@@ -78,7 +78,8 @@ class Share(NamedTuple):
 
 @gluon.jit
 def work_of(share, item, HEADS: gl.constexpr):
-    """The work of a number; heads of one tile are neighbours and share K and V."""
+    """Return the work with number `item`. Heads of one tile are neighbours and share K
+    and V."""
     number = gl.minimum(item, share.items - 1)
     at = share.plan + number // HEADS * _PLAN_COLUMNS
     return Work(
@@ -113,7 +114,7 @@ def fill_block(
 
 @gluon.jit
 def fill(tiles, rings, share, HEADS: gl.constexpr, GROUP: gl.constexpr):
-    """Keep the rings full: one warp."""
+    """Keep the rings full; one warp does this."""
     HALF: gl.constexpr = rings.q.shape[1]
     D: gl.constexpr = rings.q.shape[2]
     BLOCK: gl.constexpr = rings.k.shape[1]
@@ -174,7 +175,7 @@ def fill(tiles, rings, share, HEADS: gl.constexpr, GROUP: gl.constexpr):
 
 @gluon.jit
 def give_back(empty, at):
-    """Half of a tile has read place `at`."""
+    """Mark place `at` as read by half of a tile."""
     mbarrier.arrive(empty.index(at % empty.shape[0]), count=1)
 
 
@@ -187,7 +188,7 @@ def new_rings(
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Empty rings; QUERIES of each half."""
+    """Create empty rings, with QUERIES queries in each half."""
     dtype: gl.constexpr = q_tiles.dtype
     BARRIER: gl.constexpr = mbarrier.MBarrierLayout()
     rings = Rings(

@@ -1,6 +1,6 @@
-"""Triton kernels of extend attention of short rows: partial softmax, then combine.
+"""Triton kernels of extend attention for short rows: partial softmax, then combine.
 
-Everything they know arrives as an argument; grids depend on shapes, never on lengths.
+Everything they need arrives as an argument; grids depend on shapes, never on lengths.
 
     elements of a row   0 ..... prefix ..... prefix + new
     splits              |   0   |   1   |   2   |  equal counts of whole tiles
@@ -51,7 +51,7 @@ def attend_split(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """`Sums` of the elements begin .. stop, all of them attended from left to right."""
+    """Return `Sums` of elements begin .. stop, all of them attended, left to right."""
     sums = empty_sums(TILE.block_m, SHAPE.block_d)
     full_begin = tl.maximum(left, begin)
     full_stop = tl.maximum(tl.minimum(right, stop), full_begin)
@@ -103,12 +103,12 @@ def attend_split(
 
 @triton.jit
 def divisor(total, top, sinks, head, splits):
-    """Softmax sums by which a program divides: of a launch of one split with the sinks,
-    which otherwise the combine kernel adds."""
+    """Return the softmax sums that a program divides by. With one split they include
+    the sinks; otherwise the combine kernel adds those."""
     if sinks is not None:  # noqa: SIM102 - known when this is compiled
         if splits == 1:
             total = with_sink(total, top, tl.load(sinks + head))
-    # A sum of zero: the query attends nothing, and `top` is -inf.
+    # A zero sum means that the query attends nothing, and `top` is -inf.
     return tl.where(total == 0.0, 1.0, total)
 
 
@@ -134,14 +134,14 @@ def extend_split_kernel(
     """Attention of one tile of queries over one split of its row's KV elements.
 
     Grid: (tiles x KV heads x blocks of a group's query heads, splits). The last split
-    comes first: its masked part takes longest. A launch of one split writes `out`,
-    others `partials`, whose `lse` is -inf where a query attends nothing.
+    comes first, because its masked part takes longest. A launch with one split writes
+    `out`; others write `partials`, whose `lse` is -inf if a query attends nothing.
 
     Args:
         q, out, pool, pages, lens, tree_mask, positions, rows, sinks, scale, window,
             SHAPE, TILE, BLOCK_R: as in `extend_kernel`.
         partials: `args.Partials`.
-        tree_tokens: new tokens of each row where there is a tree mask.
+        tree_tokens: new tokens of each row if there is a tree mask.
     """
     TOKENS: tl.constexpr = TILE.block_m // TILE.heads
     HEAD_BLOCKS: tl.constexpr = SHAPE.group // TILE.heads
@@ -181,7 +181,7 @@ def extend_split_kernel(
     q_row = q_begin + token
     cell = (q_row * (SHAPE.kv_heads * SHAPE.group) + head) * splits + split
     if begin >= mask.end:
-        # More splits than tiles; a launch of one split has no such program.
+        # More splits than tiles. A launch with one split has no such program.
         tl.store(partials.lse + cell, float("-inf"), mask=is_token)
         return
 
@@ -244,10 +244,10 @@ def extend_combine_kernel(
         other=0.0,
     )
     top = tl.max(power, 1)
-    # A query without any element: -inf minus -inf would be NaN.
+    # For a query without any element, -inf minus -inf would be NaN.
     anchor = tl.where(top == float("-inf"), 0.0, top)
     weight = tl.exp2(power - anchor[:, None])
-    # Cells that no program wrote may hold anything, NaN too.
+    # Cells that no program wrote may hold anything, including NaN.
     part = tl.where((power == float("-inf"))[:, :, None], 0.0, part)
     total = tl.sum(weight, 1)
     result = tl.sum(part * weight[:, :, None], 1)

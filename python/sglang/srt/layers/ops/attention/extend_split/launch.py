@@ -1,7 +1,7 @@
-"""Extend attention of short rows over long prefixes: programs share a row's elements.
+"""Extend attention for short rows over long prefixes: programs share a row's elements.
 
 Launcher of the split kernels and owner of their workspace's layout. `extend_attention`
-decides between this and one program per tile.
+chooses between this and one program per tile.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ if TYPE_CHECKING:
 
 _MAX_SPLITS = 64
 _MIN_ELEMENTS_PER_SPLIT = 64
-# Partial results that leave room for K and V in the L2 cache.
+# Partial results of this size leave room for K and V in the L2 cache.
 _WORKSPACE_BYTES = 32 << 20
-# Partial results of a combine program: 32 registers of each of its threads.
+# Partial results of a combine program: 32 registers of each thread.
 _COMBINE_WARPS = 4
 _COMBINE_ELEMENTS = 32 * 32 * _COMBINE_WARPS
-# Those of one query that these warps hold; of a latent there are more.
+# Partial results of one query that these warps hold; a latent has more.
 _MAX_COMBINED = 4 * _COMBINE_ELEMENTS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExtendWorkspace:
-    """Scratch of extend launches; launches of one stream share one.
+    """Scratch of extend launches. Launches on one stream share it.
 
     Fields:
         partial: [cells * head_dim] float32, partial results. Cells are (token, query
@@ -60,10 +60,10 @@ class ExtendWorkspace:
 def extend_workspace(
     *, head_dim: int, max_context: int, device: str | torch.device
 ) -> ExtendWorkspace:
-    """Scratch for launches of any rows and tokens with this head size.
+    """Allocate scratch for launches of any rows and tokens with this head size.
 
     Launches that would need more take fewer splits. A row with more than `max_context`
-    elements is still computed, only slower.
+    elements is still computed, but slower.
     """
     cells = _WORKSPACE_BYTES // (4 * head_dim)
     return ExtendWorkspace(
@@ -76,10 +76,10 @@ def extend_workspace(
 def extend_splits(
     tile: ExtendTile, shape: LaunchShape, workspace: ExtendWorkspace
 ) -> int:
-    """Splits of a row's KV elements; a function of shapes alone.
+    """Return the splits of a row's KV elements, from shapes alone.
 
-    As many as reach `tile.programs`, hold enough elements each at `max_context`, and
-    fit the workspace.
+    There are as many as it takes to reach `tile.programs`, if each has enough elements
+    at `max_context` and all fit the workspace.
     """
     heads = heads_per_tile(shape.q_heads // shape.kv_heads)
     tiles_per_row = -(-shape.tokens // (shape.rows * (tile.block_m // heads)))
@@ -120,11 +120,11 @@ def extend_split(
     splits: int,
     workspace: ExtendWorkspace,
 ) -> None:
-    """`extend_attention` with this tile.
+    """Run `extend_attention` with this tile.
 
     Args:
         splits: programs that share the KV elements of a tile of queries. The launch
-            depends on it and on shapes only, so that it can be captured in a graph.
+            depends only on this and on shapes, so it can be captured in a graph.
 
     Raises:
         ValueError: the workspace does not hold this launch.

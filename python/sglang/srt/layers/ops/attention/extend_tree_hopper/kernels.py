@@ -1,10 +1,10 @@
 """Gluon kernel of extend attention under tree masks on Hopper, over whole pages.
 
 A program takes the new tokens of one request for two query heads that share a KV head,
-a head for each of its two warpgroups; a third warp fetches K and V, a block of one page
-or of a part of one at a time, so that nothing is gathered before. Programs are
-persistent. Blocks with a mask come first, the last one before the others, so that the
-loop over the rest has none.
+one head for each of its two warpgroups. A third warp fetches K and V a block at a time,
+a page or a part of one, so nothing has to be gathered. Programs are persistent. Masked
+blocks come first, the last one before the others, so that the loop over the rest needs
+no mask.
 
     elements of a request   0 .............. prefix ...... prefix + new
     blocks of 64            | full ... | full | masked ... | masked |
@@ -48,8 +48,8 @@ class TreeTiles(NamedTuple):
 
 
 class TreeShare(NamedTuple):
-    """The work of a program: `first`, `first` + `stride`, ... below `items`, and what
-    all work is cut from: `args.Pages`, int64 prefix_lens [R], tree_mask [R, NEW, NEW]
+    """The work of a program (`first`, `first` + `stride`, ... below `items`) and the
+    inputs it is cut from: `args.Pages`, int64 prefix_lens [R], tree_mask [R, NEW, NEW]
     of bytes."""
 
     first: Any
@@ -80,7 +80,8 @@ class TreeWork(NamedTuple):
 def tree_work_of(
     share, item, HEADS: gl.constexpr, NEW: gl.constexpr, BLOCK: gl.constexpr
 ):
-    """The work of a number; the heads of a request are neighbours and share K and V."""
+    """Return the work with number `item`. Heads of a request are neighbours and share K
+    and V."""
     row = item * 2 // HEADS
     table_row = row.to(gl.int64)
     if share.pages.row_index is not None:
@@ -98,7 +99,7 @@ def tree_work_of(
 
 @gluon.jit
 def fetch(tensor, slot, channel, ring, ready, empty, at):
-    """Fetch the block that begins at a slot into place `at` of a ring."""
+    """Fetch the block that begins at `slot` into place `at` of a ring."""
     STAGES: gl.constexpr = ring.shape[0]
     BYTES: gl.constexpr = ring.shape[1] * ring.shape[2] * 2
     barrier = ready.index(at % STAGES)
@@ -119,7 +120,7 @@ def fill_from_pages(
     NEW: gl.constexpr,
     PAGE: gl.constexpr,
 ):
-    """Keep the rings full: one warp."""
+    """Keep the rings full; one warp does this."""
     M: gl.constexpr = rings.q.shape[1]
     D: gl.constexpr = rings.q.shape[2]
     BLOCK: gl.constexpr = rings.k.shape[1]
@@ -152,7 +153,7 @@ def fill_from_pages(
 
 @gluon.jit
 def attended(share, work, query, element, NEW: gl.constexpr):
-    """Whether queries attend elements: [queries, elements]."""
+    """Return whether queries attend elements: [queries, elements]."""
     branch = gl.expand_dims(element - work.prefix, 0)
     query = gl.expand_dims(query, 1)
     tree = share.tree_mask + work.row.to(gl.int64) * (NEW * NEW)
@@ -166,9 +167,10 @@ def attended(share, work, query, element, NEW: gl.constexpr):
 
 @gluon.jit
 def fold_masked(score, top, total, factor):
-    """`fold` of products of which -inf are masked; a query may have none so far."""
+    """`fold` of products some of which are -inf, that is, masked. So far a query may
+    have attended nothing."""
     new_top = gl.maximum(top, gl.max(score, 1))
-    # Minus infinity less minus infinity would be NaN.
+    # -inf minus -inf would be NaN.
     scaled = gl.where(new_top == float("-inf"), 0.0, new_top) * factor
     weight = gl.exp2(score * factor - gl.expand_dims(scaled, 1))
     shrink = gl.exp2(top * factor - scaled)
@@ -177,7 +179,8 @@ def fold_masked(score, top, total, factor):
 
 @gluon.jit
 def put_head(tiles, place, result, row, head, out, out_stride, NEW: gl.constexpr):
-    """Start the copy of a head's results, or store those of the tokens there are."""
+    """Start copying a head's results out, or store the results of the tokens there
+    are."""
     M: gl.constexpr = result.shape[0]
     D: gl.constexpr = result.shape[1]
     if NEW == M:
@@ -205,7 +208,7 @@ def attend_tree(
     HEADS: gl.constexpr,
     NEW: gl.constexpr,
 ):
-    """Attention of one of the two heads of all work of this program: one warpgroup."""
+    """Attend one of the two heads of all this program's work: one warpgroup."""
     M: gl.constexpr = rings.q.shape[1]
     D: gl.constexpr = rings.q.shape[2]
     N: gl.constexpr = rings.k.shape[1]
@@ -233,7 +236,7 @@ def attend_tree(
         score = warpgroup_mma_wait(0, deps=[start_scores(query, rings, at, SCORES)])
         give_back(rings.k_empty, at)
         if turn > 0:
-            # The results of the work before have left their place.
+            # The last work's results have left their place.
             tma.store_wait(0)
             mbarrier.arrive(rings.q_empty.index(1 - q_place), count=1)
         score = gl.where(is_seen, score, float("-inf"))
@@ -260,7 +263,7 @@ def attend_tree(
         at = end
         if softmax.sinks is not None:
             total += sink_of(softmax, work.head + HALF, top)
-        # A sum of zero: a padded query.
+        # A zero sum belongs to a padded query.
         inverse = gl.convert_layout(1.0 / gl.where(total == 0.0, 1.0, total), ROW)
         result = (acc * gl.expand_dims(inverse, 1)).to(dtype)
         head = work.head + HALF
@@ -290,13 +293,13 @@ def extend_tree_hopper_kernel(
     BLOCK: gl.constexpr,
     STAGES: gl.constexpr,
 ):
-    """Attention of NEW tokens of every request, whose K and V are in the pool.
+    """Attend NEW tokens of every request. Their K and V are in the pool.
 
-    Grid: any number of programs; program p takes work p, p + programs, and so on.
+    Grid: any number of programs. Program p takes work p, p + programs, and so on.
 
     Args:
-        q_tiles, out_tiles, k_tiles, v_tiles: descriptors, `TreeTiles`.
-        out, out_stride: what `out_tiles` describes, where NEW is less than QUERIES.
+        q_tiles, out_tiles, k_tiles, v_tiles: descriptors, as in `TreeTiles`.
+        out, out_stride: the tensor of `out_tiles`, used if NEW is less than QUERIES.
         pages: `args.Pages`. prefix_lens, tree_mask: as in `TreeShare`.
         softmax: `Softmax`.
         items: requests * HEADS / 2.
@@ -327,6 +330,6 @@ def extend_tree_hopper_kernel(
             (fill_from_pages, (tiles, rings, share, HEADS, GROUP, NEW, PAGE)),
         ],
         [4, 1],
-        # Registers of a thread; the first warpgroup gets what is left, 240.
+        # Registers of a thread; the first warpgroup gets the remaining 240.
         [240, 24],
     )

@@ -1,6 +1,6 @@
 """Extend attention under tree masks on Hopper: launcher of `extend_tree_hopper_kernel`.
 
-K and V are fetched from the pool a block at a time, so pages hold whole blocks.
+K and V are fetched from the pool a block at a time, so pages must hold whole blocks.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ BLOCK = 64
 """Queries of a tile, and KV elements of a block."""
 # By head size: blocks of K, and of V, in shared memory.
 STAGES = {64: 6, 128: 4}
-# New tokens of a request below which most of a tile would be padding.
+# With fewer new tokens per request most of a tile would be padding.
 MIN_TOKENS = BLOCK // 2 + 1
-# Requests times pairs of query heads below which most multiprocessors would idle.
+# With fewer requests times pairs of query heads most multiprocessors would idle.
 MIN_WORK = 64
 
 
 def serves_tree(inputs: ExtendInputs) -> bool:
-    """Whether `extend_tree_hopper` computes these inputs; a function of shapes."""
+    """Return whether `extend_tree_hopper` computes these inputs, from shapes alone."""
     mask = inputs.tree_mask
     if mask is None or inputs.window > 0 or inputs.logit_cap > 0:
         return False
@@ -55,17 +55,17 @@ def serves_tree(inputs: ExtendInputs) -> bool:
 
 
 def _is_rows(cache: Tensor) -> bool:
-    """Whether heads and channels of a slot are contiguous and slots aligned."""
+    """Return whether a slot's heads and channels are contiguous and slots aligned."""
     _, heads, channels = cache.shape
     is_dense = cache.stride(1) == channels and cache.stride(2) == 1
     return is_dense and cache.stride(0) * cache.element_size() % 16 == 0
 
 
 def extend_tree_hopper(inputs: ExtendInputs) -> None:
-    """`extend_attention` with a tree mask, where `serves_tree` says so.
+    """`extend_attention` with a tree mask, if `serves_tree` allows it.
 
-    NaN in K or V of a token can reach all new tokens of the same request, but no other
-    request.
+    NaN in a token's K or V can reach all new tokens of the same request, but never
+    another request.
     """
     q, out, mask = inputs.q, inputs.out, inputs.tree_mask
     assert mask is not None

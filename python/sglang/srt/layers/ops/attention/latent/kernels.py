@@ -1,8 +1,8 @@
 """Triton kernel of attention over latents: decode and extend, split over KV elements.
 
-A tile is some query heads of one token, or all heads of a few tokens. The channels of a
-latent are loaded once: they are a part of the keys, and the values. Everything the
-kernel knows arrives as an argument; grids depend on shapes, never on lengths.
+A tile has some query heads of one token, or all heads of a few tokens. A latent's
+channels are loaded once: they are a part of the keys, and the values. Everything the
+kernel needs arrives as an argument; grids depend on shapes, never on lengths.
 
     elements of a row   0 ..... prefix ..... prefix + new
     splits              |   0   |   1   |   2   |  equal counts of whole tiles
@@ -43,9 +43,9 @@ class RowLatents(NamedTuple):
     """Latents as one row reads them from the pool.
 
     Fields:
-        at: pointer to slot 0. slot_stride: from slot to slot.
+        at: pointer to slot 0. slot_stride: distance between slots.
         table: pointer to the first page of the row.
-        column_stride: from page to page.
+        column_stride: distance between pages.
     """
 
     at: tl.tensor
@@ -56,14 +56,14 @@ class RowLatents(NamedTuple):
 
 @triton.jit
 def query_at(q, row, head, channel, WIDTH: tl.constexpr):
-    """Pointers to channels of queries: [queries, channels]."""
+    """Return pointers to channels of queries: [queries, channels]."""
     return q.at + (row * q.stride + head * WIDTH)[:, None] + channel[None, :]
 
 
 @triton.jit
 def load_channels(at, is_read, COUNT: tl.constexpr, BLOCK: tl.constexpr):
-    """[elements, BLOCK] from pointers [elements, 1] to the first of COUNT channels.
-    `is_read` None: all elements exist."""
+    """Load [elements, BLOCK] from pointers [elements, 1] to the first of COUNT
+    channels. If `is_read` is None, all elements exist."""
     channel = tl.arange(0, BLOCK)[None, :]
     if is_read is None:
         if COUNT == BLOCK:
@@ -90,13 +90,13 @@ def attend_latents(
     IS_MASKED: tl.constexpr,
     HIDES: tl.constexpr,
 ):
-    """Fold the elements begin .. stop into the sums.
+    """Fold elements begin .. stop into the sums.
 
-    All of them, which are whole tiles, or with IS_MASKED those that exist, and with
-    HIDES those of them that the mask allows.
+    Without IS_MASKED they are whole tiles and all are folded, else only elements that
+    exist, and with HIDES only those of them that the mask allows.
 
-    Latents that are not finite count as zero where they are masked, for a weight of
-    zero would not silence them; who attends them becomes NaN.
+    Masked latents that are not finite count as zero, because a zero weight would not
+    silence them. A query that attends one becomes NaN.
     """
     BLOCK_N: tl.constexpr = TILE.masked_n if HIDES else TILE.block_n
     acc, top, total = sums
@@ -138,9 +138,9 @@ def queries_of(
     TILE: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Which queries a tile number has: (row, its first token, their elements, which of
-    them exist, the row's prefix, its new tokens, end of the elements that one of them
-    attends, end of the whole tiles that all attend, whether any exists)."""
+    """Return the queries of a tile number: (row, its first token, their elements, which
+    of them exist, the row's prefix, its new tokens, end of the elements that one of
+    them attends, end of the whole tiles that all attend, whether any exists)."""
     TOKENS: tl.constexpr = TILE.block_m // TILE.heads
     if lens.qo_indptr is None:
         row, first_token = tile, 0
@@ -180,7 +180,7 @@ def attend_split(
     TILE: tl.constexpr,
     HIDES: tl.constexpr,
 ):
-    """`Sums` of the elements begin .. stop, all of them attended up to `full`."""
+    """Return `Sums` of elements begin .. stop, all of them attended up to `full`."""
     sums = empty_sums(TILE.block_m, LATENT.block_rank)
     full_stop = tl.maximum(tl.minimum(full, stop), begin)
     sums = attend_latents(
@@ -232,15 +232,15 @@ def latent_kernel(
 ):
     """Attention of one tile of queries over one split of its row's KV elements.
 
-    Grid: (tiles x blocks of query heads, splits). A launch of one split writes `out`,
-    others `partials`, whose `lse` is -inf where a query attends nothing.
+    Grid: (tiles x blocks of query heads, splits). A launch with one split writes `out`;
+    others write `partials`, whose `lse` is -inf if a query attends nothing.
 
     Args:
         q, out: `args.Tokens`. pages: `args.Pages`.
-        cache: [slots, rank + rope], `slot_stride` from slot to slot.
-        lens: `args.Lens`; without `qo_indptr` a row has one token, and `prefix_lens`
-            counts its element.
-        tree_mask: [rows, N, N] bytes, or None; then all rows have N new tokens.
+        cache: [slots, rank + rope], `slot_stride` between slots.
+        lens: `args.Lens`; without `qo_indptr` each row has one token, which
+            `prefix_lens` counts.
+        tree_mask: [rows, N, N] bytes, or None. With it, all rows have N new tokens.
         partials: `args.Partials`, of LATENT.rank channels.
         scale: factor on the products; exponents are powers of two.
         LATENT: `latent_attention.LatentShape`. TILE: `latent_attention.LatentTile`.
@@ -304,7 +304,7 @@ def latent_kernel(
         TILE,
         lens.qo_indptr is not None,
     )
-    # A sum of zero: the query attends nothing, and `top` is -inf.
+    # A zero sum means that the query attends nothing, and `top` is -inf.
     total = tl.where(total == 0.0, 1.0, total)
     result = acc / total[:, None]
     if splits == 1:

@@ -1,8 +1,9 @@
 """Attention over latents on CUDA, decode and extend.
 
-Same arguments and results as `decode_attention` and `extend_attention` of
-`layers.ops.attention.op`, for one KV head whose values are the first channels
-of its keys. Knows nothing of requests or layers; never waits for the device.
+Takes the arguments of `decode_attention` and `extend_attention` in
+`layers.ops.attention.op` and gives the same results, for one KV head whose values are
+the first channels of its keys. Knows nothing of requests or layers; never waits for the
+device.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from sglang.srt.layers.ops.attention.shared.args import (
 from sglang.srt.layers.ops.attention.shared.checks import check_page_size
 from sglang.srt.layers.ops.attention.shared.launch import Launch
 
-# Programs wanted in flight, two for each multiprocessor.
+# Programs wanted in flight, two per multiprocessor.
 _PROGRAMS = 256
 _MAX_SPLITS = 64
 _MIN_ELEMENTS_PER_SPLIT = 64
@@ -53,8 +54,8 @@ class LatentShape(NamedTuple):
 
 class LatentTile(NamedTuple):
     """Tile of the kernel: block_m // heads tokens times `heads` query heads, block_n KV
-    elements, masked_n where some query must not attend some, and the depth of the
-    pipeline over the others."""
+    elements, masked_n where some query must not attend some, and the pipeline depth
+    over the others."""
 
     heads: int
     block_m: int
@@ -74,7 +75,7 @@ def latent_launch(
     itemsize: int,
     is_decode: bool,
 ) -> Launch:
-    """Compile-time parameters of the kernel, chosen from shapes alone."""
+    """Return compile-time parameters of the kernel, chosen from shapes alone."""
     is_wide = itemsize > 2
     most = 16 if is_wide else _MAX_HEADS
     heads = max(h for h in range(1, most + 1) if q_heads % h == 0)
@@ -109,10 +110,10 @@ def latent_launch(
 def latent_splits(
     *, programs: int, tokens: int, q_heads: int, workspace: ExtendWorkspace
 ) -> int:
-    """Splits of a row's KV elements; a function of shapes alone.
+    """Return the splits of a row's KV elements, from shapes alone.
 
     Args:
-        programs: of a launch of one split.
+        programs: programs of a launch with one split.
     """
     return max(
         min(
@@ -143,8 +144,8 @@ def latent_decode_attention(
 ) -> None:
     """`ops.attention.decode_attention` over latents.
 
-    The launch depends on shapes and on `workspace.max_context` only, so that it can be
-    captured in a CUDA graph.
+    The launch depends only on shapes and `workspace.max_context`, so it can be captured
+    in a CUDA graph.
 
     Args:
         workspace: from `extend_workspace` for the channels of a value.
@@ -190,7 +191,7 @@ def latent_extend_attention(
     """`ops.attention.extend_attention` over latents, which are read from the pool.
 
     Args:
-        positions: not read.
+        positions: ignored.
         workspace: as in `latent_decode_attention`.
 
     Raises:
@@ -304,7 +305,7 @@ def _check(
 
 def check_softmax(window: int, logit_cap: float, sinks: Tensor | None) -> None:
     """Raises:
-    ValueError: what no kernel of latents has.
+    ValueError: an option that no latent kernel supports.
     """
     if window > 0 or logit_cap > 0 or sinks is not None:
         raise ValueError(

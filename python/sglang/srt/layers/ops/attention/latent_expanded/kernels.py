@@ -1,9 +1,9 @@
 """Triton kernel of extend attention over expanded latents: keys and values per head.
 
 A head's key is its own channels, a product of the latent, and the rotated channels that
-all heads share. Keys and values are consecutive rows, those of one row of the batch
-after those of another, so that the copy engine fetches them. A launch attends the new
-tokens, or one block of the prefixes; launches follow one another over running results.
+all heads share. Keys and values are consecutive, row after row of the batch, so the
+copy engine can fetch them. A launch attends the new tokens or one block of the
+prefixes; successive launches continue the same running results.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -31,7 +31,7 @@ class HeadKV(NamedTuple):
 
     Fields:
         nope_tiles, rope_tiles, value_tiles: descriptors, as the kernel gets them.
-        first: row of the descriptors with the row's first element.
+        first: row of the descriptors that holds the row's first element.
         column: first channel of the head's keys; its values follow them.
     """
 
@@ -44,7 +44,7 @@ class HeadKV(NamedTuple):
 
 @triton.jit
 def products_of(query, rotated, kv, start, SHAPE: tl.constexpr):
-    """Products of the queries with the keys of the tile that begins at `start`."""
+    """Multiply the queries by the keys of the tile that begins at `start`."""
     k = kv.nope_tiles.load([kv.first + start, kv.column])
     product = tl.dot(query, tl.trans(k), input_precision="ieee")
     k = kv.rope_tiles.load([kv.first + start, SHAPE.rank])
@@ -53,7 +53,7 @@ def products_of(query, rotated, kv, start, SHAPE: tl.constexpr):
 
 @triton.jit
 def values_of(kv, start, SHAPE: tl.constexpr):
-    """Values of the tile that begins at `start`."""
+    """Return the values of the tile that begins at `start`."""
     return kv.value_tiles.load([kv.first + start, kv.column + SHAPE.nope_dim])
 
 
@@ -108,12 +108,12 @@ def attend_partly(
     SHAPE: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Fold the elements begin .. end, each query those up to its own `last`, into the
-    sums.
+    """Fold elements begin .. end into the sums; a query attends only up to its own
+    `last`.
 
     A tile may hold rows of others and tokens that some query must not attend. Values
-    that are not finite count as zero, for a weight of zero would not silence them; who
-    attends them becomes NaN.
+    that are not finite count as zero, because a zero weight would not silence them. A
+    query that attends one becomes NaN.
     """
     acc, top, total = sums
     for start in tl.range(begin, end, TILE.block_n, num_stages=1):
@@ -134,7 +134,8 @@ def attend_partly(
 
 @triton.jit
 def running_sums(running, cell, is_token, channel, SHAPE: tl.constexpr):
-    """`Sums` of the launches before, from their results: [queries, channels]."""
+    """Return `Sums` of the earlier launches, from their results: [queries,
+    channels]."""
     is_result = is_token[:, None] & (channel < SHAPE.value_dim)[None, :]
     at = running.results + cell[:, None] * SHAPE.value_dim + channel[None, :]
     acc = tl.load(at, mask=is_result, other=0.0)
@@ -146,8 +147,8 @@ def running_sums(running, cell, is_token, channel, SHAPE: tl.constexpr):
 def elements_of(
     q_begin, first_token, new_tokens, row, indptr, CAUSAL: tl.constexpr, M: tl.constexpr
 ):
-    """(first, whole, end): the row's first element among the keys, elements that every
-    query of the tile attends, and end of those that one of them attends."""
+    """Return (first, whole, end): the row's first element among the keys, the end of
+    the elements that every query of the tile attends, and of those that any attends."""
     if CAUSAL:
         first = q_begin.to(tl.int32)
         whole = first_token + 1
@@ -161,7 +162,8 @@ def elements_of(
 
 @triton.jit
 def load_queries(q, q_row, head, is_token, CHANNELS: tl.constexpr, SHAPE: tl.constexpr):
-    """(own channels, rotated channels) of the queries, each [queries, channels]."""
+    """Load (own channels, rotated channels) of the queries, each [queries,
+    channels]."""
     channel = tl.arange(0, SHAPE.block_nope)
     query = tl.load(
         cells_of(q, q_row, head, channel, CHANNELS),
@@ -200,21 +202,23 @@ def latent_expanded_kernel(
 ):
     """Attention of one tile of a row's new tokens, in one head.
 
-    Grid: (tiles x query heads), the last tokens of the rows first: they take longest.
+    Grid: (tiles x query heads). The last tokens of the rows come first, because they
+        take
+    longest.
 
     Args:
-        q, out: `args.Tokens`, of a key's and of a value's channels; `out` is written
-            where CAUSAL.
-        running: `args.Partials` without splits: what the launches before attended,
-            read where HAS_PAST, and written unless CAUSAL.
-        lens: `args.Lens`, of which the new tokens alone are read.
-        indptr: int64 [rows + 1], elements of each row among the keys of a block of
-            prefixes, which every new token attends; None where CAUSAL: the keys are
-            the new tokens'.
-        nope_tiles, value_tiles: descriptors of [elements, heads * (nope + value)], of
-            each head its keys, then its values. rope_tiles: of latents [elements,
-            rank + rope]. Each fetches TILE.block_n rows.
-        tiles: of all rows. scale: `args.Scale` without a cap.
+        q, out: `args.Tokens`, with a key's and a value's channels; `out` is written if
+            CAUSAL.
+        running: `args.Partials` without splits, the results of earlier launches. Read
+            if HAS_PAST, written unless CAUSAL.
+        lens: `args.Lens`; only the new tokens are read.
+        indptr: int64 [rows + 1], each row's elements among the keys of a block of
+            prefixes, which every new token attends. None if CAUSAL, when the keys
+            belong to the new tokens.
+        nope_tiles, value_tiles: descriptors of [elements, heads * (nope + value)], each
+            head's keys, then its values. rope_tiles: of latents [elements, rank +
+            rope]. Each fetches TILE.block_n rows.
+        tiles: tiles of all rows. scale: `args.Scale` without a cap.
         SHAPE: `latent_expanded_table.ExpandedShape`. TILE:
             `ExpandedTile` of the same module.
         BLOCK_R, ONE_ROW, PDL: as in `extend_dense_kernel`.

@@ -1,10 +1,10 @@
 """Extend attention over latents on CUDA in its expanded form: keys and values per head.
 
-The latents are multiplied with each head's projections, which is cheaper than to attend
-latents where many queries attend each of them (`configs.latent_form` decides).
-Prefixes are expanded block by block, each attended by all tokens of its row, so that
-memory is bounded; the new tokens come last. Knows nothing of requests or layers; never
-waits for the device.
+The latents are multiplied by each head's projections, which is cheaper than attending
+latents if many queries attend each one (`configs.latent_form` decides). Prefixes are
+expanded block by block, each attended by all tokens of its row, so that memory is
+bounded; the new tokens come last. Knows nothing of requests or layers; never waits for
+the device.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ class PrefixBlock(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expansion:
-    """From latents to the keys and values of heads.
+    """How latents become the keys and values of heads.
 
     Fields:
-        weight: [heads * (nope + value), rank], of each head its projection to keys,
-            then that to values.
+        weight: [heads * (nope + value), rank], each head's projection to keys, then its
+            projection to values.
         new_slots: int64 [T], slots of the new tokens.
-        prefix: the prefixes' elements; none: no row has a prefix.
+        prefix: blocks of the prefixes; empty if no row has a prefix.
     """
 
     weight: Tensor
@@ -79,7 +79,7 @@ def prefix_blocks(
     page_size: int,
     most: int,
 ) -> tuple[PrefixBlock, ...]:
-    """The prefixes in blocks of at most `most` elements.
+    """Cut the prefixes into blocks of at most `most` elements.
 
     Args:
         page_table, row_index, prefix_lens: as in `extend_attention`.
@@ -133,14 +133,16 @@ def expanded_extend_attention(
     expansion: Expansion,
 ) -> None:
     """Causal extend attention over latents of the pool with queries and results of
-    heads: `latent_extend_attention` before its queries are multiplied with the
-    projections to keys and after its results are with those to values.
+    heads.
+
+    This is `latent_extend_attention`, but its queries are not yet multiplied by the
+    projections to keys, and its results already are by the projections to values.
 
     Args:
         q: [T, Hq, nope + rope], rotated, contiguous heads and channels.
         k_cache: [slots, 1, rank + rope]. v_cache: its first channels.
-        page_table, row_index, prefix_lens, page_size, positions: not read; the slots
-            are in `expansion`.
+        page_table, row_index, prefix_lens, page_size, positions: ignored; `expansion`
+            has the slots.
         out: [T, Hq, value], contiguous heads and channels.
         others: as in `extend_attention`.
 
@@ -180,7 +182,7 @@ def expanded_extend_attention(
 
 
 def _empty_running(out: Tensor) -> Partials:
-    """Room for the results of prefixes, float32."""
+    """Allocate room for the results of prefixes, float32."""
     return Partials(
         out.new_empty(out.numel(), dtype=torch.float32),
         out.new_empty(out.shape[0] * out.shape[1], dtype=torch.float32),
@@ -198,8 +200,8 @@ def _attend(
     """Expand the latents of `slots` and attend them.
 
     Args:
-        indptr: of `PrefixBlock`; None: the slots are those of the new tokens.
-        running: results of the prefixes; None: there are none.
+        indptr: from `PrefixBlock`, or None if `slots` belong to the new tokens.
+        running: results of the prefixes, or None if there are none.
     """
     shape, tile = call.shape, call.tile
     latents = call.latents.index_select(0, slots)
@@ -231,8 +233,8 @@ def _attend(
 
 
 def _expand(latents: Tensor, weight: Tensor) -> Tensor:
-    """Latents [N, rank] -> keys and values [N, heads * (nope + value)], rows aligned
-    for the copy engine."""
+    """Map latents [N, rank] to keys and values [N, heads * (nope + value)], with rows
+    aligned for the copy engine."""
     count, width = len(latents), len(weight)
     step = _ALIGNMENT // weight.element_size()
     kv = weight.new_empty(count, -(-width // step) * step)[:, :width]

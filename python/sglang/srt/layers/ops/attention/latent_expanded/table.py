@@ -1,6 +1,6 @@
 """Tiles of attention over expanded latents, and the parameters that follow from them.
 
-Keyed by sizes alone; knows nothing of tensors.
+Keyed by sizes alone. Knows nothing of tensors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TileChoice(NamedTuple):
     is_v_late: bool
 
 
-# Per most channels of a tile: padded keys and values. DeepSeek's have 320.
+# By most channels of a tile: padded keys and values. DeepSeek's have 320.
 HALF_TILES: dict[int, TileChoice] = {
     320: TileChoice(128, 64, 8, 3, False),
     640: TileChoice(128, 32, 8, 2, False),
@@ -46,7 +46,7 @@ class ExpandedShape(NamedTuple):
 
     @property
     def channels(self) -> int:
-        """Of the keys and values of a tile."""
+        """Channels of a tile's keys and values."""
         return self.block_nope + self.block_rope + self.block_value
 
 
@@ -61,7 +61,7 @@ class ExpandedTile(NamedTuple):
 
 
 def serves(*, nope: int, rope: int, value: int) -> bool:
-    """Whether there is a tile for heads of these channels."""
+    """Return whether there is a tile for heads with these channels."""
     return sum(map(padded_head, (nope, rope, value))) <= max(HALF_TILES)
 
 
@@ -75,7 +75,7 @@ def expanded_launch(
     has_past: bool,
     pdl: bool,
 ) -> Launch:
-    """Compile-time parameters of the kernel."""
+    """Return compile-time parameters of the kernel."""
     return Launch(
         constants={
             "SHAPE": shape,
@@ -103,6 +103,6 @@ def expanded_shape(
 
 
 def choose_expanded_tile(shape: ExpandedShape, itemsize: int) -> TileChoice:
-    """The tile of the narrowest channels that hold those of `shape`."""
+    """Return the narrowest tile that holds the channels of `shape`."""
     table = HALF_TILES if itemsize == 2 else FLOAT_TILES
     return table[min(most for most in table if shape.channels <= most)]

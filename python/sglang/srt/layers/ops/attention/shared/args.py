@@ -1,9 +1,9 @@
-"""Arguments of the attention kernels, in groups: a named tuple is one argument.
+"""Arguments of the attention kernels, grouped: each named tuple is one argument.
 
 Triton compiles a kernel anew for each pattern of None in a tuple, and for numbers that
 are 1 or multiples of 16. So tuples hold numbers that stay constant while a server runs;
-those that change from launch to launch are arguments of their own. Kernels take `Shape`
-and their tiles as compile-time constants: every field is known when they are compiled.
+numbers that change between launches are separate arguments. Kernels take `Shape` and
+their tiles as compile-time constants, so every field is known when they are compiled.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 
 class Tokens(NamedTuple):
-    """[T, heads, head_dim] with `stride` from token to token, else contiguous."""
+    """[T, heads, head_dim] with `stride` between tokens, otherwise contiguous."""
 
     at: Tensor
     stride: int
@@ -36,8 +36,8 @@ class Pool(NamedTuple):
 
 
 class Pages(NamedTuple):
-    """int32 [table rows, pages]: first slots of pages; `row_index`, int64 [R], says
-    which table row a row reads, None: its own."""
+    """int32 [table rows, pages]: first slots of pages. `row_index`, int64 [R], says
+    which table row each row reads, or is None if row r reads table row r."""
 
     table: Tensor
     row_stride: int
@@ -46,16 +46,16 @@ class Pages(NamedTuple):
 
 
 class Lens(NamedTuple):
-    """int64: new tokens of row r are qo_indptr[r] .. qo_indptr[r + 1], after
-    prefix_lens[r] elements of its KV. None, for latents alone: a row has one new token,
-    which `prefix_lens` counts."""
+    """int64: row r has new tokens qo_indptr[r] .. qo_indptr[r + 1], after
+    prefix_lens[r] elements of its KV. `qo_indptr` may be None for latents: each row
+    then has one new token, which `prefix_lens` counts."""
 
     qo_indptr: Tensor | None
     prefix_lens: Tensor
 
 
 class NewKV(NamedTuple):
-    """K and V of the new tokens, each [T, KV heads, head_dim], as `Tokens`."""
+    """K and V of the new tokens, each [T, KV heads, head_dim], as in `Tokens`."""
 
     k: Tensor
     v: Tensor
@@ -72,10 +72,10 @@ class Partials(NamedTuple):
 
 
 class Scale(NamedTuple):
-    """From products of q and k to scores, whose exponents are powers of two.
+    """How products of q and k become scores, whose exponents are powers of two.
 
-    Without a cap a score is `factor` times the product. With one it is `cap` times the
-    tanh of `factor` times the product; `cap` is in the same units.
+    Without a cap a score is `factor` times the product. With a cap it is `cap` times
+    the tanh of `factor` times the product; `cap` has the same units.
     """
 
     factor: float
@@ -87,7 +87,7 @@ class Shape(NamedTuple):
 
     Fields:
         group: query heads that share a KV head.
-        block_d: channels of a tile, head_dim and what pads it to a power of two.
+        block_d: channels of a tile: head_dim padded to a power of two.
     """
 
     kv_heads: int
@@ -101,9 +101,9 @@ class Tile(NamedTuple):
     """Tile of the extend kernels that read new K and V from the pool.
 
     Fields:
-        heads: query heads of a group that share it with block_m // heads tokens.
+        heads: query heads of a group that share the tile with block_m // heads tokens.
         block_m, block_n: queries and KV elements.
-        masked_n: elements where some query must not attend some; divides block_n.
+        masked_n: elements where some query must not attend some. Divides block_n.
         stages: depth of the software pipeline of the main loop.
         is_v_late: the product with V runs one tile late.
     """
@@ -117,8 +117,8 @@ class Tile(NamedTuple):
 
 
 class DenseTile(NamedTuple):
-    """Tile of the extend kernel that reads new K and V from the inputs: as `Tile`, and
-    `gather_n` elements of the prefix at a time."""
+    """Tile of the extend kernel that reads new K and V from the inputs. Like `Tile`,
+    with `gather_n` elements of the prefix at a time."""
 
     heads: int
     block_m: int
@@ -129,8 +129,8 @@ class DenseTile(NamedTuple):
 
 
 class Compares(IntEnum):
-    """When decode attention compares the bytes that it loads: never, in every launch,
-    or where the number of the forward, modulo the layers, is the launch's layer."""
+    """When decode attention compares the bytes it loads: never, in every launch, or
+    when the forward's number modulo the layers is the launch's layer."""
 
     NEVER = 0
     ALWAYS = 1
@@ -138,16 +138,16 @@ class Compares(IntEnum):
 
 
 class Check(NamedTuple):
-    """The sums that decode attention compares with, and where it reports.
+    """The checksums that decode attention compares with, and where it reports.
 
     Fields:
         state: `State` of the canary's launches.
-        sums: int32 [slots, layers, KV heads], `slot_stride` from slot to slot.
-        layers: of the group of slots.
-        req_rows, serials, prefix_lens: int64 [R], whose a row is, and its elements that
-            were written before this forward; `first_position`: int64 [R], of element 0,
-            None: 0.
-        tag: of `ring_tag`.
+        sums: int32 [slots, layers, KV heads], `slot_stride` between slots.
+        layers: layers of the group of slots.
+        req_rows, serials, prefix_lens: int64 [R], the request each row belongs to, and
+            its elements from before this forward. `first_position`: int64 [R], position
+            of element 0, or None for 0.
+        tag: from `ring_tag`.
     """
 
     state: Any
@@ -162,8 +162,8 @@ class Check(NamedTuple):
 
 
 class DecodeTile(NamedTuple):
-    """Tile of the decode kernels: query heads and KV elements, splits of a row's at
-    most, and tiles of a split at least."""
+    """Tile of the decode kernels: query heads and KV elements, most splits of a row,
+    and fewest tiles of a split."""
 
     block_h: int
     block_n: int
@@ -180,7 +180,7 @@ def decode_tile(block_h: int, block_n: int, splits: int) -> DecodeTile:
 
 
 def scale_args(sm_scale: float, logit_cap: float) -> Scale:
-    """Of `sm_scale` and `logit_cap` of the attention ops."""
+    """Return the `Scale` for the attention ops' `sm_scale` and `logit_cap`."""
     if logit_cap > 0:
         return Scale(sm_scale / logit_cap, logit_cap * math.log2(math.e))
     return Scale(sm_scale * math.log2(math.e), None)
@@ -205,7 +205,7 @@ def pages_args(page_table: Tensor, row_index: Tensor | None) -> Pages:
 
 @functools.cache
 def padded_head(head_dim: int) -> int:
-    """Channels of a tile."""
+    """Return the channels of a tile: `head_dim` padded."""
     return max(int(triton.next_power_of_2(head_dim)), 16)
 
 

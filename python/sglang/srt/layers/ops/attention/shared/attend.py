@@ -1,8 +1,8 @@
 """Device functions of the attention kernels: fold KV elements into a softmax.
 
-Exponents are powers of two. `scale` is the `Scale` of `args`, `kv` and `mask` are
-`RowKV` and `Mask`; `SHAPE` and `TILE` the compile-time `Shape` and `Tile` of `args`.
-Triton inlines these functions.
+Exponents are powers of two. `scale` is `args.Scale`; `kv` and `mask` are `RowKV` and
+`Mask`; `SHAPE` and `TILE` are the compile-time `Shape` and `Tile` of `args`. Triton
+inlines these functions.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -44,8 +44,8 @@ def empty_sums(BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def capped(product, scale):
-    """Scores of products of q and k where there is a cap, else the products. Masks come
-    later: the cap would make minus infinity finite."""
+    """Turn products of q and k into scores if there is a cap, else return them. Masks
+    come later, because the cap would make minus infinity finite."""
     if scale.cap is not None:
         product = product * scale.factor
         # tanh |x| = (1 - e) / (1 + e) with e = exp(-2 |x|), which does not overflow.
@@ -57,8 +57,8 @@ def capped(product, scale):
 
 @triton.jit
 def fold_scores(score, top, total, scale):
-    """Online softmax of an unmasked tile of `capped` products: (weights, factor on the
-    past, top, total)."""
+    """Fold an unmasked tile of `capped` products: return (weights, factor on the past,
+    top, total)."""
     if scale.cap is not None:
         new_top = tl.maximum(top, tl.max(score, 1))
         weight = tl.exp2(score - new_top[:, None])
@@ -72,7 +72,7 @@ def fold_scores(score, top, total, scale):
 
 @triton.jit
 def scores_of(product, scale):
-    """Scores of products of q and k."""
+    """Turn products of q and k into scores."""
     score = capped(product, scale)
     if scale.cap is None:
         score = score * scale.factor
@@ -81,8 +81,8 @@ def scores_of(product, scale):
 
 @triton.jit
 def weights_of_read(query, k, is_read, top, scale):
-    """(weights of the elements of a tile, what shrinks earlier results, largest score)
-    where every query attends what is read."""
+    """Return (weights of a tile's elements, factor on earlier results, largest score)
+    for queries that all attend whatever is read."""
     score = scores_of(tl.dot(query, tl.trans(k), input_precision="ieee"), scale)
     score = tl.where(is_read[None, :], score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, 1))
@@ -92,7 +92,7 @@ def weights_of_read(query, k, is_read, top, scale):
 
 @triton.jit
 def with_sink(total, top, sink):
-    """A softmax's sum with the weight of its sink, a logit without a value; zero stays
+    """Add the weight of a sink, a logit without a value, to a softmax's sum. Zero stays
     zero: such a query attends nothing."""
     weight = tl.exp2(sink.to(tl.float32) * LOG2_E - top)
     return tl.where(total == 0.0, 0.0, total + weight)
@@ -100,9 +100,9 @@ def with_sink(total, top, sink):
 
 @triton.jit
 def fold_masked_scores(score, top, total):
-    """`fold_scores` of scaled scores, of which -inf are masked."""
+    """`fold_scores` of scaled scores, where -inf marks masked ones."""
     new_top = tl.maximum(top, tl.max(score, 1))
-    # A query without any element so far: -inf minus -inf would be NaN.
+    # For a query without any element so far, -inf minus -inf would be NaN.
     anchor = tl.where(new_top == float("-inf"), 0.0, new_top)
     shrink = tl.exp2(top - anchor)
     weight = tl.exp2(score - anchor[:, None])
@@ -122,10 +122,10 @@ def attend_full(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """Fold the elements begin .. stop, which every query attends, into the sums.
+    """Fold elements begin .. stop, which every query attends, into the sums.
 
-    Loops over tiles count from a constant: the compiler does not pipeline the loads of
-    one that begins at a value it does not know.
+    The loop over tiles counts from a constant: if it began at a value unknown to the
+    compiler, its loads would not be pipelined.
     """
     acc, top, total = sums
     for step in tl.range(0, (stop - begin) // BLOCK_N, num_stages=STAGES):
@@ -153,11 +153,11 @@ def attend_full_late(
     BLOCK_N: tl.constexpr,
     STAGES: tl.constexpr,
 ):
-    """`attend_full` with the product with V one tile late.
+    """Like `attend_full`, with the product with V one tile late.
 
-    It overlaps the softmax of the next tile, at the price of registers. The weights
-    stay float32 until then: the compiler waits at once for a product whose operand a
-    loop carries in registers.
+    It then overlaps the softmax of the next tile, at the price of registers. The
+    weights stay float32 until then, because the compiler waits at once for a product if
+    a loop carries one of its operands in registers.
     """
     acc, top, total = sums
     if begin < stop:
@@ -187,7 +187,7 @@ def attend_full_late(
 def attend_unmasked(
     sums, query, begin, stop, kv, scale, SHAPE: tl.constexpr, TILE: tl.constexpr
 ):
-    """Fold the elements begin .. stop, which every query attends, into the sums."""
+    """Fold elements begin .. stop, which every query attends, into the sums."""
     if TILE.is_v_late:
         return attend_full_late(
             sums, query, begin, stop, kv, scale, SHAPE, TILE.block_n, TILE.stages
@@ -205,7 +205,7 @@ def is_not_finite(v):
 
 @triton.jit
 def none_bad(BLOCK_N: tl.constexpr):
-    """`bad` of `attend_masked_tiles` before the first tile."""
+    """Return `bad` of `attend_masked_tiles` before the first tile."""
     return tl.zeros([BLOCK_N], tl.int32)
 
 
@@ -226,9 +226,10 @@ def attend_masked_tiles(
 ):
     """Fold the elements begin .. stop that the mask allows into the sums.
 
-    V that is not finite counts as zero, for a weight of zero would not silence it, and
-    who attends it becomes NaN: here, or with DEFER_NAN in `poison`, apart from this
-    loop, whose registers it would spill; `bad` then says that there was some.
+    V that is not finite counts as zero, because a zero weight would not silence it, and
+    any query that attends it becomes NaN. That happens here or, with DEFER_NAN, in
+    `poison`, outside this loop, whose registers it would spill; `bad` then says that
+    there was some.
 
     Returns:
         The sums, and `bad`, [TILE.masked_n] int32.
@@ -239,7 +240,7 @@ def attend_masked_tiles(
         k_at, v_at, is_loaded = masked_at(kv, new, mask, element, SHAPE.page_size)
         k = tl.load(k_at, mask=is_loaded, other=0.0)
         if DEFER_NAN:
-            # All loads before the first use: their latencies overlap.
+            # All loads precede the first use, so that their latencies overlap.
             v = tl.load(v_at, mask=is_loaded, other=0.0)
         attends = is_attended(mask, element)
         product = tl.dot(query, tl.trans(k), input_precision="ieee")
@@ -285,19 +286,19 @@ def attend_masked(
 
 @triton.jit
 def store_average(at, sums, sinks, head, is_query):
-    """Store the results of queries of the heads `head`: [queries, channels]."""
+    """Store the results of the queries of heads `head`: [queries, channels]."""
     total = sums.total
     if sinks is not None:
         total = with_sink(total, sums.top, tl.load(sinks + head))
-    # A sum of zero: the query attends nothing.
+    # A zero sum means that the query attends nothing.
     result = sums.acc / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(at, result.to(at.dtype.element_ty), mask=is_query)
 
 
 @triton.jit
 def poison(acc, begin, stop, kv, mask, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """NaN for who attends, among the elements begin .. stop of the pool, V that is not
-    finite."""
+    """Make queries NaN that attend, among elements begin .. stop of the pool, V that is
+    not finite."""
     for start in tl.range(begin, stop, BLOCK_N, num_stages=1):
         element = start + tl.arange(0, BLOCK_N)
         _, v_at, is_loaded = masked_at(kv, None, mask, element, PAGE_SIZE)

@@ -1,7 +1,7 @@
 """Device functions of the attention kernels: where queries and KV elements lie.
 
-The element e of a row is token e of its sequence; its slot in the pool comes from the
-row's pages. `SHAPE` is the compile-time `args.Shape`. Triton inlines these functions.
+Element e of a row is token e of its sequence. Its slot in the pool comes from the row's
+pages. `SHAPE` is the compile-time `args.Shape`. Triton inlines these functions.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -18,9 +18,9 @@ class RowKV(NamedTuple):
 
     Fields:
         k, v: pointers to the channels of slot 0, [1, channels].
-        k_stride, v_stride: from slot to slot.
+        k_stride, v_stride: distance between slots.
         table: pointer to the first page of the row.
-        column_stride: from page to page.
+        column_stride: distance between pages.
         is_channel: [channels], false for padding.
     """
 
@@ -34,8 +34,8 @@ class RowKV(NamedTuple):
 
 
 class RowNewKV(NamedTuple):
-    """K and V of the new tokens of one row: pointers to the first, [1, channels], and
-    the strides from token to token."""
+    """K and V of one row's new tokens: pointers to the first token, [1, channels], and
+    the strides between tokens."""
 
     k: tl.tensor
     v: tl.tensor
@@ -45,10 +45,10 @@ class RowNewKV(NamedTuple):
 
 @triton.jit
 def find_row(qo_indptr, rows, tile, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """The row of a tile number, -1 if none.
+    """Return the row of a tile number, or -1 if there is none.
 
-    Row r owns the tile numbers from qo_indptr[r] // TOKENS + r on: at least as many as
-    it needs, in the order of rows, without any sum over rows.
+    Row r owns the tile numbers from qo_indptr[r] // TOKENS + r on. These are at least
+    as many as it needs, in row order, and need no sum over rows.
     """
     count = tl.zeros([BLOCK_R], tl.int32)
     for chunk in range(0, rows, BLOCK_R):
@@ -61,8 +61,8 @@ def find_row(qo_indptr, rows, tile, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr)
 
 @triton.jit
 def find_tile(qo_indptr, rows, tile, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr):
-    """(row, first token of the tile within the row) of a tile number; row -1 if
-    none."""
+    """Return (row, first token of the tile within the row) for a tile number; the row
+    is -1 if there is none."""
     row = find_row(qo_indptr, rows, tile, TOKENS, BLOCK_R)
     start = tl.load(qo_indptr + tl.maximum(row, 0)).to(tl.int32) // TOKENS + row
     return row, (tile - start) * TOKENS
@@ -70,33 +70,34 @@ def find_tile(qo_indptr, rows, tile, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr
 
 @triton.jit
 def tokens_of(first_token, TILE: tl.constexpr):
-    """Tokens within the row of the queries of a tile, which has some heads of each."""
+    """Return the token within the row of each query of a tile, which has some heads of
+    each token."""
     return first_token + tl.arange(0, TILE.block_m) // TILE.heads
 
 
 @triton.jit
 def is_before(token, end, TILE: tl.constexpr):
-    """Which queries of a tile have a token before `end`; some may have none at all."""
+    """Return which queries of a tile have a token before `end`; perhaps none do."""
     QUERIES: tl.constexpr = TILE.block_m // TILE.heads * TILE.heads
     return (token < end) & (tl.arange(0, TILE.block_m) < QUERIES)
 
 
 @triton.jit
 def heads_of(lane, TILE: tl.constexpr):
-    """Query heads of the queries of a tile."""
+    """Return the query head of each query of a tile."""
     return lane * TILE.heads + tl.arange(0, TILE.block_m) % TILE.heads
 
 
 @triton.jit
 def cells_of(tokens, row, head, channel, HEAD_DIM: tl.constexpr):
-    """Pointers into `args.Tokens`: [queries, channels]."""
+    """Return pointers into `args.Tokens`: [queries, channels]."""
     at = (row * tokens.stride + head * HEAD_DIM)[:, None]
     return tokens.at + at + channel[None, :]
 
 
 @triton.jit
 def table_row_of(pages, row):
-    """The row of the page table that a row reads."""
+    """Return the page table row that a row reads."""
     table_row = row.to(tl.int64)
     if pages.row_index is not None:
         table_row = tl.load(pages.row_index + row)
@@ -105,7 +106,7 @@ def table_row_of(pages, row):
 
 @triton.jit
 def kv_of(pool, pages, table_row, kv_head, channel, is_channel):
-    """`RowKV` of a row of the page table."""
+    """Return the `RowKV` of a row of the page table."""
     kv_head = kv_head.to(tl.int64)
     return RowKV(
         k=pool.k + kv_head * pool.k_head_stride + channel[None, :],
@@ -120,7 +121,7 @@ def kv_of(pool, pages, table_row, kv_head, channel, is_channel):
 
 @triton.jit
 def new_kv_of(new_kv, q_begin, first_channel, channel):
-    """`RowNewKV` of the row whose first new token is `q_begin`."""
+    """Return the `RowNewKV` of the row whose first new token is `q_begin`."""
     return RowNewKV(
         k=new_kv.k + (q_begin * new_kv.k_stride + first_channel + channel[None, :]),
         v=new_kv.v + (q_begin * new_kv.v_stride + first_channel + channel[None, :]),
@@ -131,26 +132,28 @@ def new_kv_of(new_kv, q_begin, first_channel, channel):
 
 @triton.jit
 def page_at(kv, element, PAGE_SIZE: tl.constexpr):
-    """Pointers to the pages of elements in the table."""
+    """Return pointers to the table entries of elements' pages."""
     return kv.table + (element // PAGE_SIZE).to(tl.int64) * kv.column_stride
 
 
 @triton.jit
 def slot_of(page, element, PAGE_SIZE: tl.constexpr):
-    """Slots of elements, [elements, 1], from the first slots of their pages."""
+    """Return the slots of elements, [elements, 1], from the first slots of their
+    pages."""
     return (page + element % PAGE_SIZE).to(tl.int64)[:, None]
 
 
 @triton.jit
 def slots_of_tile(kv, start, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Slots of the elements start .. start + BLOCK_N, which all exist: [BLOCK_N, 1]."""
+    """Return the slots of elements start .. start + BLOCK_N, which all exist:
+    [BLOCK_N, 1]."""
     element = tl.multiple_of(start, BLOCK_N) + tl.arange(0, BLOCK_N)
     return slot_of(tl.load(page_at(kv, element, PAGE_SIZE)), element, PAGE_SIZE)
 
 
 @triton.jit
 def load_tile(at, is_channel, SHAPE: tl.constexpr):
-    """[elements, channels] of elements that all exist; padding is zero."""
+    """Load [elements, channels] of elements that all exist; padding is zero."""
     if SHAPE.block_d != SHAPE.head_dim:
         return tl.load(at, mask=is_channel[None, :], other=0.0)
     else:

@@ -11,11 +11,11 @@ class Launch:
     """How a kernel is compiled.
 
     Fields:
-        constants: values of its `constexpr` parameters, by name: numbers, and the
-            named tuples of `args`.
+        constants: values of its `constexpr` parameters, by name: numbers, and named
+            tuples from `args`.
         num_warps: warps of a program.
         num_stages: depth of the software pipeline over its loads.
-        launch_pdl: it may start while the kernel before it runs (see
+        launch_pdl: it may start while the preceding kernel runs (see
             `utils.triton_launch`).
     """
 
@@ -25,7 +25,7 @@ class Launch:
     launch_pdl: bool = False
 
     def options(self) -> dict[str, Any]:
-        """Keyword arguments of a launch, the constants among them."""
+        """Keyword arguments of a launch, including the constants."""
         options = {
             **self.constants,
             "num_warps": self.num_warps,

@@ -17,20 +17,20 @@ from sglang.srt.layers.ops.attention.shared.elements import page_at, slot_of
 class Mask(NamedTuple):
     """Which elements of a row the queries of a tile attend.
 
-    A kernel makes it itself: no device function returns a tuple with None in it (Triton
-    3.6 compiles none).
+    A kernel builds it itself, because no device function may return a tuple that
+    contains None (Triton 3.6 fails to compile one).
 
     Fields:
-        row, q_begin: the row, and the first of its new tokens among those of all rows.
+        row, q_begin: the row, and the number of its first new token in the batch.
         own: [queries], the element of each query's own token.
         position: [queries], the position of each query's own token.
-        lo, end: elements that some query may attend; no other is read.
-        prefix, new_tokens: elements before the new tokens, and how many these are.
-        window: positions up to its own that a query attends; None: all.
-        tree: [rows, new_tokens, new_tokens] bytes, which new tokens attend which; None:
-            the causal rule.
-        positions: of the new tokens of all rows, where there are a tree and a window,
-            else None: the position is the element.
+        lo, end: elements that some query may attend; others are not read.
+        prefix, new_tokens: number of elements before the new tokens, and of new tokens.
+        window: positions up to its own that a query attends, or None for all.
+        tree: [rows, new_tokens, new_tokens] bytes, which new tokens attend which, or
+            None for the causal rule.
+        positions: positions of the new tokens of all rows if there are a tree and a
+            window, else None: the position is the element.
     """
 
     row: tl.tensor
@@ -57,8 +57,8 @@ def bounds_of(
     HAS_TREE: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    """(lo, left, right, end): some query of the tile attends lo .. end, and every query
-    the whole tiles left .. right, which may be none."""
+    """Return (lo, left, right, end). Some query of the tile attends lo .. end, and
+    every query attends the whole tiles left .. right, which may be empty."""
     lo = prefix * 0
     left = prefix * 0
     if HAS_TREE:
@@ -69,7 +69,7 @@ def bounds_of(
         right = (prefix + first_token + 1) // BLOCK_N * BLOCK_N
     if window is not None:
         if HAS_TREE:
-            # A node's depth is anything from that of the root to that of a chain's end.
+            # A node's depth is anything from the root's to the end of a chain.
             first_token = 0
             last_token = new_tokens - 1
         lo = tl.maximum(prefix + first_token - window + 1, 0)
@@ -81,8 +81,8 @@ def bounds_of(
 
 @triton.jit
 def new_tokens_of(lens, row):
-    """(first of a row's new tokens among those of all rows, how many these are,
-    elements before them)."""
+    """Return (number of a row's first new token in the batch, new tokens, elements
+    before them)."""
     q_begin = tl.load(lens.qo_indptr + row)
     new_tokens = (tl.load(lens.qo_indptr + row + 1) - q_begin).to(tl.int32)
     return q_begin, new_tokens, tl.load(lens.prefix_lens + row).to(tl.int32)
@@ -90,7 +90,7 @@ def new_tokens_of(lens, row):
 
 @triton.jit
 def positions_of(positions, q_begin, own, prefix, is_token):
-    """Positions of a tile's queries: [queries]; see `Mask`."""
+    """Return positions of a tile's queries: [queries]; see `Mask`."""
     position = own
     if positions is not None:
         at = positions + q_begin + (own - prefix)
@@ -100,8 +100,8 @@ def positions_of(positions, q_begin, own, prefix, is_token):
 
 @triton.jit
 def masked_at(kv, new, mask, element, PAGE_SIZE: tl.constexpr):
-    """Pointers to K and V of elements and which of them may be read, each [elements,
-    channels]. With `new` the new tokens come from there, else from the pool."""
+    """Return pointers to K and V of elements and which of them may be read, each
+    [elements, channels]. With `new`, new tokens come from there, else from the pool."""
     is_read = (element >= mask.lo) & (element < mask.end)
     page = tl.load(
         page_at(kv, element, PAGE_SIZE),
@@ -121,7 +121,7 @@ def masked_at(kv, new, mask, element, PAGE_SIZE: tl.constexpr):
 
 @triton.jit
 def is_attended(mask, element):
-    """Whether a query attends an element: [queries, elements]."""
+    """Return whether a query attends an element: [queries, elements]."""
     if mask.tree is not None:
         branch = element - mask.prefix
         tree = mask.tree + mask.row.to(tl.int64) * mask.new_tokens * mask.new_tokens

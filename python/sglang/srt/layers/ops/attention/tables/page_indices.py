@@ -1,4 +1,4 @@
-"""Gathers the pages of a batch into one list, for kernels that read (indptr, indices).
+"""Gathers a batch's pages into one list, for kernels that read (indptr, indices).
 
 Reads a page table whose entries are first slots of pages; writes page numbers.
 """
@@ -51,8 +51,8 @@ def page_indices(
         page_table: [rows, columns] int32, any strides; first slots of pages.
         row_index: [R] int64, rows of `page_table`.
         indptr: [R + 1] int32; row r has pages indptr[r] .. indptr[r + 1].
-        out: [at least indptr[R]] int32; what lies after that is left alone.
-        max_pages: at least the pages of the longest row; sizes the grid, so that the
+        out: [at least indptr[R]] int32; entries after that are left alone.
+        max_pages: at least the pages of the longest row. It sizes the grid, so that the
             host need not read `indptr`.
         page_size: slots of a page.
     """

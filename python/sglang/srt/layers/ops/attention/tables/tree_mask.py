@@ -1,6 +1,6 @@
 """Packs the masks of draft trees into the bits that FlashInfer's prefill kernels read.
 
-Knows trees and lengths; no batches, no FlashInfer.
+Knows trees and lengths, but no batches and no FlashInfer.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -52,16 +52,17 @@ def pack_tree_mask(
     out: Tensor,
     max_bytes: int,
 ) -> None:
-    """Bit e % 8 of byte e // 8 of row r, e = node * (prefix_lens[r] + N) + element: may
-    the node attend the element? The whole prefix, and of the nodes as `tree_mask` says.
+    """Bit e % 8 of byte e // 8 of row r, with e = node * (prefix_lens[r] + N) +
+    element, says whether the node may attend the element. Nodes attend the whole
+    prefix, and other nodes as `tree_mask` says.
 
     Args:
         tree_mask: [R, N, N] bool, contiguous.
         prefix_lens: [R] int64.
         indptr: [R + 1] int32; row r has the bytes indptr[r] .. indptr[r + 1], at least
             N * (prefix_lens[r] + N) / 8, rounded up.
-        out: [at least indptr[R]] uint8; what lies after that is left alone.
-        max_bytes: at least the bytes of the longest row; sizes the grid, so that the
+        out: [at least indptr[R]] uint8; bytes after that are left alone.
+        max_bytes: at least the bytes of the longest row. It sizes the grid, so that the
             host need not read `indptr`.
 
     Raises:
