@@ -19,7 +19,7 @@ from sglang.srt.configs.attention_backends import (
     check_needs,
 )
 from sglang.srt.configs.draft_layout import BranchLayout, BranchRegion
-from sglang.srt.layers.attention.attention_registry import needs_of
+from sglang.srt.layers.attention.attention_registry import attention_needs
 from sglang.srt.layers.ops.attention.op import decode_attention_ref
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows, branch_table_ref
@@ -52,13 +52,13 @@ def test_needs_are_those_of_any_layer(
     options: dict[str, object], has_trees: bool, needs: list[AttentionNeed]
 ) -> None:
     model = nn.Sequential(layer(), nn.Linear(2, 2), nn.Sequential(layer(**options)))
-    assert needs_of(model.modules(), has_trees=has_trees) == needs
+    assert attention_needs(model.modules(), has_trees=has_trees) == needs
 
 
 def test_latents_are_a_need() -> None:
     attention = layer()
     attention.is_latent = True
-    assert needs_of([attention], has_trees=False) == [LATENT]
+    assert attention_needs([attention], has_trees=False) == [LATENT]
 
 
 @pytest.mark.parametrize("need", NEEDS)

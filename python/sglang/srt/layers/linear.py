@@ -59,7 +59,7 @@ class LoadableParameter(nn.Parameter):
         it is None."""
         parameter = cls(data, requires_grad=False)
         parameter.split_dim = dim
-        parameter.shards = shards_of(parts or {None: Part.whole(data.shape[dim])})
+        parameter.shards = make_shards(parts or {None: Part.whole(data.shape[dim])})
         return parameter
 
     def full_shape(self) -> tuple[int, ...]:
@@ -273,7 +273,7 @@ class GateUpLinear(ColumnParallelLinear):
         return GATED[activation](self.forward(x))
 
 
-def shards_of(parts: Mapping[str | None, Part]) -> dict[str | None, Shard]:
+def make_shards(parts: Mapping[str | None, Part]) -> dict[str | None, Shard]:
     shards, offset = {}, 0
     for name, part in parts.items():
         shards[name] = Shard(offset=offset, part=part)

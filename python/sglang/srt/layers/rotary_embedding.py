@@ -89,14 +89,14 @@ def _scale_yarn(inv_freq: Tensor, config: RopeConfig) -> Tensor:
     kept, and a ramp lies between them."""
     numbers, half = config.scaling, len(inv_freq)
 
-    def channel_of(turns: float) -> float:
+    def turns_to_index(turns: float) -> float:
         """Return the (fractional) frequency index at which a wave turns `turns`
         times."""
         length = numbers["original_max_position_embeddings"] / (2 * math.pi * turns)
         return half * math.log(length) / math.log(config.theta)
 
-    first = channel_of(numbers["beta_fast"])
-    last = channel_of(numbers["beta_slow"])
+    first = turns_to_index(numbers["beta_fast"])
+    last = turns_to_index(numbers["beta_slow"])
     if numbers["truncate"]:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, 2 * half - 1)

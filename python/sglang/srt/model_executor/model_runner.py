@@ -17,8 +17,8 @@ from sglang.srt.forward.context import ForwardContext, forward_context
 from sglang.srt.forward.graph_capture import RehearsalBackend, SegmentBackend
 from sglang.srt.forward.scopes import ForwardScopes, NullScopes
 from sglang.srt.layers.attention.attention_registry import (
+    attention_needs,
     create_attention_backend,
-    needs_of,
 )
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
@@ -57,12 +57,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Arguments that choose no kernel and differ from start to start.
+# Arguments that choose no kernel and may differ from start to start.
 _OF_A_RUN = {
     *("random_seed", "host", "port", "model_path", "tokenizer_path"),
     *("served_model_name", "log_level", "api_key"),
 }
-# Of the rotary table.
+# Bytes of an element of the rotary table.
 ROTARY_ITEMSIZE = torch.float32.itemsize
 TORCH_DTYPES = {
     "float32": torch.float32,
@@ -72,16 +72,16 @@ TORCH_DTYPES = {
 
 
 class ModelRunner(ModelRunnerKVCacheMixin):
-    """Runs forwards of one model; `initialize` must be called first, or `load_weights`
-    and then `init_memory_pool`, where another model takes memory in between.
+    """Runs forwards of one model. Call `initialize` first, or `load_weights` and then
+    `init_memory_pool` if another model takes memory in between.
 
     Attributes:
         scopes: hooks around forwards.
         canary_manager: the KV canary that is installed as `scopes`, or None.
         is_draft_worker: whether the model drafts for another one.
-        compiled_mark: of this configuration; None: nothing is compiled ahead.
-        compiles_ahead: whether this machine has not compiled it yet.
-        late_kernels: since `watch_kernels`.
+        compiled_mark: mark of this configuration, or None if nothing is compiled ahead.
+        compiles_ahead: whether this machine has yet to compile it.
+        late_kernels: kernels loaded since `watch_kernels`.
         spec_algorithm: name of the speculative algorithm, or None.
     """
 
@@ -98,13 +98,13 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         watcher_bytes_per_slot: int = 0,
         watcher_bytes_per_head: int = 0,
     ) -> None:
-        """Resolve dtype and device; no weights are loaded yet.
+        """Resolve dtype and device. No weights are loaded yet.
 
         Args:
-            dtype: None: by --dtype and the checkpoint.
+            dtype: dtype of the model. Defaults to --dtype and the checkpoint.
             watcher_bytes_per_slot: device memory per slot that a watcher of the KV pool
-                will keep; watcher_bytes_per_head: of each KV head in each slot and
-                layer besides, where there are K and V.
+                will keep; watcher_bytes_per_head: additional bytes for each KV head in
+                each slot and layer, if there are K and V.
         """
         assert server_args.page_size is not None
         self.server_args = server_args
@@ -117,8 +117,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.watcher_bytes_per_slot = watcher_bytes_per_slot
         self.watcher_bytes_per_head = watcher_bytes_per_head
         self.scopes: ForwardScopes = NullScopes()
-        # Set by init_cuda_graphs, which the owner of the runner calls once everything
-        # that graphs read is in place.
+        # Set by init_cuda_graphs, which the runner's owner calls once everything that
+        # graphs read is in place.
         self.graph_runner: CudaGraphRunner | None = None
         # Set by init_piecewise_cuda_graphs, likewise.
         self.prefill_graph_runner: BreakableCudaGraphRunner | None = None
@@ -128,15 +128,15 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.compiled_mark = self._compiled_mark()
         mark = self.compiled_mark
         is_due = mark is not None and not mark.is_set()
-        # Rehearsals have collectives, and a rank that is done sets the mark.
+        # Rehearsals use collectives, and a rank that is done sets the mark.
         self.compiles_ahead = bool(get_tp_group().min_int(int(is_due)))
         self.late_kernels = KernelLoads(warns=True)
-        # Set where a canary is installed.
+        # Set if a canary is installed.
         self.canary_manager: ForwardScopes | None = None
 
     def _compiled_mark(self) -> CompiledMark | None:
-        """Of this configuration, where its kernels may be compiled ahead: drafting is
-        steered by numbers that kernels write."""
+        """Return the mark of this configuration, if its kernels may be compiled ahead.
+        Drafting does not qualify: numbers that kernels write steer it."""
         args = self.server_args
         if args.device == "cpu" or args.skip_server_warmup or self.spec_algorithm:
             return None
@@ -148,7 +148,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         return CompiledMark({"args": asked, "model": self.model_config.raw})
 
     def _resolve_dtype(self) -> torch.dtype:
-        """--dtype, or the dtype of the checkpoint; float32 becomes bfloat16."""
+        """Return --dtype or the checkpoint's dtype, with bfloat16 for float32."""
         if self.server_args.dtype != "auto":
             return TORCH_DTYPES[self.server_args.dtype]
         raw = self.model_config.raw
@@ -159,7 +159,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         """Load the weights, build the pools and the attention backend.
 
         Raises:
-            ValueError: bad weights or impossible memory; names the flag or the tensor.
+            ValueError: bad weights or impossible memory. The message names the flag or
+                the tensor.
         """
         self.load_weights()
         self.init_memory_pool()
@@ -195,11 +196,11 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             )
 
     def _check_sizes(self) -> None:
-        """Refuse sizes that no memory of this machine holds, before any is allocated:
-        a machine may promise more than it has.
+        """Refuse sizes that no memory of this machine can hold, before anything is
+        allocated, because a machine may promise more than it has.
 
         Raises:
-            ValueError: names the file.
+            ValueError: the sizes are too large. The message names the file.
         """
         config = self.model_config
         weights = num_layer_weights(config)
@@ -224,11 +225,11 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         """Build the pools and the attention backend.
 
         Args:
-            shared: rows and slots of the target, for a draft worker.
-            draft_memory: of a draft worker whose target this is.
+            shared: the target's rows and slots, for a draft worker.
+            draft_memory: memory needed by the draft worker of this target, if any.
 
         Raises:
-            ValueError: impossible memory; names the flag.
+            ValueError: impossible memory. The message names the flag.
         """
         with explain_out_of_memory("building the KV pool", self.server_args):
             self._init_pools(shared=shared, draft_memory=draft_memory)
@@ -237,7 +238,9 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             self.server_args.attention_backend,
             req_to_token_pool=self.req_to_token_pool,
             kv_pool=self.token_to_kv_pool,
-            needs=needs_of(self.model.modules(), has_trees=self._verifies_trees()),
+            needs=attention_needs(
+                self.model.modules(), has_trees=self._verifies_trees()
+            ),
         )
         logger.info(
             "Loaded %s (%s, %s) with %d KV slots in %.1f s",
@@ -249,7 +252,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         )
 
     def _verifies_trees(self) -> bool:
-        """Whether forwards of this model come with tree masks."""
+        """Whether forwards of this model have tree masks."""
         topk = self.server_args.speculative_eagle_topk
         is_target = self.spec_algorithm is not None and not self.is_draft_worker
         return is_target and topk is not None and topk > 1
@@ -260,10 +263,10 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         *,
         capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
     ) -> None:
-        """Capture the decode graphs, where the backend and the flags allow them.
+        """Capture the decode graphs, if the backend and the flags allow them.
 
         Args:
-            inputs: static inputs of the forwards to capture; None: plain decode.
+            inputs: static inputs of the forwards to capture. Defaults to plain decode.
             capture_hidden_mode: hidden states that these forwards return.
         """
         sizes = self.graph_sizes()
@@ -280,8 +283,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
-        """Scope in which nothing is captured and few layers run: forwards have all
-        their launches, and no results. The graphs are gone at its end."""
+        """Scope where nothing is captured and few layers run. Forwards make all their
+        launches but have no useful results. The graphs are gone afterwards."""
         self._make_backend = RehearsalBackend
         try:
             with self.model.shallow():
@@ -289,16 +292,17 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         finally:
             self._make_backend = cuda_graph_backend
             self.graph_runner = self.prefill_graph_runner = None
-        # Memory that it left would be taken for memory that the captures gave back.
+        # Otherwise its leftover memory would look like memory that the captures gave
+        # back.
         torch.cuda.empty_cache()
 
     @contextmanager
     def capturing(self, what: str, *, set_aside: int) -> Iterator[None]:
-        """Scope around captures; logs the memory that they took and the bytes that were
-        set aside for them.
+        """Scope around captures. Logs the memory they took and the bytes reserved for
+        them.
 
         Raises:
-            ValueError: the device ran out of memory; names the flags.
+            ValueError: the device ran out of memory. The message names the flags.
         """
         if self._make_backend is RehearsalBackend:
             yield
@@ -306,7 +310,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         free_before = available_device_bytes(self.device)
         with explain_out_of_memory(f"capturing {what}", self.server_args):
             yield
-        # Memory that the warm-ups left is not the graphs'.
+        # Memory left over by the warm-ups does not belong to the graphs.
         torch.cuda.empty_cache()
         logger.info(
             "The %s took %.2f GiB; %.2f GiB were set aside",
@@ -322,14 +326,15 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
         draft_hidden_dim: int | None = None,
     ) -> None:
-        """Capture the prefill graphs, where the backend and the flags allow them.
+        """Capture the prefill graphs, if the backend and the flags allow them.
 
         Args:
-            force_for_draft_worker: capture those of a draft worker, too. Its embedding
+            force_for_draft_worker: also capture those of a draft worker. Its embedding
                 and head are attached after its runner is built, and graphs keep
-                addresses, so that the worker asks once it has them.
-            capture_hidden_mode: of the forwards that will be replayed.
-            draft_hidden_dim: channels that a draft model reads; see
+                addresses, so the worker asks once it has them.
+            capture_hidden_mode: mode of the forwards that will be replayed.
+            draft_hidden_dim: width of the states that a draft model reads; see
+                `BreakableCudaGraphRunner`.
                 `BreakableCudaGraphRunner`.
         """
         counts = self.prefill_graph_token_counts()
@@ -345,13 +350,13 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             )
 
     def watch_kernels(self) -> None:
-        """Count, and say in the log, kernels that are loaded from now on: requests wait
-        for them."""
+        """Count and log kernels that are loaded from now on, because requests wait for
+        them."""
         if self.device != "cpu":
             self.late_kernels.start()
 
     def reset_counts(self) -> None:
-        """Forget which forwards replayed a graph and which could not."""
+        """Reset the counts of forwards that replayed a graph and that could not."""
         if self.graph_runner is not None:
             self.graph_runner.reset_counts()
         if self.prefill_graph_runner is not None:
@@ -369,7 +374,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             return self._forward_raw(forward_batch)
 
     def _forward_raw(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
-        """Replay a decode graph or a prefill graph where one fits; else run eagerly."""
+        """Replay a decode or prefill graph if one fits; otherwise run eagerly."""
         decode, prefill = self.graph_runner, self.prefill_graph_runner
         if decode is not None and decode.can_run(forward_batch):
             self.scopes.on_replay()
@@ -388,11 +393,11 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         attn_backend: AttentionBackend | None = None,
         stack: Stack | None = None,
     ) -> LogitsProcessorOutput:
-        """Run the model alone; the attention backend's metadata is set.
+        """Run only the model. The attention backend's metadata is already set.
 
         Args:
             step: which forward of the launch this is.
-            attn_backend: None: the runner's own.
+            attn_backend: defaults to the runner's own.
             stack: runs instead of the model's layer stack; see `StackedModel.forward`.
         """
         context = ForwardContext(attn_backend=attn_backend or self.attn_backend)

@@ -61,7 +61,9 @@ _BACKENDS: dict[str, Callable[[], Callable[..., AttentionBackend]]] = {
 }
 
 
-def needs_of(layers: Iterable[Module], *, has_trees: bool) -> list[AttentionNeed]:
+def attention_needs(
+    layers: Iterable[Module], *, has_trees: bool
+) -> list[AttentionNeed]:
     """Return what the attention layers among a model's modules need from a backend.
 
     Args:

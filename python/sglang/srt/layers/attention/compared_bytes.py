@@ -43,12 +43,12 @@ class ComparedBytes:
             self._attended, self._checks = batch, {}
         check = self._checks.get(group.name)
         if check is None:
-            check = self._checks[group.name] = _check_of(attended, batch, rows)
+            check = self._checks[group.name] = _make_check(attended, batch, rows)
         compares = Compares.IN_TURN if attended.in_turn else Compares.ALWAYS
         return ComparedLayer(check=check, layer=layer, compares=compares)
 
 
-def _check_of(group: AttendedBytes, batch: ForwardBatch, rows: AttendedRows) -> Check:
+def _make_check(group: AttendedBytes, batch: ForwardBatch, rows: AttendedRows) -> Check:
     """Return the check that all layers of a group share in a forward."""
     return Check(
         state=state_args(group.state),

@@ -168,7 +168,7 @@ class FlashInferAttnBackend(AttentionBackend):
         tree_mask = forward_batch.tree_mask
         if tree_mask is None:
             return None
-        masks = self._masks_of(nodes=tree_mask.shape[1])
+        masks = self._static_masks(nodes=tree_mask.shape[1])
         if host.total_mask_bytes > len(masks.packed):
             raise RuntimeError(
                 f"the masks of {host.rows} trees take {host.total_mask_bytes} bytes, "
@@ -185,7 +185,7 @@ class FlashInferAttnBackend(AttentionBackend):
         )
         return masks
 
-    def _masks_of(self, *, nodes: int) -> TreeMasks:
+    def _static_masks(self, *, nodes: int) -> TreeMasks:
         """Return mask memory for `nodes` tree nodes per row over the longest prefix."""
         masks = self._masks.get(nodes)
         if masks is None:

@@ -25,7 +25,7 @@ from sglang.srt.layers.attention.base_attn_backend import (
 from sglang.srt.layers.attention.window_tables import (
     WindowForward,
     WindowTables,
-    tables_of,
+    make_window_tables,
 )
 from sglang.srt.layers.ops.attention.op import (
     decode_attention,
@@ -128,7 +128,7 @@ class PagedAttnBackend(AttentionBackend):
         self._viewed: ForwardBatch | None = None
         self._view: KVReadView | None = None
         # By name of the secondary group.
-        self._tables = tables_of(kv_pool, max_rows=req_to_token_pool.size)
+        self._tables = make_window_tables(kv_pool, max_rows=req_to_token_pool.size)
 
     def draft_decode(
         self, layout: BranchLayout, *, max_requests: int
@@ -166,7 +166,7 @@ class PagedAttnBackend(AttentionBackend):
     ) -> StackRun | None:
         if self.stack_op is None or self._tables or not native_available():
             return None
-        view, batch = self._view_of(forward_batch), forward_batch
+        view, batch = self._make_view(forward_batch), forward_batch
         is_decode = batch.forward_mode.is_decode
         pool = self._kv_pool
         caches = [pool.get_kv_buffer(layer) for layer in range(plan.num_layers)]
@@ -198,16 +198,16 @@ class PagedAttnBackend(AttentionBackend):
         """Nothing to fill: a graph reads the static batch and the pools."""
 
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
-        return (self._view_of(forward_batch),)
+        return (self._make_view(forward_batch),)
 
     def group_forwards(self, forward_batch: ForwardBatch) -> dict[str, WindowForward]:
-        view = self._view_of(forward_batch)
+        view = self._make_view(forward_batch)
         return {
             name: tables.make(view, forward_batch)
             for name, tables in self._tables.items()
         }
 
-    def _view_of(self, forward_batch: ForwardBatch) -> KVReadView:
+    def _make_view(self, forward_batch: ForwardBatch) -> KVReadView:
         """Return the view of a forward, the same for all layers. `attend` takes its
         arguments from it too."""
         if self._viewed is not forward_batch:
@@ -242,7 +242,7 @@ class PagedAttnBackend(AttentionBackend):
             out_cache_loc=self._group_cache_loc(layer, forward_batch),
         )
 
-    def _tables_of(self, layer: RadixAttention) -> WindowTables | None:
+    def _layer_tables(self, layer: RadixAttention) -> WindowTables | None:
         """Return the tables of a layer's group, or None for the primary group."""
         if not self._tables:
             return None
@@ -253,7 +253,7 @@ class PagedAttnBackend(AttentionBackend):
     ) -> Tensor | None:
         """Return the slots of the new tokens in a layer's group, or None for the
         primary ones."""
-        tables = self._tables_of(layer)
+        tables = self._layer_tables(layer)
         if tables is None:
             return None
         return tables.cache_loc(layer.layer_id, forward_batch)
@@ -269,7 +269,7 @@ class PagedAttnBackend(AttentionBackend):
         out: Tensor,
     ) -> None:
         k_cache, v_cache = self._kv_pool.get_kv_buffer(layer.layer_id)
-        view = self._view_of(forward_batch)
+        view = self._make_view(forward_batch)
         rows = AttendedRows(
             view.page_table,
             view.row_index,
@@ -277,7 +277,7 @@ class PagedAttnBackend(AttentionBackend):
             view.read_lens,
             forward_batch.positions,
         )
-        tables = self._tables_of(layer)
+        tables = self._layer_tables(layer)
         if tables is not None:
             rows = self._window_rows(tables, view, layer.layer_id, forward_batch)
         common = {

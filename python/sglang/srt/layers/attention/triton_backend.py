@@ -195,20 +195,20 @@ class TritonAttnBackend(PagedAttnBackend):
             expansion = Expansion(
                 weight=layer.weight,
                 new_slots=forward_batch.out_cache_loc,
-                prefix=self._prefix_of(forward_batch),
+                prefix=self._prefix_blocks(forward_batch),
             )
             return self.expanded_op, {"expansion": expansion}
         if self._reads_new(forward_batch):
             # The store left k as the pool holds it.
             options: dict[str, Any] = {"k_new": k, "v_new": v}
             if layer.window <= 0 and layer.logit_cap == 0:
-                options["plan"] = self._plan_of(forward_batch)
+                options["plan"] = self._forward_plan(forward_batch)
             return self.extend_op, options
         return self.extend_op, {"workspace": self._shared_workspace()}
 
-    def _prefix_of(self, forward_batch: ForwardBatch) -> tuple[PrefixBlock, ...]:
+    def _prefix_blocks(self, forward_batch: ForwardBatch) -> tuple[PrefixBlock, ...]:
         if self._expanded is not forward_batch:
-            view, lens = self._view_of(forward_batch), forward_batch.lens_cpu
+            view, lens = self._make_view(forward_batch), forward_batch.lens_cpu
             assert view.page_table is not None and lens is not None
             self._expanded = forward_batch
             self._prefix = prefix_blocks(
@@ -221,7 +221,7 @@ class TritonAttnBackend(PagedAttnBackend):
             )
         return self._prefix
 
-    def _plan_of(self, forward_batch: ForwardBatch) -> ExtendPlan | None:
+    def _forward_plan(self, forward_batch: ForwardBatch) -> ExtendPlan | None:
         """Return None if `extend_hopper` does not serve this forward."""
         if self._planned is not forward_batch:
             self._planned = forward_batch
@@ -236,7 +236,7 @@ class TritonAttnBackend(PagedAttnBackend):
         size = plan_size(lens.prefix_lens, lens.extend_lens)
         if size.elements > gathered_elements(self._max_context):
             return None
-        view = self._view_of(forward_batch)
+        view = self._make_view(forward_batch)
         assert view.page_table is not None and forward_batch.qo_indptr is not None
         return plan_extend(
             view.page_table,

@@ -226,7 +226,7 @@ class WindowTables:
         return WindowRows(*(tensor[:rows] for tensor in whole))
 
 
-def tables_of(kv_pool: KVCache, *, max_rows: int) -> dict[str, WindowTables]:
+def make_window_tables(kv_pool: KVCache, *, max_rows: int) -> dict[str, WindowTables]:
     """Return the tables of a pool's window groups, by group name."""
     return {
         group.name: WindowTables(group, group.slots, max_rows=max_rows)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import Part, divide
-from sglang.srt.layers.linear import LoadableParameter, Shard, copy_part, shards_of
+from sglang.srt.layers.linear import LoadableParameter, Shard, copy_part, make_shards
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.moe.op import (
     ExpertWeights,
@@ -60,7 +60,7 @@ class ExpertParameter(LoadableParameter):
         """Create a parameter from the `parts` of each expert's tensors along `dim`."""
         parameter = cls(data, requires_grad=False)
         parameter.split_dim = dim + 1
-        parameter.parts = shards_of(parts)
+        parameter.parts = make_shards(parts)
         parameter.stacked = layout
         parameter.shards = {
             str(expert) if part is None else f"{expert}.{part}": place

@@ -31,7 +31,7 @@ from kv_canary.kernels.triton.sums import (
     sum_bytes,
 )
 from sglang.srt.layers.ops.attention.shared.attend import Sums, weights_of_read
-from sglang.srt.layers.ops.attention.shared.elements import page_at, slot_of
+from sglang.srt.layers.ops.attention.shared.elements import page_at, page_to_slots
 
 # Words of a tile that each thread adds up: one 16-byte load.
 LANE_WORDS = tl.constexpr(4)
@@ -55,7 +55,7 @@ class Compared(NamedTuple):
 
 
 @triton.jit
-def words_of(tile):
+def as_words(tile):
     """Return the 32-bit words of a tile [elements, channels]: uint32 [elements,
     words]."""
     if tile.dtype.primitive_bitwidth == 32:
@@ -74,7 +74,7 @@ def lane_sums(k, v):
     LANE_WORDS]."""
     WORDS: tl.constexpr = k.shape[1] * k.dtype.primitive_bitwidth // 32
     place = 4 * tl.arange(0, WORDS)[None, :]
-    sums = sum_bytes(words_of(k), place) + sum_bytes(words_of(v), place + V_PLACE)
+    sums = sum_bytes(as_words(k), place) + sum_bytes(as_words(v), place + V_PLACE)
     lanes = tl.reshape(sums, (k.shape[0], WORDS // LANE_WORDS, LANE_WORDS))
     return tl.sum(lanes, 2)
 
@@ -132,7 +132,7 @@ def report_changed(begin, end, kv, of, SHAPE: tl.constexpr, TILE: tl.constexpr):
         element = start + tl.arange(0, BLOCK_N)
         is_read = element < end
         page = tl.load(page_at(kv, element, SHAPE.page_size), mask=is_read, other=0)
-        slot = slot_of(page, element, SHAPE.page_size)
+        slot = page_to_slots(page, element, SHAPE.page_size)
         is_loaded = is_read[:, None] & kv.is_channel[None, :]
         k = tl.load(kv.k + slot * kv.k_stride, mask=is_loaded, other=0.0)
         v = tl.load(kv.v + slot * kv.v_stride, mask=is_loaded, other=0.0)
@@ -214,7 +214,7 @@ def attend_checked(
         is_read = element < end
         is_kept = element < prefix
         page = tl.load(page_at(kv, element, SHAPE.page_size), mask=is_read, other=0)
-        slot = slot_of(page, element, SHAPE.page_size)
+        slot = page_to_slots(page, element, SHAPE.page_size)
         is_loaded = is_read[:, None] & kv.is_channel[None, :]
         k = tl.load(kv.k + slot * kv.k_stride, mask=is_loaded, other=0.0)
         v = tl.load(kv.v + slot * kv.v_stride, mask=is_loaded, other=0.0)

@@ -18,10 +18,10 @@ from sglang.srt.layers.ops.attention.shared.attend import (
     with_sink,
 )
 from sglang.srt.layers.ops.attention.shared.elements import (
-    kv_of,
+    find_table_row,
     page_at,
-    slot_of,
-    table_row_of,
+    page_to_slots,
+    row_kv,
 )
 
 NEVER = tl.constexpr(int(Compares.NEVER))
@@ -57,7 +57,7 @@ def attend_range(
         element = start + tl.arange(0, BLOCK_N)
         is_read = element < end
         page = tl.load(page_at(kv, element, PAGE_SIZE), mask=is_read, other=0)
-        slot = slot_of(page, element, PAGE_SIZE)
+        slot = page_to_slots(page, element, PAGE_SIZE)
         # Slots past the end may hold NaN, which a zero weight would not silence.
         is_loaded = is_read[:, None] & kv.is_channel[None, :]
         k = tl.load(kv.k + slot * kv.k_stride, mask=is_loaded, other=0.0)
@@ -160,8 +160,8 @@ def decode_split_kernel(
         other=0.0,
     )
 
-    table_row = table_row_of(pages, row)
-    kv = kv_of(pool, pages, table_row, kv_head, channel, is_channel)
+    table_row = find_table_row(pages, row)
+    kv = row_kv(pool, pages, table_row, kv_head, channel, is_channel)
     sums = empty_sums(TILE.block_h, SHAPE.block_d)
     acc, top, total = attend_compared(
         sums,

@@ -35,7 +35,7 @@ from sglang.srt.layers.ops.attention.decode.checked import (
     WORD3,
     passing_finding,
 )
-from sglang.srt.layers.ops.attention.decode_hopper.reads import slots_of
+from sglang.srt.layers.ops.attention.decode_hopper.reads import load_slots
 
 # Digits of one factor, and of the factors of K and V together.
 _DIGITS = gl.constexpr(4)
@@ -67,7 +67,7 @@ def sums_layout(warps):
 
 
 @gluon.jit
-def digits_of(BYTES: gl.constexpr, LAYOUT: gl.constexpr):
+def factor_digits(BYTES: gl.constexpr, LAYOUT: gl.constexpr):
     """Return digits of the factors of K's and V's bytes, as an operand of LAYOUT's
     parent."""
     ROWS: gl.constexpr = gl.BlockedLayout(
@@ -91,10 +91,12 @@ def start_watch(reads, begin, of, SHAPE: gl.constexpr, N: gl.constexpr):
     # A padded row has no prefix.
     prefix = gl.where(gl.load(check.req_rows + row) != 0, prefix, 0)
     limit = gl.minimum(reads.end, prefix)
-    element = elements_of(begin, N)
-    slot = slots_of(reads, element, SHAPE.page_size)
+    element = tile_elements(begin, N)
+    slot = load_slots(reads, element, SHAPE.page_size)
     return Watch(
-        digits=digits_of(SHAPE.head_dim * ITEMSIZE, gl.DotOperandLayout(1, SUMS, 4)),
+        digits=factor_digits(
+            SHAPE.head_dim * ITEMSIZE, gl.DotOperandLayout(1, SUMS, 4)
+        ),
         limit=limit,
         kept=load_kept(slot, element < limit, of, SHAPE),
         changed=gl.zeros([N], gl.uint32, gl.SliceLayout(1, SUMS)),
@@ -102,7 +104,7 @@ def start_watch(reads, begin, of, SHAPE: gl.constexpr, N: gl.constexpr):
 
 
 @gluon.jit
-def elements_of(begin, N: gl.constexpr):
+def tile_elements(begin, N: gl.constexpr):
     """Return elements [N] of the tile that begins at `begin`."""
     ROWS: gl.constexpr = gl.SliceLayout(1, sums_layout(gl.num_warps()))
     return begin + gl.arange(0, N, layout=ROWS)
@@ -117,7 +119,7 @@ def load_kept(slot, mask, of, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def products_of(place, digits):
+def byte_products(place, digits):
     """Multiply the bytes of a tile in shared memory by digits: int32 [elements,
     columns]."""
     N: gl.constexpr = place.shape[0]
@@ -139,10 +141,10 @@ def watch_tile(watch, keys, values, begin, next_slot, of, SHAPE: gl.constexpr):
     column = gl.arange(0, _COLUMNS, layout=gl.SliceLayout(0, SUMS))
     column = gl.expand_dims(column, 0)
     products = gl.where(
-        column < _DIGITS, products_of(keys, digits), products_of(values, digits)
+        column < _DIGITS, byte_products(keys, digits), byte_products(values, digits)
     ).to(gl.uint32, bitcast=True)
     sums = gl.sum(products << (8 * (column % _DIGITS)).to(gl.uint32), 1)
-    element = elements_of(begin, N)
+    element = tile_elements(begin, N)
     changed = changed | gl.where(element < limit, sums ^ kept, 0)
     kept = load_kept(next_slot, element + N < limit, of, SHAPE)
     return Watch(digits, limit, kept, changed)

@@ -22,12 +22,12 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 from sglang.srt.layers.ops.attention.decode.checked import Compared
 from sglang.srt.layers.ops.attention.decode_hopper.checked import (
-    elements_of,
     end_watch,
     start_watch,
+    tile_elements,
     watch_tile,
 )
-from sglang.srt.layers.ops.attention.decode_hopper.reads import Reads, slots_of
+from sglang.srt.layers.ops.attention.decode_hopper.reads import Reads, load_slots
 from sglang.srt.layers.ops.attention.decode_hopper.results import put_result
 from sglang.srt.layers.ops.attention.shared.args import Compares
 from sglang.srt.layers.ops.attention.shared.attend import Sums
@@ -40,7 +40,7 @@ _IN_TURN = gl.constexpr(int(Compares.IN_TURN))
 
 
 @gluon.jit
-def reads_of(pool, pages, row, kv_head, end):
+def make_reads(pool, pages, row, kv_head, end):
     """Return the `Reads` of a row up to element `end`."""
     table_row = row
     if pages.row_index is not None:
@@ -83,17 +83,17 @@ def start_copies(
     """Start the copies of as many tiles as have room, less one. Return (elements of the
     next tile, their slots)."""
     for stage in gl.static_range(keys.shape[0] - 1):
-        slot = slots_of(reads, element, PAGE)
+        slot = load_slots(reads, element, PAGE)
         copy_elements(
             reads, slot, element, keys.index(stage), values.index(stage), LAYOUT
         )
         element += keys.shape[1]
-    return element, slots_of(reads, element, PAGE)
+    return element, load_slots(reads, element, PAGE)
 
 
 @gluon.jit
-def scores_of(product, scale):
-    """`attend.scores_of`."""
+def to_scores(product, scale):
+    """`attend.to_scores`."""
     score = product * scale.factor
     if scale.cap is not None:
         power = gl.exp2(gl.abs(score) * (-2.0 * _LOG2_E))
@@ -192,14 +192,14 @@ def attend_tiles(
         async_copy.wait_group(STAGES - 2)
         if COMPARES != _NEVER:
             # Their recorded sums load while this tile is multiplied.
-            next_element = elements_of(begin + (tile + 1) * N, N)
-            next_slot = slots_of(reads, next_element, SHAPE.page_size)
+            next_element = tile_elements(begin + (tile + 1) * N, N)
+            next_slot = load_slots(reads, next_element, SHAPE.page_size)
         ahead = (tile + STAGES - 1) % STAGES
         copy_elements(
             reads, slot, element, keys.index(ahead), values.index(ahead), COPY
         )
         element += N
-        slot = slots_of(reads, element, SHAPE.page_size)
+        slot = load_slots(reads, element, SHAPE.page_size)
 
         if COMPARES != _NEVER:
             watch = watch_tile(
@@ -215,7 +215,7 @@ def attend_tiles(
         product = mma_v2(query, key, gl.zeros([_QUERIES, N], gl.float32, MMA))
         is_read = begin + tile * N + column < reads.end
         score = gl.where(
-            gl.expand_dims(is_read, 0), scores_of(product, scale), float("-inf")
+            gl.expand_dims(is_read, 0), to_scores(product, scale), float("-inf")
         )
         weight, shrink, top, total = fold(score, top, total)
         acc = acc * gl.expand_dims(shrink, 1)
@@ -287,7 +287,7 @@ def decode_hopper_kernel(
     end = gl.minimum(begin + per_split, read_len)
     tiles = (end - begin + N - 1) // N
 
-    reads = reads_of(pool, pages, row, kv_head, end)
+    reads = make_reads(pool, pages, row, kv_head, end)
     keys = gl.allocate_shared_memory(dtype, [STAGES, N, D], SHARED)
     values = gl.allocate_shared_memory(dtype, [STAGES, N, D], SHARED)
     element = begin + gl.arange(0, N, layout=gl.SliceLayout(1, COPY))

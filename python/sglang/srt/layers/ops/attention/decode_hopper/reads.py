@@ -27,7 +27,7 @@ class Reads(NamedTuple):
 
 
 @gluon.jit
-def slots_of(reads, element, PAGE: gl.constexpr):
+def load_slots(reads, element, PAGE: gl.constexpr):
     """Return the slots of elements. Elements that are not read get the first page."""
     at = reads.table + (element // PAGE).to(gl.int64) * reads.column_stride
     page = gl.load(at, mask=element < reads.end, other=0)

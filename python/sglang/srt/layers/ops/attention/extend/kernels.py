@@ -21,19 +21,19 @@ from sglang.srt.layers.ops.attention.shared.attend import (
     store_average,
 )
 from sglang.srt.layers.ops.attention.shared.elements import (
-    cells_of,
+    find_table_row,
     find_tile,
-    heads_of,
     is_before,
-    kv_of,
-    table_row_of,
-    tokens_of,
+    query_heads,
+    query_tokens,
+    row_kv,
+    token_pointers,
 )
 from sglang.srt.layers.ops.attention.shared.masks import (
     Mask,
-    bounds_of,
-    new_tokens_of,
-    positions_of,
+    attended_bounds,
+    load_row_lens,
+    query_positions,
 )
 
 
@@ -78,27 +78,27 @@ def extend_kernel(
     row, first_token = find_tile(lens.qo_indptr, rows, tile, TOKENS, BLOCK_R)
     if row < 0:
         return
-    q_begin, new_tokens, prefix = new_tokens_of(lens, row)
+    q_begin, new_tokens, prefix = load_row_lens(lens, row)
     if first_token >= new_tokens:
         return
     last_token = tl.minimum(first_token + TOKENS, new_tokens) - 1
 
-    token = tokens_of(first_token, TILE)
+    token = query_tokens(first_token, TILE)
     is_token = is_before(token, new_tokens, TILE)
-    head = heads_of(lane, TILE)
+    head = query_heads(lane, TILE)
     channel = tl.arange(0, SHAPE.block_d)
     is_channel = channel < SHAPE.head_dim
     is_query = is_token[:, None] & is_channel[None, :]
     q_row = q_begin + token
-    q_at = cells_of(q, q_row, head, channel, SHAPE.head_dim)
+    q_at = token_pointers(q, q_row, head, channel, SHAPE.head_dim)
     query = tl.load(q_at, mask=is_query, other=0.0)
 
-    table_row = table_row_of(pages, row)
-    kv = kv_of(pool, pages, table_row, lane // HEAD_BLOCKS, channel, is_channel)
+    table_row = find_table_row(pages, row)
+    kv = row_kv(pool, pages, table_row, lane // HEAD_BLOCKS, channel, is_channel)
     own = prefix + token
-    seen = positions_of(positions, q_begin, own, prefix, is_token)
+    seen = query_positions(positions, q_begin, own, prefix, is_token)
     HAS_TREE: tl.constexpr = tree_mask is not None
-    lo, left, right, end = bounds_of(
+    lo, left, right, end = attended_bounds(
         prefix, first_token, last_token, new_tokens, window, HAS_TREE, TILE.block_n
     )
     elements = (row, q_begin, own, seen, lo, end, prefix, new_tokens)
@@ -114,5 +114,5 @@ def extend_kernel(
     sums = attend_masked(
         sums, query, right, mask.end, kv, None, mask, scale, SHAPE, TILE
     )
-    out_at = cells_of(out, q_row, head, channel, SHAPE.head_dim)
+    out_at = token_pointers(out, q_row, head, channel, SHAPE.head_dim)
     store_average(out_at, sums, sinks, head, is_query)

@@ -136,11 +136,11 @@ def choose_tile(shape: LaunchShape, *, itemsize: int) -> ExtendTile:
 def extend_launch(tile: ExtendTile, shape: LaunchShape, *, page_size: int) -> Launch:
     """Return compile-time parameters of either kernel, chosen from shapes alone."""
     kernel_shape = shape_args(shape.q_heads, shape.kv_heads, shape.head_dim, page_size)
-    return _launch_of(tile, kernel_shape, searched_rows(shape.rows))
+    return _make_launch(tile, kernel_shape, searched_rows(shape.rows))
 
 
 @functools.cache
-def _launch_of(tile: ExtendTile, shape: Shape, block_r: int) -> Launch:
+def _make_launch(tile: ExtendTile, shape: Shape, block_r: int) -> Launch:
     return Launch(
         constants={
             "SHAPE": shape,

@@ -23,17 +23,17 @@ from sglang.srt.layers.ops.attention.shared.attend import (
     store_average,
 )
 from sglang.srt.layers.ops.attention.shared.elements import (
-    cells_of,
     find_row,
-    heads_of,
+    find_table_row,
     is_before,
-    kv_of,
     load_tile,
-    new_kv_of,
     page_at,
-    slot_of,
-    table_row_of,
-    tokens_of,
+    page_to_slots,
+    query_heads,
+    query_tokens,
+    row_kv,
+    row_new_kv,
+    token_pointers,
 )
 from sglang.srt.layers.ops.attention.shared.masks import Mask
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
@@ -59,7 +59,7 @@ def attend_rest(
     number = begin + tl.arange(0, BLOCK_N)
     element = tl.minimum(number, prefix - 1)
     page = tl.load(page_at(kv, element, SHAPE.page_size))
-    slot = slot_of(page, element, SHAPE.page_size)
+    slot = page_to_slots(page, element, SHAPE.page_size)
     k = load_tile(kv.k + slot * kv.k_stride, kv.is_channel, SHAPE)
     v = load_tile(kv.v + slot * kv.v_stride, kv.is_channel, SHAPE)
     score = capped(tl.dot(query, tl.trans(k), input_precision="ieee"), scale)
@@ -217,16 +217,16 @@ def extend_dense_kernel(
     row, q_begin, first_token = find_tokens(lens, rows, tile, TOKENS, BLOCK_R, ONE_ROW)
     q_end = tl.load(lens.qo_indptr + row + 1)
     prefix = tl.load(lens.prefix_lens + row).to(tl.int32)
-    table_row = table_row_of(pages, row)
-    token = tokens_of(first_token, TILE)
+    table_row = find_table_row(pages, row)
+    token = query_tokens(first_token, TILE)
     kv_head = lane // HEAD_BLOCKS
-    head = heads_of(lane, TILE)
+    head = query_heads(lane, TILE)
     channel = tl.arange(0, SHAPE.block_d)
     is_channel = channel < SHAPE.head_dim
     q_row = q_begin + token
     # With one row, more than its tokens may be read: the launch pads them.
     is_readable = is_before(q_row, tokens if ONE_ROW else q_end, TILE)[:, None]
-    q_at = cells_of(q, q_row, head, channel, SHAPE.head_dim)
+    q_at = token_pointers(q, q_row, head, channel, SHAPE.head_dim)
     query = tl.load(q_at, mask=is_readable & is_channel[None, :], other=0.0)
     new_tokens = (q_end - q_begin).to(tl.int32)
     if first_token >= new_tokens:
@@ -235,9 +235,9 @@ def extend_dense_kernel(
     is_token = is_before(token, new_tokens, TILE)
     is_query = is_token[:, None] & is_channel[None, :]
 
-    kv = kv_of(pool, pages, table_row, kv_head, channel, is_channel)
+    kv = row_kv(pool, pages, table_row, kv_head, channel, is_channel)
     first_channel = kv_head * SHAPE.head_dim
-    new = new_kv_of(new_kv, q_begin, first_channel, channel)
+    new = row_new_kv(new_kv, q_begin, first_channel, channel)
     lo, left, end = dense_bounds(prefix, first_token, last_token, window, TILE)
     begin = lo // TILE.masked_n * TILE.masked_n
     own = prefix + token
@@ -267,5 +267,5 @@ def extend_dense_kernel(
     if tl.max(tl.max(is_bad.to(tl.int32), 1), 0) > 0:
         sums = empty_sums(TILE.block_m, SHAPE.block_d)
         sums = attend_masked(sums, query, begin, end, kv, new, mask, scale, SHAPE, TILE)
-    out_at = cells_of(out, q_row, head, channel, SHAPE.head_dim)
+    out_at = token_pointers(out, q_row, head, channel, SHAPE.head_dim)
     store_average(out_at, sums, sinks, head, is_query)

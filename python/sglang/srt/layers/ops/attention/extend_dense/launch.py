@@ -80,11 +80,11 @@ def dense_launch(shape: LaunchShape, *, page_size: int, pdl: bool) -> Launch:
     kernel_shape = shape_args(shape.q_heads, shape.kv_heads, shape.head_dim, page_size)
     tile = TILES[max(kernel_shape.block_d, 64)]
     block_r, one_row = searched_rows(shape.rows), shape.rows == 1
-    return _launch_of(tile, kernel_shape, block_r, one_row, pdl)
+    return _make_launch(tile, kernel_shape, block_r, one_row, pdl)
 
 
 @functools.cache
-def _launch_of(
+def _make_launch(
     tile: TileChoice, shape: Shape, block_r: int, one_row: bool, pdl: bool
 ) -> Launch:
     return Launch(

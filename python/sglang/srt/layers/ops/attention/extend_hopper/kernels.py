@@ -35,8 +35,8 @@ from sglang.srt.layers.ops.attention.extend_hopper.rings import (
     Tiles,
     fill,
     give_back,
+    load_work,
     new_rings,
-    work_of,
 )
 from sglang.srt.layers.ops.attention.shared.attend import Sums
 
@@ -107,7 +107,7 @@ def attend_rest(query, rings, p, sums, at, end, factor, SCORES: gl.constexpr):
 
 
 @gluon.jit
-def sink_of(softmax, head, top):
+def sink_weight(softmax, head, top):
     """Return the weight of a head's sink, a logit without a value."""
     sink = gl.load(softmax.sinks + head).to(gl.float32) * _LOG2_E
     return gl.exp2(sink - top * softmax.factor)
@@ -173,9 +173,9 @@ def attend(
     own = HALF * M + gl.arange(0, M, layout=gl.SliceLayout(1, SCORES))
     column = gl.arange(0, N, layout=gl.SliceLayout(0, SCORES))
     at = 0
-    work = work_of(share, share.first, HEADS)
+    work = load_work(share, share.first, HEADS)
     for item in range(share.first, share.items, share.stride):
-        following = work_of(share, item + share.stride, HEADS)
+        following = load_work(share, item + share.stride, HEADS)
         turn = (item - share.first) // share.stride
         q_place = turn % 2
         query = rings.q.index(q_place * 2 + HALF)
@@ -216,7 +216,7 @@ def attend(
         )
         at = end
         if softmax.sinks is not None:
-            total += sink_of(softmax, work.head, top)
+            total += sink_weight(softmax, work.head, top)
         inverse = gl.convert_layout(1.0 / total, ROW)
         result = (acc * gl.expand_dims(inverse, 1)).to(dtype)
         put_result(tiles, query, result, work, HALF, out, out_stride)

@@ -80,7 +80,7 @@ def plan_extend(
     if size.elements == 0:
         return ExtendPlan(tiles, None)
     number = torch.arange(size.elements, device=padded.device)
-    row = _rows_of(number, prefix_ends)
+    row = _owning_rows(number, prefix_ends)
     element = torch.minimum(number - prefix_rows[row], prefix_lens[row] - 1)
     element = element.clamp(min=0)
     table_row = row if row_index is None else row_index[row]
@@ -96,7 +96,7 @@ def _tiles(
     counts = -(-new // BLOCK)
     ends = counts.cumsum(0)
     number = torch.arange(count, device=ends.device)
-    row = _rows_of(number, ends)
+    row = _owning_rows(number, ends)
     before = number - (ends - counts)[row]
     prefix = prefix_lens[row]
     full = prefix // BLOCK
@@ -114,7 +114,7 @@ def _tiles(
     return tiles
 
 
-def _rows_of(number: Tensor, ends: Tensor) -> Tensor:
+def _owning_rows(number: Tensor, ends: Tensor) -> Tensor:
     """Return the rows that own these numbers; row r owns numbers below ends[r]."""
     row = torch.searchsorted(ends, number, right=True)
     return row.clamp(max=len(ends) - 1)

@@ -77,7 +77,7 @@ class Share(NamedTuple):
 
 
 @gluon.jit
-def work_of(share, item, HEADS: gl.constexpr):
+def load_work(share, item, HEADS: gl.constexpr):
     """Return the work with number `item`. Heads of one tile are neighbours and share K
     and V."""
     number = gl.minimum(item, share.items - 1)
@@ -119,9 +119,9 @@ def fill(tiles, rings, share, HEADS: gl.constexpr, GROUP: gl.constexpr):
     D: gl.constexpr = rings.q.shape[2]
     BLOCK: gl.constexpr = rings.k.shape[1]
     at = 0
-    work = work_of(share, share.first, HEADS)
+    work = load_work(share, share.first, HEADS)
     for item in range(share.first, share.items, share.stride):
-        following = work_of(share, item + share.stride, HEADS)
+        following = load_work(share, item + share.stride, HEADS)
         turn = (item - share.first) // share.stride
         q_place = turn % 2
         q_ready = rings.q_ready.index(q_place)

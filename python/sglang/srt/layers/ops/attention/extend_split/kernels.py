@@ -22,19 +22,19 @@ from sglang.srt.layers.ops.attention.shared.attend import (
     with_sink,
 )
 from sglang.srt.layers.ops.attention.shared.elements import (
-    cells_of,
+    find_table_row,
     find_tile,
-    heads_of,
     is_before,
-    kv_of,
-    table_row_of,
-    tokens_of,
+    query_heads,
+    query_tokens,
+    row_kv,
+    token_pointers,
 )
 from sglang.srt.layers.ops.attention.shared.masks import (
     Mask,
-    bounds_of,
-    new_tokens_of,
-    positions_of,
+    attended_bounds,
+    load_row_lens,
+    query_positions,
 )
 
 
@@ -158,17 +158,17 @@ def extend_split_kernel(
         row, first_token = find_tile(lens.qo_indptr, rows, tile, TOKENS, BLOCK_R)
         if row < 0:
             return
-    q_begin, new_tokens, prefix = new_tokens_of(lens, row)
-    table_row = table_row_of(pages, row)
+    q_begin, new_tokens, prefix = load_row_lens(lens, row)
+    table_row = find_table_row(pages, row)
     if first_token >= new_tokens:
         return
     last_token = tl.minimum(first_token + TOKENS, new_tokens) - 1
-    token = tokens_of(first_token, TILE)
+    token = query_tokens(first_token, TILE)
     is_token = is_before(token, new_tokens, TILE)
     own = prefix + token
-    seen = positions_of(positions, q_begin, own, prefix, is_token)
+    seen = query_positions(positions, q_begin, own, prefix, is_token)
     HAS_TREE: tl.constexpr = tree_mask is not None
-    lo, left, right, end = bounds_of(
+    lo, left, right, end = attended_bounds(
         prefix, first_token, last_token, new_tokens, window, HAS_TREE, TILE.block_n
     )
     elements = (row, q_begin, own, seen, lo, end, prefix, new_tokens)
@@ -177,7 +177,7 @@ def extend_split_kernel(
     per_split = tl.cdiv(tl.cdiv(mask.end - first, TILE.block_n), splits) * TILE.block_n
     begin = first + split * per_split
 
-    head = heads_of(lane, TILE)
+    head = query_heads(lane, TILE)
     q_row = q_begin + token
     cell = (q_row * (SHAPE.kv_heads * SHAPE.group) + head) * splits + split
     if begin >= mask.end:
@@ -188,9 +188,9 @@ def extend_split_kernel(
     channel = tl.arange(0, SHAPE.block_d)
     is_channel = channel < SHAPE.head_dim
     is_query = is_token[:, None] & is_channel[None, :]
-    q_at = cells_of(q, q_row, head, channel, SHAPE.head_dim)
+    q_at = token_pointers(q, q_row, head, channel, SHAPE.head_dim)
     query = tl.load(q_at, mask=is_query, other=0.0)
-    kv = kv_of(pool, pages, table_row, lane // HEAD_BLOCKS, channel, is_channel)
+    kv = row_kv(pool, pages, table_row, lane // HEAD_BLOCKS, channel, is_channel)
     acc, top, total = attend_split(
         query, begin, begin + per_split, left, right, kv, mask, scale, SHAPE, TILE
     )
@@ -198,7 +198,7 @@ def extend_split_kernel(
     total = divisor(total, top, sinks, head, splits)
     result = acc / total[:, None]
     if splits == 1:
-        out_at = cells_of(out, q_row, head, channel, SHAPE.head_dim)
+        out_at = token_pointers(out, q_row, head, channel, SHAPE.head_dim)
         tl.store(out_at, result.to(out.at.dtype.element_ty), mask=is_query)
     else:
         at = partials.results + cell[:, None] * SHAPE.head_dim + channel[None, :]
@@ -256,7 +256,7 @@ def extend_combine_kernel(
         total = with_sink(total, anchor, tl.load(sinks + head))
     result = result / tl.where(total == 0.0, 1.0, total)[:, None]
     tl.store(
-        cells_of(out, token, head, channel, HEAD_DIM),
+        token_pointers(out, token, head, channel, HEAD_DIM),
         result.to(out.at.dtype.element_ty),
         mask=is_pair[:, None] & is_channel[None, :],
     )

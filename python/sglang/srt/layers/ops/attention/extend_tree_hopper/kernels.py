@@ -29,7 +29,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from sglang.srt.layers.ops.attention.extend_hopper.kernels import (
     attend_rest,
     clear_rest,
-    sink_of,
+    sink_weight,
     start_scores,
     start_sums,
 )
@@ -77,7 +77,7 @@ class TreeWork(NamedTuple):
 
 
 @gluon.jit
-def tree_work_of(
+def load_tree_work(
     share, item, HEADS: gl.constexpr, NEW: gl.constexpr, BLOCK: gl.constexpr
 ):
     """Return the work with number `item`. Heads of a request are neighbours and share K
@@ -126,7 +126,7 @@ def fill_from_pages(
     BLOCK: gl.constexpr = rings.k.shape[1]
     at = 0
     for item in range(share.first, share.items, share.stride):
-        work = tree_work_of(share, item, HEADS, NEW, BLOCK)
+        work = load_tree_work(share, item, HEADS, NEW, BLOCK)
         turn = (item - share.first) // share.stride
         q_place = turn % 2
         q_ready = rings.q_ready.index(q_place)
@@ -221,7 +221,7 @@ def attend_tree(
     column = gl.arange(0, N, layout=gl.SliceLayout(0, SCORES))
     at = 0
     for item in range(share.first, share.items, share.stride):
-        work = tree_work_of(share, item, HEADS, NEW, N)
+        work = load_tree_work(share, item, HEADS, NEW, N)
         turn = (item - share.first) // share.stride
         q_place = turn % 2
         query = rings.q.index(q_place * 2 + HALF)
@@ -262,7 +262,7 @@ def attend_tree(
         )
         at = end
         if softmax.sinks is not None:
-            total += sink_of(softmax, work.head + HALF, top)
+            total += sink_weight(softmax, work.head + HALF, top)
         # A zero sum belongs to a padded query.
         inverse = gl.convert_layout(1.0 / gl.where(total == 0.0, 1.0, total), ROW)
         result = (acc * gl.expand_dims(inverse, 1)).to(dtype)

@@ -24,18 +24,18 @@ from sglang.srt.layers.ops.attention.shared.attend import (
     is_not_finite,
 )
 from sglang.srt.layers.ops.attention.shared.elements import (
+    find_table_row,
     find_tile,
-    heads_of,
     is_before,
     page_at,
-    slot_of,
-    table_row_of,
-    tokens_of,
+    page_to_slots,
+    query_heads,
+    query_tokens,
 )
 from sglang.srt.layers.ops.attention.shared.masks import (
     Mask,
     is_attended,
-    new_tokens_of,
+    load_row_lens,
 )
 
 
@@ -106,7 +106,7 @@ def attend_latents(
         if IS_MASKED:
             is_read = element < stop
         page = tl.load(page_at(latents, element, LATENT.page_size), mask=is_read)
-        slot = slot_of(page, element, LATENT.page_size)
+        slot = page_to_slots(page, element, LATENT.page_size)
         at = latents.at + slot * latents.slot_stride
         latent = load_channels(at, is_read, LATENT.rank, LATENT.block_rank)
         key = load_channels(at + LATENT.rank, is_read, LATENT.rope, LATENT.block_rope)
@@ -129,7 +129,7 @@ def attend_latents(
 
 
 @triton.jit
-def queries_of(
+def tile_queries(
     lens,
     tree_mask,
     rows,
@@ -152,9 +152,9 @@ def queries_of(
         row, first_token = find_tile(lens.qo_indptr, rows, tile, TOKENS, BLOCK_R)
         is_any = row >= 0
         row = tl.maximum(row, 0)
-        q_begin, new_tokens, prefix = new_tokens_of(lens, row)
+        q_begin, new_tokens, prefix = load_row_lens(lens, row)
         is_any &= first_token < new_tokens
-    own = prefix + tokens_of(first_token, TILE)
+    own = prefix + query_tokens(first_token, TILE)
     is_token = is_before(own - prefix, new_tokens, TILE)
     if tree_mask is None:
         end = prefix + tl.minimum(new_tokens, first_token + TOKENS)
@@ -250,7 +250,7 @@ def latent_kernel(
     lane = tl.program_id(0) % HEAD_BLOCKS
     tile = tl.program_id(0) // HEAD_BLOCKS
     split = tl.program_id(1)
-    row, q_begin, own, is_token, prefix, new_tokens, end, full, is_any = queries_of(
+    row, q_begin, own, is_token, prefix, new_tokens, end, full, is_any = tile_queries(
         lens, tree_mask, rows, tile, LATENT, TILE, BLOCK_R
     )
     if not is_any:
@@ -270,7 +270,7 @@ def latent_kernel(
     )
     per_split = tl.cdiv(tl.cdiv(mask.end, TILE.block_n), splits) * TILE.block_n
     begin = split * per_split
-    head = heads_of(lane, TILE)
+    head = query_heads(lane, TILE)
     q_row = q_begin + mask.own - mask.prefix
     cell = (q_row * LATENT.q_heads + head) * splits + split
     if splits > 1:  # noqa: SIM102 - known when this is compiled
@@ -289,7 +289,7 @@ def latent_kernel(
         mask=is_token[:, None] & (turned < LATENT.rope)[None, :],
         other=0.0,
     )
-    table = pages.table + table_row_of(pages, row) * pages.row_stride
+    table = pages.table + find_table_row(pages, row) * pages.row_stride
     latents = RowLatents(cache, slot_stride, table, pages.column_stride)
     acc, top, total = attend_split(
         query,

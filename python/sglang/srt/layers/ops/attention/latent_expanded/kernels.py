@@ -22,7 +22,7 @@ from sglang.srt.layers.ops.attention.shared.attend import (
     fold_scores,
     is_not_finite,
 )
-from sglang.srt.layers.ops.attention.shared.elements import cells_of
+from sglang.srt.layers.ops.attention.shared.elements import token_pointers
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
 
@@ -43,7 +43,7 @@ class HeadKV(NamedTuple):
 
 
 @triton.jit
-def products_of(query, rotated, kv, start, SHAPE: tl.constexpr):
+def key_products(query, rotated, kv, start, SHAPE: tl.constexpr):
     """Multiply the queries by the keys of the tile that begins at `start`."""
     k = kv.nope_tiles.load([kv.first + start, kv.column])
     product = tl.dot(query, tl.trans(k), input_precision="ieee")
@@ -52,7 +52,7 @@ def products_of(query, rotated, kv, start, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def values_of(kv, start, SHAPE: tl.constexpr):
+def load_values(kv, start, SHAPE: tl.constexpr):
     """Return the values of the tile that begins at `start`."""
     return kv.value_tiles.load([kv.first + start, kv.column + SHAPE.nope_dim])
 
@@ -65,10 +65,10 @@ def attend_whole(
     acc, top, total = sums
     for step in tl.range(0, tiles, num_stages=TILE.stages):
         start = step * TILE.block_n
-        score = products_of(query, rotated, kv, start, SHAPE)
+        score = key_products(query, rotated, kv, start, SHAPE)
         weight, shrink, top, total = fold_scores(score, top, total, scale)
         acc = acc * shrink[:, None]
-        v = values_of(kv, start, SHAPE)
+        v = load_values(kv, start, SHAPE)
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
     return Sums(acc, top, total)
 
@@ -80,17 +80,17 @@ def attend_whole_late(
     """`attend_whole` with the product with V one tile late, as `attend_full_late`."""
     acc, top, total = sums
     if tiles > 0:
-        score = products_of(query, rotated, kv, 0, SHAPE)
+        score = key_products(query, rotated, kv, 0, SHAPE)
         weight, shrink, top, total = fold_scores(score, top, total, scale)
         for step in tl.range(1, tiles, num_stages=TILE.stages):
             start = step * TILE.block_n
-            score = products_of(query, rotated, kv, start, SHAPE)
+            score = key_products(query, rotated, kv, start, SHAPE)
             acc = acc * shrink[:, None]
-            v = values_of(kv, start - TILE.block_n, SHAPE)
+            v = load_values(kv, start - TILE.block_n, SHAPE)
             acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
             weight, shrink, top, total = fold_scores(score, top, total, scale)
         acc = acc * shrink[:, None]
-        v = values_of(kv, (tiles - 1) * TILE.block_n, SHAPE)
+        v = load_values(kv, (tiles - 1) * TILE.block_n, SHAPE)
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
     return Sums(acc, top, total)
 
@@ -117,11 +117,11 @@ def attend_partly(
     """
     acc, top, total = sums
     for start in tl.range(begin, end, TILE.block_n, num_stages=1):
-        score = products_of(query, rotated, kv, start, SHAPE)
+        score = key_products(query, rotated, kv, start, SHAPE)
         number = start + tl.arange(0, TILE.block_n)
         attends = (number < end)[None, :] & (number[None, :] <= last[:, None])
         score = tl.where(attends, score * scale.factor, float("-inf"))
-        v = values_of(kv, start, SHAPE)
+        v = load_values(kv, start, SHAPE)
         is_bad = is_not_finite(v)
         is_bad_element = tl.max(is_bad.to(tl.int32), 1) > 0
         score = tl.where(attends & is_bad_element[None, :], float("nan"), score)
@@ -144,7 +144,7 @@ def running_sums(running, cell, is_token, channel, SHAPE: tl.constexpr):
 
 
 @triton.jit
-def elements_of(
+def tile_elements(
     q_begin, first_token, new_tokens, row, indptr, CAUSAL: tl.constexpr, M: tl.constexpr
 ):
     """Return (first, whole, end): the row's first element among the keys, the end of
@@ -166,13 +166,13 @@ def load_queries(q, q_row, head, is_token, CHANNELS: tl.constexpr, SHAPE: tl.con
     channels]."""
     channel = tl.arange(0, SHAPE.block_nope)
     query = tl.load(
-        cells_of(q, q_row, head, channel, CHANNELS),
+        token_pointers(q, q_row, head, channel, CHANNELS),
         mask=is_token[:, None] & (channel < SHAPE.nope_dim)[None, :],
         other=0.0,
     )
     channel = tl.arange(0, SHAPE.block_rope)
     rotated = tl.load(
-        cells_of(q, q_row, head, SHAPE.nope_dim + channel, CHANNELS),
+        token_pointers(q, q_row, head, SHAPE.nope_dim + channel, CHANNELS),
         mask=is_token[:, None] & (channel < SHAPE.rope_dim)[None, :],
         other=0.0,
     )
@@ -233,7 +233,7 @@ def latent_expanded_kernel(
     new_tokens = (tl.load(lens.qo_indptr + row + 1) - q_begin).to(tl.int32)
     if first_token >= new_tokens:
         return
-    first, whole, end = elements_of(
+    first, whole, end = tile_elements(
         q_begin, first_token, new_tokens, row, indptr, CAUSAL, TILE.block_m
     )
     if HAS_PAST and not CAUSAL:  # noqa: SIM102 - known when this is compiled
@@ -266,7 +266,7 @@ def latent_expanded_kernel(
     acc = acc / total[:, None]
     is_result = is_token[:, None] & (channel < SHAPE.value_dim)[None, :]
     if CAUSAL:
-        out_at = cells_of(out, q_row, head, channel, SHAPE.value_dim)
+        out_at = token_pointers(out, q_row, head, channel, SHAPE.value_dim)
         tl.store(out_at, acc.to(out.at.dtype.element_ty), mask=is_result)
     else:
         at = running.results + cell[:, None] * SHAPE.value_dim + channel[None, :]

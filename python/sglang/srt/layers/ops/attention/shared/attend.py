@@ -71,7 +71,7 @@ def fold_scores(score, top, total, scale):
 
 
 @triton.jit
-def scores_of(product, scale):
+def to_scores(product, scale):
     """Turn products of q and k into scores."""
     score = capped(product, scale)
     if scale.cap is None:
@@ -83,7 +83,7 @@ def scores_of(product, scale):
 def weights_of_read(query, k, is_read, top, scale):
     """Return (weights of a tile's elements, factor on earlier results, largest score)
     for queries that all attend whatever is read."""
-    score = scores_of(tl.dot(query, tl.trans(k), input_precision="ieee"), scale)
+    score = to_scores(tl.dot(query, tl.trans(k), input_precision="ieee"), scale)
     score = tl.where(is_read[None, :], score, float("-inf"))
     new_top = tl.maximum(top, tl.max(score, 1))
     shrink = tl.exp2(top - new_top)
@@ -244,7 +244,7 @@ def attend_masked_tiles(
             v = tl.load(v_at, mask=is_loaded, other=0.0)
         attends = is_attended(mask, element)
         product = tl.dot(query, tl.trans(k), input_precision="ieee")
-        score = scores_of(product, scale)
+        score = to_scores(product, scale)
         score = tl.where(attends, score, float("-inf"))
         weight, shrink, top, total = fold_masked_scores(score, top, total)
         acc = acc * shrink[:, None]

@@ -69,7 +69,7 @@ def find_tile(qo_indptr, rows, tile, TOKENS: tl.constexpr, BLOCK_R: tl.constexpr
 
 
 @triton.jit
-def tokens_of(first_token, TILE: tl.constexpr):
+def query_tokens(first_token, TILE: tl.constexpr):
     """Return the token within the row of each query of a tile, which has some heads of
     each token."""
     return first_token + tl.arange(0, TILE.block_m) // TILE.heads
@@ -83,20 +83,20 @@ def is_before(token, end, TILE: tl.constexpr):
 
 
 @triton.jit
-def heads_of(lane, TILE: tl.constexpr):
+def query_heads(lane, TILE: tl.constexpr):
     """Return the query head of each query of a tile."""
     return lane * TILE.heads + tl.arange(0, TILE.block_m) % TILE.heads
 
 
 @triton.jit
-def cells_of(tokens, row, head, channel, HEAD_DIM: tl.constexpr):
+def token_pointers(tokens, row, head, channel, HEAD_DIM: tl.constexpr):
     """Return pointers into `args.Tokens`: [queries, channels]."""
     at = (row * tokens.stride + head * HEAD_DIM)[:, None]
     return tokens.at + at + channel[None, :]
 
 
 @triton.jit
-def table_row_of(pages, row):
+def find_table_row(pages, row):
     """Return the page table row that a row reads."""
     table_row = row.to(tl.int64)
     if pages.row_index is not None:
@@ -105,7 +105,7 @@ def table_row_of(pages, row):
 
 
 @triton.jit
-def kv_of(pool, pages, table_row, kv_head, channel, is_channel):
+def row_kv(pool, pages, table_row, kv_head, channel, is_channel):
     """Return the `RowKV` of a row of the page table."""
     kv_head = kv_head.to(tl.int64)
     return RowKV(
@@ -120,7 +120,7 @@ def kv_of(pool, pages, table_row, kv_head, channel, is_channel):
 
 
 @triton.jit
-def new_kv_of(new_kv, q_begin, first_channel, channel):
+def row_new_kv(new_kv, q_begin, first_channel, channel):
     """Return the `RowNewKV` of the row whose first new token is `q_begin`."""
     return RowNewKV(
         k=new_kv.k + (q_begin * new_kv.k_stride + first_channel + channel[None, :]),
@@ -137,7 +137,7 @@ def page_at(kv, element, PAGE_SIZE: tl.constexpr):
 
 
 @triton.jit
-def slot_of(page, element, PAGE_SIZE: tl.constexpr):
+def page_to_slots(page, element, PAGE_SIZE: tl.constexpr):
     """Return the slots of elements, [elements, 1], from the first slots of their
     pages."""
     return (page + element % PAGE_SIZE).to(tl.int64)[:, None]
@@ -148,7 +148,7 @@ def slots_of_tile(kv, start, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
     """Return the slots of elements start .. start + BLOCK_N, which all exist:
     [BLOCK_N, 1]."""
     element = tl.multiple_of(start, BLOCK_N) + tl.arange(0, BLOCK_N)
-    return slot_of(tl.load(page_at(kv, element, PAGE_SIZE)), element, PAGE_SIZE)
+    return page_to_slots(tl.load(page_at(kv, element, PAGE_SIZE)), element, PAGE_SIZE)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.ops.attention.shared.elements import page_at, slot_of
+from sglang.srt.layers.ops.attention.shared.elements import page_at, page_to_slots
 
 
 class Mask(NamedTuple):
@@ -48,7 +48,7 @@ class Mask(NamedTuple):
 
 
 @triton.jit
-def bounds_of(
+def attended_bounds(
     prefix,
     first_token,
     last_token,
@@ -80,7 +80,7 @@ def bounds_of(
 
 
 @triton.jit
-def new_tokens_of(lens, row):
+def load_row_lens(lens, row):
     """Return (number of a row's first new token in the batch, new tokens, elements
     before them)."""
     q_begin = tl.load(lens.qo_indptr + row)
@@ -89,7 +89,7 @@ def new_tokens_of(lens, row):
 
 
 @triton.jit
-def positions_of(positions, q_begin, own, prefix, is_token):
+def query_positions(positions, q_begin, own, prefix, is_token):
     """Return positions of a tile's queries: [queries]; see `Mask`."""
     position = own
     if positions is not None:
@@ -108,7 +108,7 @@ def masked_at(kv, new, mask, element, PAGE_SIZE: tl.constexpr):
         mask=is_read if new is None else is_read & (element < mask.prefix),
         other=0,
     )
-    slot = slot_of(page, element, PAGE_SIZE)
+    slot = page_to_slots(page, element, PAGE_SIZE)
     k_at = kv.k + slot * kv.k_stride
     v_at = kv.v + slot * kv.v_stride
     if new is not None:
