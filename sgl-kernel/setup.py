@@ -46,12 +46,12 @@ AVX512_FLAGS = [
     "-Wno-maybe-uninitialized",
     "-Wno-uninitialized",
 ]
-# Flags of sources that are compiled for a SIMD level, and only on x86.
+# Flags of sources that are compiled for a SIMD level; x86 only.
 LEVEL_FLAGS = {"level_avx512": AVX512_FLAGS, "level_avx2": AVX2_FLAGS}
 
 
 def compiler_command() -> list[str]:
-    """CXX, CC, or the first C++ compiler on the path, as a list of words."""
+    """Return CXX, CC, or the first C++ compiler on the path, as a list of words."""
     for variable in ("CXX", "CC"):
         if os.environ.get(variable):
             return shlex.split(os.environ[variable])
@@ -147,8 +147,8 @@ class AnyPythonWheel(bdist_wheel):
 
 
 def main() -> None:
-    # Everything that setuptools writes goes to a folder of this run: nothing stale can
-    # reach a wheel, and the source tree stays clean.
+    # Everything that setuptools writes goes to a folder of this run, so nothing stale
+    # can reach a wheel, and the source tree stays clean.
     with tempfile.TemporaryDirectory(prefix="sglang_kernels_build_") as folder:
         setup(
             ext_modules=[Extension("sglang_kernels._library", sources=[])],

@@ -1,7 +1,7 @@
-// Checks and launch of paged attention. Decode is extend with one new token per row: both
+// Checks and launch of paged attention. Decode is extend with one new token per row. Both
 // become the same list of items, which is divided among the threads by the number of KV
-// elements. Where a division falls inside an item, that item's chunks are kept apart and
-// merged afterwards in their order, so that the division never shows in a result.
+// elements. If a division falls inside an item, that item's chunks are kept apart and merged
+// afterwards in order, so that the division never shows in a result.
 #include "launch.h"
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -179,7 +179,7 @@ class Plan {
     }
   }
 
-  // A row that attends nothing: zeros.
+  // A row that attends nothing yields zeros.
   void add_empty(int64_t row, int64_t token) {
     AttentionItem item{};
     item.row = row;
@@ -205,7 +205,7 @@ class Plan {
     }
   }
 
-  // Where `fraction` of all the work is done, to the chunk.
+  // Where `fraction` of all the work is done, to the nearest chunk.
   Cut cut_at(double fraction) const {
     const double target = total_ * fraction;
     size_t low = 0, high = items_.size();
@@ -241,7 +241,7 @@ class Plan {
     }
   };
 
-  // Partial results of an item that the division among threads cuts.
+  // Partial results of items that were divided among threads.
   struct CutItem {
     int64_t item;
     std::vector<Buffer> chunks;
@@ -348,7 +348,7 @@ void Plan::run_part(Cut begin, Cut end) {
   }
 }
 
-// The tree masks without the nodes that lie outside a node's window, in `mask`.
+// The tree masks without nodes that lie outside a node's window, in `mask`.
 const uint8_t* narrowed(
     const AttentionArgs& args, const int64_t* bounds, int64_t rows,
     std::vector<uint8_t>* mask) {
@@ -402,7 +402,7 @@ void launch_attention(const char* op, AttentionArgs args, const AttentionRows& r
     add_extend_rows(op, args, rows, &plan);
   else
     add_decode_rows(op, rows, &plan);
-  // No path of a tree is longer than the tree: only a shorter window hides nodes.
+  // A path of a tree is never longer than the tree, so only a shorter window hides nodes.
   if (args.positions && args.window < args.tree_width)
     args.tree_mask = narrowed(args, rows.bounds, rows.count, &narrow_mask);
   plan.run();
@@ -461,8 +461,8 @@ void extend_attention_full(
   launch_attention(op, args, rows);
 }
 
-// The ops of most models: every argument of a call takes 0.1 to 0.2 us, which a decode
-// step pays in each layer.
+// The ops for most models: every argument of a call takes 0.1 to 0.2 us, which a decode step
+// pays in each layer.
 void decode_attention(
     const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& page_table,
     const OptionalTensor& row_index, const Tensor& read_lens, int64_t page_size, double scale,

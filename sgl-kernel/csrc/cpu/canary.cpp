@@ -1,5 +1,5 @@
-// Checks of arguments and launches of the KV canary. The state is one arena; the tensors of a
-// forward and of what attention reads arrive as lists, in the order of canary_words.h.
+// Argument checks and launches of the KV canary. The state is one arena. The tensors of a
+// forward and of its attention arrive as lists, in the order of canary_words.h.
 #include <algorithm>
 #include <cstring>
 #include <map>
@@ -16,7 +16,7 @@ namespace {
 using OptionalTensors = std::vector<OptionalTensor>;
 using Numbers = std::vector<int64_t>;
 
-// The numbers of launches that write; those that also read; as they arrive.
+// The numbers of launches that write, and of launches that also read, in arrival order.
 struct WriteNumbers {
   canary::ForwardNumbers forward;
   canary::CheckNumbers checks;
@@ -63,7 +63,7 @@ canary::State state_of(const char* op, const Tensor& t) {
   return s;
 }
 
-// The tensors of a view in the order of their declaration, without the absent ones at the end.
+// The tensors of a view in declaration order, without absent ones at the end.
 class TensorList {
  public:
   TensorList(const char* op, const char* name, const OptionalTensors& given, int64_t most)
@@ -372,7 +372,7 @@ void canary_write_head(
   run_head(a, n.forward.manager);
 }
 
-// `canary_verify`, then `canary_write_head`, their arguments read once.
+// `canary_verify`, then `canary_write_head`, with their arguments read once.
 void canary_before_model(
     const Tensor& state, const OptionalTensors& rows, const OptionalTensors& table,
     const OptionalTensor& k, const OptionalTensor& v, const Tensor& req_to_token,
@@ -405,7 +405,7 @@ void advance_lineages(const canary::State& s, const canary::Rows& rows) {
           word(canary::lineage_after(s, rows, r));
 }
 
-// Counters, entries in the ring, verdicts of the rows, which are cleared.
+// Counters, ring entries and verdicts of the rows, which are cleared.
 void take_findings(
     const char* op, const canary::State& s, const int64_t* req_rows, int64_t count,
     const Tensor& findings) {
@@ -481,7 +481,7 @@ void canary_finish_step(
   take_findings(op, s, r.req_rows, r.count, findings);
 }
 
-// Notes the token that row r must have next, -1 where it has none, and marks it.
+// Records the token that row r must have next, or -1, and marks the row.
 void note(
     const char* op, const canary::State& s, int64_t req, int64_t serial, int64_t token,
     int64_t position, int64_t* mark_serial, int64_t* mark_word0) {
@@ -584,7 +584,7 @@ void canary_note_accepted(
   p.gained = matrix(op, "gained", path[8], p.count, p.width);
   p.choices = matrix(op, "choices", path[9], p.count, p.nodes);
   int64_t* mark = marks_of(op, marks, p.count);
-  // The verification's own tail has advanced the clock.
+  // The verification's own tail has already advanced the clock.
   canary::Site site = site_of(s, canary::Launch::kAccept, canary::kNoManager);
   site.clock--;
   for (int64_t q = 0; q < p.count; q++) {
@@ -604,7 +604,7 @@ const T* words(const char* op, const OptionalTensor& t, ScalarType type) {
   return static_cast<const T*>(t->const_data_ptr());
 }
 
-// `given`: tensors of a CarriedRows, floats as int32; `numbers`: its own.
+// `given`: tensors of a CarriedRows, floats as int32; `numbers`: its numbers.
 void canary_carry(
     const Tensor& state, const OptionalTensors& given, const Tensor& sums,
     const std::vector<int64_t>& numbers, bool checks) {

@@ -1,4 +1,4 @@
-// The KV canary's check of the paths that a verification accepted.
+// The KV canary's check of the paths accepted by a verification.
 #include "sglang_kernels/cpu/canary.h"
 
 namespace sglk::canary {

@@ -1,4 +1,4 @@
-// The KV canary's sums of the state that a draft hands on.
+// The KV canary's checksums of the state that a draft hands on.
 #include "sglang_kernels/cpu/canary.h"
 
 namespace sglk::canary {

@@ -1,4 +1,4 @@
-// The lineages of rows when a forward ends.
+// The lineages of rows at the end of a forward.
 #include "sglang_kernels/cpu/canary_rows.h"
 
 namespace sglk::canary {

@@ -27,8 +27,8 @@ Truth before(const VerifyArgs& a, int64_t r, int64_t i, int64_t p, int64_t previ
   return {record.word0 != kPoisonWord, bits(record.lineage)};
 }
 
-// Whether the row compares the slot's bytes now. With kRotate each slot has one turn while
-// the row grows by a period, in steps of any size.
+// Whether the row compares the slot's bytes now. With kRotate each slot gets one turn while the
+// row grows by a period, in steps of any size.
 bool is_due(const VerifyArgs& a, int64_t r, int64_t slot) {
   if (a.bytes.mode != FingerprintMode::kRotate) return a.bytes.mode != FingerprintMode::kNone;
   const int64_t period = a.bytes.period;
@@ -48,7 +48,7 @@ bool check_halves(const Record& head, const Record& tail, Found& f) {
   return has_head && has_tail;
 }
 
-// Compares the lineage of element i with the record before it, and the last lineage of a
+// Compares the lineage of element i with the preceding record, and the last lineage of a
 // prefix with the row's.
 void check_lineages(
     const VerifyArgs& a, int64_t r, int64_t i, int64_t p, int64_t previous,
@@ -100,10 +100,10 @@ int64_t check_record(
   return check_bytes(a, r, slot, tail, f);
 }
 
-// Records and bytes of a long row are spread over a pool that no cache holds. So a row is
+// The records and bytes of a long row are spread over a pool that no cache holds. So a row is
 // checked in blocks, three at a time: with every element that is compared, the sampled bytes
 // of an element in the next block are prefetched, and the records of one in the block after
-// it. If a block were prefetched at once, its loads would wait for each other.
+// that. If a whole block were prefetched at once, its loads would wait for each other.
 constexpr int64_t kBlock = 32;
 
 struct Block {
@@ -114,8 +114,8 @@ struct Block {
   const uint64_t *k_keys[kBlock], *v_keys[kBlock];
 };
 
-// The lineage of the last element that was compared; any bit in `wrong` means that an
-// element up to there is in doubt.
+// The lineage of the last element that was compared. Any bit in `wrong` means that some
+// element so far is in doubt.
 struct Chain {
   uint64_t lineage, wrong;
 };
@@ -182,7 +182,7 @@ class Scan {
     chain.wrong |= wrong;
   }
 
-  // Whether no element of the block, which lies in the prefix, is in doubt, as in nearly
+  // Whether every element of the block, which lies in the prefix, is sound, as in nearly
   // every block. `check_record` looks at anything unusual.
   bool is_sound(const Block& b, const Chain& chain) const {
     if (!a_.slots.data) return chain.wrong == 0;
@@ -229,8 +229,8 @@ struct Seen {
   int64_t visited = 0, rehashed = 0;
 };
 
-// Compares the slot of the element at position p with the table of requests, or with where
-// the forward writes. Returns whether its record must be checked.
+// Compares the slot of the element at position p with the table of requests, or with where the
+// forward writes. Returns whether its record must be checked.
 bool check_slots(const VerifyArgs& a, int64_t r, int64_t p, int64_t slot, Found& f) {
   const int64_t new_token = p - a.rows.prefix_lens[r];
   const bool in_range = slot >= 0 && slot < a.state.num_slots;
@@ -294,8 +294,8 @@ void check_blocks(
   }
 }
 
-// A row must reach its last new token, or the end of its prefix where the view does not take
-// new tokens, and begin where the reach of the view demands.
+// A row must reach its last new token, or the end of its prefix if the view excludes new
+// tokens, and begin where the reach of the view demands.
 void check_length(
     const VerifyArgs& a, const Site& site, int64_t r, int64_t first, int64_t length) {
   const int64_t prefix = a.rows.prefix_lens[r], end = first + length;

@@ -35,11 +35,11 @@ void check_padded_row(const WriteArgs& a, const Site& site, int64_t r) {
 }
 
 // Whether the old record of `slot` shows that another request holds it, or that this one
-// reads it, so that it may not be written now.
+// reads it, so that it must not be written now.
 bool is_taken(const WriteArgs& a, const Site& site, int64_t r, int64_t slot) {
   const Record& old = a.state.head[slot];
   if (old.word0 == kPoisonWord) return false;
-  // A record of this very forward is an alias, which the tail write reports.
+  // A record of this same forward is an alias, which the tail write reports.
   if (clock_of(old.word3) == (site.clock & kClockMask)) return false;
   if ((old.word3 ^ a.rows.serials[r]) & kSerialMask) return true;
   const int64_t p = position_of(old.word0);
@@ -47,7 +47,7 @@ bool is_taken(const WriteArgs& a, const Site& site, int64_t r, int64_t slot) {
          a.slots.at(a.rows.req_rows[r], column_of(a.rows, r, p)) == slot;
 }
 
-// Notes what was due as the input of new token t.
+// Records what was due as the input of new token t.
 void expect_input(const WriteArgs& a, int64_t t, int64_t due, int64_t reasons, Found& f) {
   if (!reasons) return;
   f.reasons |= reasons;
@@ -71,7 +71,7 @@ Depth depth_of(const Rows& rows, int64_t start, int64_t t) {
   return {ancestors, parent == -1};
 }
 
-// Whether token j of a row, at t, attends to itself and what its parent attends to.
+// Whether token j of a row, at t, attends to itself and to whatever its parent attends to.
 bool has_sound_mask(const WriteArgs& a, int64_t t, int64_t j, int64_t start) {
   const int64_t parent = a.rows.parent_index[t];
   const bool* own = a.tree_mask + t * a.mask_width;
@@ -101,8 +101,8 @@ void check_shape(const WriteArgs& a, int64_t r, int64_t t, int64_t j, Found& f) 
   expect_input(a, t, pack_word0(rows.input_ids[t], due), reasons, f);
 }
 
-// Compares the first new token of a row with what is known of its request. A branch has no
-// request of its own.
+// Compares the first new token of a row with the known state of its request. A branch belongs
+// to no request.
 void check_request(const WriteArgs& a, int64_t r, int64_t t, Found& f) {
   if (a.rows.lineage_rows) return;
   const Request& known = a.state.requests[a.rows.req_rows[r]];
@@ -161,7 +161,7 @@ bool has_sentinel(const Bytes& bytes, int64_t slot) {
   return found;
 }
 
-// Checks that the slot of new token j of a row may be written, and is its column's.
+// Checks that the slot of new token j of a row may be written and matches its column.
 void check_slots(const WriteArgs& a, const Site& site, int64_t r, int64_t j, Found& f) {
   const int64_t slot = f.slot;
   if (slot >= 0 && slot < a.page_size) {

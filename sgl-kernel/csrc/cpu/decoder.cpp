@@ -1,6 +1,6 @@
-// The layer stack of a dense decoder as one op: the launches of the ops of its parts, in
-// their order and over the same arguments, so that its bits are theirs. A plan holds the
-// weights, checked once; a forward brings rows, slots and the pool.
+// The layer stack of a dense decoder as one op: it launches the ops of its parts in the same
+// order and on the same arguments, so that its bits match theirs. A plan holds the weights,
+// checked once; a forward brings rows, slots and the pool.
 #include "launch.h"
 
 #include <cstring>
@@ -9,7 +9,7 @@ namespace sglk {
 namespace {
 
 constexpr int64_t kPanel = 32;
-constexpr int64_t kMagic = 0x73676c6b64656331;  // a tensor that is no plan is refused
+constexpr int64_t kMagic = 0x73676c6b64656331;  // guards against tensors that are not plans
 
 // Places of a layer's weights in the list that a plan is made from.
 enum Place {
@@ -19,7 +19,7 @@ enum Place {
 
 struct Matrix {
   const void* weight;
-  const float* bias;  // null: none
+  const float* bias;  // null if there is none
   int64_t is_bf16, n, k;
 };
 
@@ -31,8 +31,8 @@ struct LayerWeights {
 
 struct StackHead {
   int64_t magic, layers, hidden, q_heads, kv_heads, dim, inner;
-  int64_t first;  // channels that the first layer is given in place of the normed stream; 0: none
-  const float* final_norm;  // null: the stream is returned as it is
+  int64_t first;  // width of the first layer's input in place of the normed stream; 0: none
+  const float* final_norm;  // null to return the stream as it is
   double eps, scale;
   Activation activation;
 };
@@ -80,7 +80,7 @@ class LayerReader {
   const int64_t first_;
 };
 
-// Args: given: channels of what the layer reads in place of the normed stream; 0: none.
+// Args: given: width of the layer's input in place of the normed stream; 0: none.
 LayerWeights read_layer(const LayerReader& from, const StackHead& head, int64_t given) {
   const int64_t q_width = head.q_heads * head.dim;
   LayerWeights w{};
@@ -147,7 +147,7 @@ struct Scratch {
   float *qkv, *heads, *gate_up, *inner;
 };
 
-// Layers whose inputs are wanted, from `next` on, and where that of the next begins:
+// Layers whose inputs are wanted, from `next` on, and where the next layer's input begins:
 // [tokens, count, hidden].
 struct Capture {
   const int64_t *next, *end;
@@ -278,8 +278,8 @@ class StackRun {
   }
 
  private:
-  // Rows of the stream that a layer reads, where they are wanted: a norm has just added to
-  // the stream what the layer before returned.
+  // Rows of the stream that a layer reads, if wanted: a norm has just added the previous
+  // layer's result to the stream.
   void capture(int64_t layer) {
     if (capture_.next == capture_.end || *capture_.next != layer) return;
     capture_.next++;
@@ -302,7 +302,7 @@ class StackRun {
     check_indices(op_, "out_cache_loc", slots_, rows_.tokens, k_cache.size(0));
   }
 
-  // As `rmsnorm`, or with a residual as `fused_add_rmsnorm`.
+  // Like `rmsnorm`, or with a residual like `fused_add_rmsnorm`.
   void norm(const float* x, float* residual, const float* weight, float* out) const {
     launch_norm(
         {DType::f32, x, residual, weight, out, head_.hidden, head_.hidden, float(head_.eps)},

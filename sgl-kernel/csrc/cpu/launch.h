@@ -1,5 +1,5 @@
-// Launches of checked arguments: what the op of a whole layer stack shares with the ops of
-// its parts. Each divides its work among the threads.
+// Launches of checked arguments, shared by the op of a whole layer stack and the ops of its
+// parts. Each divides its work among the threads.
 #pragma once
 
 #include "torch_api.h"

@@ -8,7 +8,7 @@ constexpr int64_t kPanel = 32;
 // Time of one thread: per weight byte from the third-level cache, per multiply-add.
 constexpr double kMicrosecondsPerByte = 3e-5;
 constexpr double kMicrosecondsPerMultiplyAdd = 1.2e-5;
-// Units per thread from which dividing the columns alone is even enough.
+// With fewer units per thread, dividing only the columns is not even enough.
 constexpr int64_t kUnitsPerThread = 4;
 
 }  // namespace

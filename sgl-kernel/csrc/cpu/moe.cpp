@@ -1,4 +1,4 @@
-// Mixture of experts: choice of experts, and the products with the chosen ones' weights.
+// Mixture of experts: choice of experts, and products with their weights.
 #include <cmath>
 #include <limits>
 #include <vector>
@@ -27,8 +27,8 @@ struct Rule {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 
-// Index of the largest of values [0, n), the lowest one where several are equal. No value
-// may be NaN.
+// Index of the largest of values [0, n); the lowest of several equal ones. No value may be
+// NaN.
 int64_t first_largest(const float* values, int64_t n) {
   int64_t best = 0;
   for (int64_t i = 1; i < n; i++)
@@ -81,7 +81,7 @@ void route_token(
   kernels().exp(s.score.data(), s.score.data(), experts);
   for (int64_t e = 0; e < experts; e++) {
     if (rule.is_sigmoid) s.score[e] = 1.0f / (1.0f + s.score[e]);
-    // Softmax keeps the order of the logits, rounding does not.
+    // Softmax keeps the order of the logits; rounding does not.
     const float value = rule.is_sigmoid ? s.score[e] : logits[e];
     const float choice = correction ? value + correction[e] : value;
     s.choice[e] = std::isnan(choice) ? kInfinity : choice;
@@ -89,7 +89,7 @@ void route_token(
   if (rule.groups > 1) limit_to_groups(rule, experts, s);
   float chosen = 0.0f;
   for (int64_t k = 0; k < rule.top_k; k++) {
-    // An expert that was taken is below all others, those of excluded groups, too.
+    // An expert that was taken ranks below all others, even below excluded groups.
     int64_t best = -1;
     for (int64_t e = 0; e < experts; e++) {
       const bool is_taken = std::isnan(s.choice[e]);

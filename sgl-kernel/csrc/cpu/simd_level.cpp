@@ -1,4 +1,4 @@
-// Chooses the SIMD level: the best that the processor has, or a lower one by request.
+// Chooses the SIMD level: the best that the processor has, or a lower one on request.
 #include "torch_api.h"
 
 #include <atomic>

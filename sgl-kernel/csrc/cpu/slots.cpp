@@ -1,4 +1,4 @@
-// Checks of arguments and launches of the slot ops of draft branches.
+// Argument checks and launches of the slot ops of draft branches.
 #include "sglang_kernels/cpu/slots.h"
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// The pool of helpers: parts are claimed from one atomic word; helpers look for work for a
-// while, giving way to others, and then sleep.
+// The pool of helpers. Parts are claimed from one atomic word. Helpers look for work for a
+// while, yielding to others, and then sleep.
 #include "sglang_kernels/cpu/thread_pool.h"
 
 #include <linux/futex.h>
@@ -23,21 +23,21 @@ namespace sglk {
 namespace {
 
 constexpr int64_t kMicrosecond = 1000;
-// A helper looks for work that long before it sleeps: the gaps between the kernels of a
-// step are shorter, and a wake-up costs the caller several microseconds.
+// A helper looks for work this long before it sleeps. The gaps between the kernels of a step
+// are shorter, and a wake-up costs the caller several microseconds.
 constexpr int64_t kLookNs = 1000 * kMicrosecond;
-// While it looks, others may have its core that often. A process that shares the core then
-// takes it between two parts and hardly ever in the middle of one, where the caller would
-// have to wait for the helper's next turn.
+// While it looks, others may take its core this often. A process that shares the core then
+// takes it between two parts and hardly ever in the middle of one, where the caller would have
+// to wait for the helper's next turn.
 constexpr int64_t kYieldNs = 5 * kMicrosecond;
-// A helper that got its core back only after this long shares it with a process that
-// computes. For a while it then sleeps as soon as there is no work, and does not spend the
-// time that the two of them are given with looking.
+// A helper that got its core back only after this long shares it with a process that computes.
+// For a while it then sleeps as soon as it runs out of work, instead of spending their shared
+// time on looking.
 constexpr int64_t kLostNs = 2000 * kMicrosecond;
 constexpr int64_t kSleepAtOnceNs = 20000 * kMicrosecond;
 constexpr int kPausesPerLook = 8;
-// The caller sleeps where a part of a helper takes that much longer than its own. Its
-// core is then free for the helper, should that have lost its own.
+// The caller sleeps if a helper's part takes this much longer than its own. Its core is then
+// free for the helper, in case the helper lost its own.
 constexpr int64_t kCallerSpinNs = 50 * kMicrosecond;
 
 int64_t now_ns() {
@@ -57,7 +57,7 @@ void pause_core() {
 using Word = std::atomic<uint32_t>;
 static_assert(sizeof(Word) == sizeof(uint32_t), "a futex is a plain word");
 
-// Returns at a wake-up, at a signal, or at once where the word is not `value`.
+// Returns at a wake-up, at a signal, or at once if the word is not `value`.
 void futex_wait(Word& word, uint32_t value) {
   syscall(SYS_futex, &word, FUTEX_WAIT_PRIVATE, value, nullptr, nullptr, 0);
 }
@@ -107,8 +107,8 @@ class Pool {
     Word asleep{0};
   };
 
-  // Claims the next part and runs it; false where all are claimed. What a claim finds in
-  // `body_` and `context_` belongs to it: they change only after its part is finished.
+  // Claims the next part and runs it; false if all are claimed. While a claim runs, `body_`
+  // and `context_` belong to it: they only change after its part is finished.
   bool run_one_part() {
     uint64_t ticket = ticket_.load(std::memory_order_acquire);
     do {
@@ -156,8 +156,8 @@ class Pool {
   std::vector<std::unique_ptr<Helper>> helpers_;
 };
 
-// Each helper may run where OpenMP's thread of the same number may: the caller alone can be
-// bound to one core (OMP_PROC_BIND), which a new thread would inherit.
+// Each helper may run where OpenMP's thread of the same number may. The caller may be bound to
+// one core (OMP_PROC_BIND), which a new thread would inherit.
 std::vector<cpu_set_t> openmp_cores;
 // OpenMP's threads are not usable in a forked child.
 bool is_forked = false;
@@ -173,7 +173,7 @@ void find_openmp_cores(int64_t threads) {
 
 void Pool::start_helpers(int64_t count) {
   find_openmp_cores(count + 1);
-  // Signals are for the threads that know of them.
+  // Signals are for threads that know about them.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -228,7 +228,7 @@ void Pool::help(Helper& self) {
 
 void Pool::sleep_until_woken(Helper& self) {
   self.asleep.store(1);
-  // The caller looks at `asleep` after it has published its parts.
+  // The caller looks at `asleep` after publishing its parts.
   if (has_parts(ticket_.load())) {
     self.asleep.store(0);
     return;

@@ -1,5 +1,5 @@
-// What the launchers share: checks of arguments, the choice of the SIMD level, and
-// parallel loops. Stable ABI of torch only.
+// Shared by the launchers: argument checks, the choice of the SIMD level, and parallel loops.
+// Uses only torch's stable ABI.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -45,7 +45,7 @@ template <class... Parts>
     if (__builtin_expect(!(ok), 0)) ::sglk::raise_error(__VA_ARGS__); \
   } while (false)
 
-// The same for a tensor: names the op, the argument, its dtype and shape, what is expected.
+// The same for a tensor. Names the op, the argument, its dtype and shape, and the expectation.
 #define SGLK_CHECK(ok, op, name, tensor, expected)                                       \
   SGLK_REQUIRE(                                                                          \
       ok, op, ": ", name, " is ", torch::headeronly::toString((tensor).scalar_type()), " ", \
@@ -98,8 +98,8 @@ inline void check_indices(
         ", expected 0 .. ", limit - 1);
 }
 
-// How work is divided: more parts than threads where they are long enough, so that the
-// other threads share the work of one that is late.
+// How work is divided: into more parts than threads if they are long enough, so that the other
+// threads share the work of a late one.
 struct Split {
   int64_t threads, parts;
 };

@@ -1,4 +1,4 @@
-// Checks of arguments and launches of the tree ops.
+// Argument checks and launches of the tree ops.
 #include "sglang_kernels/cpu/tree.h"
 
 #include <vector>
@@ -45,7 +45,7 @@ float as_float(DType dtype, const void* data, int64_t i) {
   return float(static_cast<const c10::Half*>(data)[i]);
 }
 
-// A row of logits, of which `chunk` gives a part as float32.
+// A row of logits; `chunk` gives a part of it as float32.
 struct LogitRow {
   DType dtype;
   const void* data;

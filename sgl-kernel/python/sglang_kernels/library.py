@@ -13,10 +13,10 @@ LIBRARY_NAME = "libsglang_kernels.so"
 
 
 def builtin(name: str) -> Callable[..., Any]:
-    """The builtin of an op: calling it directly saves a Python frame per call.
+    """Return the builtin of an op. Calling it directly saves a Python frame per call.
 
     Raises:
-        ImportError: as `load_library`.
+        ImportError: as in `load_library`.
     """
     load_library()
     op: Callable[..., Any] = getattr(torch.ops.sglang_kernels, name).default._op

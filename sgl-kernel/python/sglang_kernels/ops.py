@@ -1,5 +1,5 @@
-"""Typed functions over the native CPU ops. Every one checks its arguments and raises
-`RuntimeError` naming the argument; none allocates a result.
+"""Typed functions over the native CPU ops. Every function checks its arguments and
+raises a `RuntimeError` that names the argument; none allocates a result.
 
 Tensors are float32, bfloat16 or float16 on the CPU unless said; sums are float32.
 """
@@ -64,7 +64,7 @@ def silu_and_mul(x: Tensor, out: Tensor) -> None:
 
 
 def gelu_and_mul(x: Tensor, out: Tensor) -> None:
-    """As `silu_and_mul`, with the tanh form of gelu."""
+    """Like `silu_and_mul`, with the tanh form of gelu."""
     _gelu_and_mul(x, out)
 
 
@@ -115,7 +115,7 @@ def latent_store(
     k_norm_weight: Tensor,
     eps: float,
 ) -> None:
-    """k_cache[loc] = [norm(latent) | rope(key)] of k; the last channels of q = rope.
+    """k_cache[loc] = [norm(latent) | rope(key)] of k; q's last channels = rope.
 
     Args:
         q: [T, Hq, rank + rope]; k: [T, 1, rank + rope]; any token stride.
@@ -140,7 +140,8 @@ def decode_attention(
     window: int,
     out: Tensor,
 ) -> None:
-    """One query per row over KV elements 0 .. read_lens[r] - 1 (the newest `window`).
+    """Attend one query per row to KV elements 0 .. read_lens[r] - 1, or the newest
+    `window`.
 
     Args:
         q: [R, Hq, D]; k_cache: [slots, Hkv, D]; v_cache: [slots, Hkv, Dv];
@@ -176,10 +177,10 @@ def decode_attention_full(
     sinks: Tensor | None,
     out: Tensor,
 ) -> None:
-    """`decode_attention` of models whose softmax has more.
+    """`decode_attention` for models with a softmax cap or sinks.
 
     Args:
-        logit_cap: scores become cap * tanh(score / cap); 0: they do not.
+        logit_cap: scores become cap * tanh(score / cap); 0 disables it.
         sinks: [Hq] float32 or the dtype of q, logits without a value; or None.
     """
     _decode_attention_full(
@@ -254,7 +255,8 @@ def extend_attention_full(
     positions: Tensor | None,
     out: Tensor,
 ) -> None:
-    """`extend_attention` of models whose softmax has more, and of windows over trees.
+    """`extend_attention` for models with a softmax cap or sinks, and windows over
+    trees.
 
     Args:
         logit_cap, sinks: as in `decode_attention_full`.
@@ -296,7 +298,7 @@ def packed_head_linear(x: Tensor, weight: Tensor, n: int, out: Tensor) -> None:
 
     Args:
         x: [T, H, K]; out: [T, H, N].
-        weight: [H, ceil(N / 32), K, 32]: of each head as in `packed_linear`.
+        weight: [H, ceil(N / 32), K, 32]; for each head as in `packed_linear`.
     """
     _packed_head_linear(x, weight, n, out)
 
@@ -305,7 +307,7 @@ def plain_linear(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor) ->
     """out [rows, N] = x [rows, K] @ weight [N, K].T + bias, for few rows.
 
     Args:
-        x: bfloat16 or float16 like all others; contiguous rows, any row stride.
+        x: bfloat16 or float16 like the others; contiguous rows, any row stride.
         weight, out: contiguous; bias: [N] or None.
     """
     _plain_linear(x, weight, bias, out)
@@ -324,14 +326,14 @@ def moe_route(
     weights: Tensor,
     ids: Tensor,
 ) -> None:
-    """Choose `top_k` experts per token, the best first, of equal ones the lowest ids.
+    """Choose `top_k` experts per token, the best first; among equals the lowest ids.
 
     Args:
-        logits: [T, E] float32; correction: [E] float32, for the choice alone, or None.
-        is_sigmoid: scores are sigmoids, else a softmax.
+        logits: [T, E] float32; correction: [E] float32 or None, only for the choice.
+        is_sigmoid: scores are sigmoids, otherwise a softmax.
         groups, top_groups, group_best: experts come from the best `top_groups` groups,
-            by the sum of the `group_best` best of each.
-        weights: [T, top_k] float32; ids: [T, top_k] int32; both results.
+            ranked by the sum of each group's `group_best` best scores.
+        weights: [T, top_k] float32; ids: [T, top_k] int32; both are results.
     """
     _moe_route(
         logits,
@@ -392,65 +394,65 @@ def moe_experts(
 
 
 decoder_plan_words: Callable[[int], int] = builtin("decoder_plan_words")
-"""The int64 words of a plan of that many layers."""
+"""Return the int64 words of a plan with this many layers."""
 decoder_plan: Callable[..., None] = builtin("decoder_plan")
-"""Fill the plan of a dense decoder's stack: addresses of weights, checked here.
+"""Fill the plan of a dense decoder's stack with addresses of weights, which it checks.
 
 Args:
-    weights: of each layer input_norm [H], qkv, its bias, cos_sin_cache [positions,
+    weights: for each layer input_norm [H], qkv, its bias, cos_sin_cache [positions,
         rot], q_norm [D], k_norm [D], o, its bias, post_norm [H], gate_up, its bias,
-        down, its bias; then the final norm [H] (None: the stream is returned as it
-        is). float32, products packed as in `packed_linear`; absent ones are None. The
-        caller keeps them alive.
+        down, its bias; then the final norm [H], or None to return the stream as it is.
+        float32, products packed as in `packed_linear`; absent ones are None. The caller
+        keeps them alive.
     sizes: layers, H, query heads, KV heads, D, channels of the MLP, its activation (0:
-        silu, 1: gelu), and the channels of the first layer's input where each run is
-        given it (then that layer has no input_norm), else 0.
-    eps: of every norm; scale: of the scores.
+        silu, 1: gelu), and the width of the input that each run passes to the first
+        layer (which then lacks an input_norm), or 0.
+    eps: eps of every norm; scale: factor on the scores.
     plan: [decoder_plan_words(layers)] int64, written.
 """
 decoder_stack: Callable[..., None] = builtin("decoder_stack")
-"""Run a stack: the ops of its layers and the final norm, bitwise.
+"""Run a stack: the ops of its layers and the final norm, with the same bits.
 
 Args:
-    plan: as `decoder_plan` fills it.
+    plan: filled by `decoder_plan`.
     x: [T, H] float32, then the stream after the last layer; out: [T, H]; scratch:
         [T * (2 * (Hq + Hkv) * D + 3 * channels of the MLP)] float32.
-    k_caches, v_caches: [slots, Hkv, D] float32 of each layer.
+    k_caches, v_caches: [slots, Hkv, D] float32 for each layer.
     positions, out_cache_loc: [T] int64.
     page_table, row_index, tree_mask, page_size: as in `extend_attention`.
     lens, qo_indptr: `read_lens` and None in a decode, else `prefix_lens` and the
         offsets of the rows.
-    first: [T, its channels in the plan] float32, what the first layer's attention
-        reads; None: the normalised stream.
-    captured_layers, captured: ascending numbers of layers and [T, their count, H]
-        float32, written with their inputs; the number of layers is the output of the
-        last. No layers and None: nothing is wanted.
+    first: [T, width of the first layer's input in the plan] float32, read by the first
+        layer's attention. Defaults to the normalised stream.
+    captured_layers, captured: ascending numbers of layers, and [T, their count, H]
+        float32, which receives their inputs. The number of layers stands for the output
+        of the last layer. No layers and None capture nothing.
 """
 
-# Launches of the KV canary, called by `kv_canary.kernels.native`; their signatures are
-# the schemas. Every forward runs two of them: the frame of a Python function would cost
-# it about 2 us.
+# Launches of the KV canary, called by `kv_canary.kernels.native`. Their signatures are
+# the schemas. Every forward runs two of them, and a Python function's frame would cost
+# about 2 us each.
 canary_verify: Callable[..., None] = builtin("canary_verify")
 """Check the records of all slots that a forward is about to read.
 
 Args:
     state: the canary's arena, [words] int64.
-    rows, table: lists of the tensors of `ForwardView` and `KVReadView`, in order; None:
-        absent.
+    rows, table: lists of the tensors of `ForwardView` and `KVReadView`, in order, with
+        None for absent ones.
     k_words, v_words: [layers, slots, words] int64 or None.
     req_to_token, tokens: [rows, columns] int32 or None.
-    numbers: those of `ForwardView`, `PoolChecks` and `KVReadView`, in order.
-    steps_phase: whether the phase of the forward's manager is stepped.
+    numbers: the numbers of `ForwardView`, `PoolChecks` and `KVReadView`, in order.
+    steps_phase: whether to step the phase of the forward's manager.
 """
 canary_write_head: Callable[..., None] = builtin("canary_write_head")
 """Check the slots and inputs of the new tokens and write their head records.
 
 Args:
-    state, rows, k_words, v_words, req_to_token: as of `canary_verify`.
+    state, rows, k_words, v_words, req_to_token: as in `canary_verify`.
     tree_mask: [tokens, width] bool or None.
     published: [rows, columns] int32 or None, tokens by position.
     oracle_tokens, oracle_positions: [T] int64 or None.
-    numbers: those of `ForwardView` and `PoolChecks`, in order.
+    numbers: the numbers of `ForwardView` and `PoolChecks`, in order.
 """
 canary_before_model: Callable[..., None] = builtin("canary_before_model")
 """`canary_verify`, then `canary_write_head`.
@@ -458,48 +460,48 @@ canary_before_model: Callable[..., None] = builtin("canary_before_model")
 Args: tensors of both, then the numbers of `canary_verify`.
 """
 canary_expect_rows: Callable[..., None] = builtin("canary_expect_rows")
-"""Set what the host knows of rows.
+"""Record what the host knows about rows.
 
 Args:
-    state: as of `canary_verify`.
+    state: as in `canary_verify`.
     rows: [rows] int64; values: [values, rows] int64, the rows of `Expected`.
     seeds: [req_rows] int64 or None.
 """
 canary_note_tokens: Callable[..., None] = builtin("canary_note_tokens")
-"""Note what was sampled.
+"""Record what was sampled.
 
 Args:
-    state: as of `canary_verify`.
+    state: as in `canary_verify`.
     req_rows, serials, tokens, prefix_lens, extend_lens: [rows] int64.
     marks: [2, rows] int64, written.
 """
 canary_note_accepted: Callable[..., None] = builtin("canary_note_accepted")
-"""Check an accepted path and note its last token.
+"""Check an accepted path and record its last token.
 
 Args:
-    state: as of `canary_verify`.
+    state: as in `canary_verify`.
     path: the tensors of `AcceptedPath`, in order.
     marks: [2, rows] int64, written.
 """
 canary_carry: Callable[..., None] = builtin("canary_carry")
-"""Note or compare sums of what a forward leaves for a later one.
+"""Record or compare checksums of the state that a forward leaves for a later one.
 
 Args:
-    state: as of `canary_verify`.
-    rows: places, req_rows, serials, positions, int64; words int32, ids int64, bits
-        int32 or None: of `CarriedRows`.
+    state: as in `canary_verify`.
+    rows: the tensors of `CarriedRows`: places, req_rows, serials, positions, int64;
+        words int32, ids int64 and bits int32, each or None.
     sums: int64, written or compared.
-    numbers: of `CarriedRows`.
-    checks: whether they are compared.
+    numbers: the numbers of `CarriedRows`.
+    checks: compare the sums instead of recording them.
 """
 canary_write_tail: Callable[..., None] = builtin("canary_write_tail")
 """Compare the head records with this forward, write the tail records, step the clock.
 
 Args:
-    state, rows, k_words, v_words: as of `canary_verify`.
+    state, rows, k_words, v_words: as in `canary_verify`.
     findings: int64 or None, filled as by `canary_gather_findings`.
-    numbers: as of `canary_write_head`.
-    advance: whether lineages advance before that, as by `canary_finish_step`.
+    numbers: as in `canary_write_head`.
+    advance: advance lineages first, as `canary_finish_step` does.
 """
 canary_poison: Callable[..., None] = builtin("canary_poison")
 """Poison the records of slots [n] int64, or of the first n_live[0] of them.
@@ -507,30 +509,30 @@ canary_poison: Callable[..., None] = builtin("canary_poison")
 Args: state, slots, n_live: [1] int64 or None.
 """
 canary_gather_findings: Callable[..., None] = builtin("canary_gather_findings")
-"""Fill findings with ring entries, counters and verdicts of rows, which are cleared.
+"""Fill findings with ring entries, counters and verdicts of rows, and clear these.
 
 Args: state; req_rows: [R] int64, request rows; findings: int64.
 """
 canary_finish_step: Callable[..., None] = builtin("canary_finish_step")
-"""Add the terms of the rows' new tokens to their expected lineages, then
-`canary_gather_findings` of the rows.
+"""Add the terms of the rows' new tokens to their expected lineages, then run
+`canary_gather_findings` on the rows.
 
 Args: state, rows, findings, max_depth.
 """
 
 
 def exp(x: Tensor, out: Tensor) -> None:
-    """out = e ** x with the exponential that the kernels use; float32 [N]."""
+    """out = e ** x, with the kernels' own exponential; float32 [N]."""
     _exp(x, out)
 
 
 def simd_level() -> str:
-    """The SIMD level in use: avx512, avx2 or baseline."""
+    """Return the SIMD level in use: avx512, avx2 or baseline."""
     return str(builtin("simd_level")())
 
 
 def set_simd_level(name: str) -> None:
-    """Use a level by name, or `auto` for the best one; process-wide, for tests.
+    """Use a level by name, or `auto` for the best one. Process-wide, for tests.
 
     Raises:
         RuntimeError: unknown name, or the processor does not have it.
@@ -539,7 +541,7 @@ def set_simd_level(name: str) -> None:
 
 
 def tree_top_k(logits: Tensor, probs: Tensor, ids: Tensor) -> None:
-    """The K best ids of each row and their softmax probabilities (1 where K = 1).
+    """Find the K best ids of each row and their softmax probabilities (1 if K is 1).
 
     Args:
         logits: [R, V], rows contiguous; probs: [R, K] float32; ids: [R, K] int64.
@@ -623,7 +625,7 @@ def tree_verify_sampled(
 def tree_gather_accepted(
     result: list[Tensor], tokens: Tensor, node_rows: Tensor, bonus_tokens: Tensor
 ) -> None:
-    """Tokens and node places of the accepted paths, filled up with the last.
+    """Gather tokens and node places of the accepted paths, padded with the last one.
 
     Args:
         result: predict, accept_index and accept_lens of `VerifyResult`.
@@ -633,11 +635,12 @@ def tree_gather_accepted(
 
 
 def slots_tail(table: Tensor, indices: Tensor, lens: Tensor, out: Tensor) -> None:
-    """out [b, W] int64 = slots of the columns from each length on.
+    """out [b, W] int64 = slots of columns from each length on.
 
     Here and below: table [rows, width] int32, rows contiguous; indices, lens: [b]
-    int64; layout: page size, topk, steps, first column of the draft region and its
-    unit (0, 0: none). Columns past a row give slot 0.
+    int64;
+    layout: page size, topk, steps, first column of the draft region and its unit (0, 0
+    without a region). Columns past a row give slot 0.
     """
     _slots_tail(table, indices, lens, out)
 
@@ -658,7 +661,7 @@ def slots_shifts(
     shift_from: Tensor,
     column_shift: Tensor,
 ) -> None:
-    """First own element and column shift of each branch, [b * K] int64."""
+    """Compute each branch's first own element and column shift, [b * K] int64."""
     _slots_shifts(table, indices, lens, layout, paged, shift_from, column_shift)
 
 
@@ -670,15 +673,15 @@ def slots_tail_copies(
     src: Tensor,
     dst: Tensor,
 ) -> None:
-    """Moves that copy each prefix's tail to branches, int64 [b * (K - 1) * (P - 1)], or
-    [b * K * (unit - 1)] with a region."""
+    """Compute moves that copy each prefix's tail to branches, int64
+    [b * (K - 1) * (P - 1)], or [b * K * (unit - 1)] with a region."""
     _slots_tail_copies(table, indices, lens, layout, src, dst)
 
 
 def slots_accepted_moves(
     accept_index: Tensor, locs: Tensor, src: Tensor, dst: Tensor
 ) -> None:
-    """Moves [b * (S + 1)] int64 that bring accepted nodes to the front.
+    """Compute moves [b * (S + 1)] int64 that bring accepted nodes to the front.
 
     Args:
         accept_index: [b, S + 1] int64; locs: [b * D] int64.
@@ -707,7 +710,7 @@ def slots_branch_indices(
     indptr: Tensor,
     out: Tensor,
 ) -> None:
-    """Slots that each branch reads in each step, one flat list per step.
+    """List the slots that each branch reads in each step, one flat list per step.
 
     Args:
         indptr: [steps, b * K + 1] int32; out: [steps, capacity] int32.

@@ -3,8 +3,8 @@
 // transposed keys, softmax numerators, weighted sum of the values, merge.
 //
 // Two rules shape the code. Every output is one accumulator over ascending elements, so
-// that results do not depend on the shape of a tile. And no value outside the attended
-// set is multiplied by anything, for a weight of zero would not silence a NaN.
+// results do not depend on the shape of a tile. And no value outside the attended set is
+// multiplied by anything, because a zero weight would not silence a NaN.
 #pragma once
 
 #include "attention_tile.h"
@@ -26,7 +26,7 @@ struct Range {
 SGLK_INLINE int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 SGLK_INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// The elements that new token `j` of a row, `token` of q, may attend, mask aside.
+// The elements that new token `j` of a row, `token` of q, may attend, ignoring the mask.
 SGLK_INLINE Range attended(const AttentionArgs& a, int64_t prefix, int64_t j,
                            int64_t token) {
   const int64_t end = prefix + (a.tree_mask ? a.tree_width : j + 1);
@@ -39,7 +39,7 @@ SGLK_INLINE vf tanh(vf x) {
   return select(x < zero(), -t, t);
 }
 
-// Everything that one item needs while its chunks pass.
+// Everything that one item needs while its chunks are processed.
 template <class T>
 class ItemRun {
  public:
@@ -169,7 +169,7 @@ class ItemRun {
       from[k] = i + k >= lo_ && i + k < hi_ ? key_at_[i + k] : zeros_;
   }
 
-  // Slots are scattered, which leaves little to the hardware prefetcher.
+  // Slots are scattered, which leaves little for the hardware prefetcher.
   void prefetch_keys(int64_t i) const {
     for (int64_t k = i; k < smaller(i + VL, hi_); k++)
       for (int64_t line = 0; line < int64_t(sizeof(T)) * a_.dim; line += 64)
@@ -205,7 +205,7 @@ class ItemRun {
     return a_.tree_mask ? larger(item_.prefix - base_, 0) : kChunk;
   }
 
-  // Turns a row of scores into softmax numerators; max_, sum_ and seen_ of the row.
+  // Turns a row of scores into softmax numerators; updates the row's max_, sum_ and seen_.
   void soften(int r) {
     float* s = scores_ + int64_t(r) * kChunk;
     const Range range = row_range(r);
@@ -220,7 +220,7 @@ class ItemRun {
     }
     seen_[r] = attends > 0;
     if (!seen_[r]) return;
-    // Whole registers from here on: the lanes around the range count for nothing.
+    // Whole registers from here on; lanes outside the range count for nothing.
     const int64_t first = range.begin / VL * VL;
     const int64_t last = (range.end + VL - 1) / VL * VL;
     for (int64_t i = first; i < range.begin; i++) s[i] = kMinusInfinity;
@@ -238,7 +238,7 @@ class ItemRun {
     sum_[r] = sum_lanes(total);
   }
 
-  // V as float rows of `v_padded_` channels: the pool itself where it has that form.
+  // V as float rows of `v_padded_` channels; the pool itself if it has that form.
   void prepare_values() {
     if (direct_values()) {
       for (int64_t i = lo_; i < hi_; i++)
@@ -271,7 +271,7 @@ class ItemRun {
     const int64_t masked = masked_from();
     for (int r = 0; r < rows_; r += kTileRows) {
       const int n = int(smaller(kTileRows, rows_ - r));
-      // Ranges move forward from row to row: the last one begins last, the first ends
+      // Ranges move forward from row to row: the last one begins last, the first one ends
       // first. In a tree they all end together, and any may begin last.
       const Range first = row_range(r);
       const Range last = row_range(r + n - 1);
@@ -356,8 +356,8 @@ void ItemRun<T>::merge_chunk(const AttentionState& state) {
   attention_merge(rows_, v_padded_, state, {max_, sum_, value_, seen_});
 }
 
-// Factor on the weighted values of a query row: one over the sum of its weights, to which
-// the sink of query head `head` adds its own.
+// Factor on the weighted values of a query row: one over the sum of its weights, plus the sink
+// of query head `head`.
 SGLK_INLINE float weight_scale(const AttentionArgs& a, int head, float max, float sum) {
   if (!a.sinks) return 1.0f / sum;
   const float sink = a.sinks[head];

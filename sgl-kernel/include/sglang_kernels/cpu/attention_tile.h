@@ -130,7 +130,7 @@ SGLK_INLINE void transpose(const T* const* from, int64_t offset, int dims, vf (&
 #endif
 }
 
-// Scores of M queries against VL keys, without a detour of the keys through memory.
+// Scores of M queries against VL keys, without moving the keys through memory.
 template <int M, class T>
 void score_keys(const T* const* keys, int64_t dim, const float* query, int64_t ldq,
                 float* scores, int64_t lds) {

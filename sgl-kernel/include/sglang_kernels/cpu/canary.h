@@ -73,7 +73,7 @@ struct Table {
   int64_t reach;  // negative: rows may begin anywhere
   bool paged, takes_new;
 
-  // -1 beyond the table, and where it has no page.
+  // -1 past the table, and where it has no page.
   int64_t slot(int64_t r, int64_t i) const {
     if (!paged) {
       const int64_t at = indptr[r] + i / entry_size;
@@ -142,7 +142,7 @@ inline uint64_t sum_words(const int64_t* words, const uint64_t* keys) {
   return mix64(bits(words[0]) ^ keys[0]) + mix64(bits(words[1]) ^ keys[1]);
 }
 
-// The same of a slot's, from `first` on.
+// The same for a slot, from `first` on.
 inline uint64_t sum_sample(const Words& w, int64_t slot, int64_t layer, int64_t first) {
   return sum_words(w.at(slot, layer) + first, w.keys + layer * w.count + first);
 }
@@ -214,7 +214,7 @@ inline void count(const State& s, int64_t counter, int64_t by) {
   if (by) __atomic_fetch_add(&s.counters[counter], by, __ATOMIC_RELAXED);
 }
 
-// Takes the manager's phase from `due` to `next`; a breach is reported and repaired.
+// Moves the manager's phase from `due` to `next`; a breach is reported and repaired.
 inline void step_phase(
     const State& s, const Site& site, int64_t manager, int32_t due, int32_t next) {
   if (manager == kNoManager) return;
@@ -265,7 +265,7 @@ struct Path {
 
 void check_path(const State& s, const Site& site, const Path& path, int64_t q);
 
-// What a forward leaves for a later one; see CarriedRows. `group` rows of each request.
+// The state that a forward leaves for a later one; see CarriedRows. `group` rows per request.
 struct Carried {
   const int64_t *places, *req_rows, *serials, *positions;
   const int32_t *words, *bits;
@@ -274,12 +274,12 @@ struct Carried {
   int64_t count, num_sums, group, known, width, row_stride;
 };
 
-// Whether row i counts: neither padding nor left out.
+// Whether row i counts, that is, it is neither padding nor left out.
 bool is_carried(const Carried& rows, int64_t i);
 int64_t carried_sum(const Carried& rows, int64_t i);
 void check_carried(const State& s, const Site& site, const Carried& rows, int64_t i);
 
-// The row's lineage after the new tokens that stay, from what it was before them.
+// The row's lineage after the new tokens that stay, given its lineage before them.
 uint64_t lineage_after(const State& s, const Rows& rows, int64_t r);
 
 }  // namespace sglk::canary

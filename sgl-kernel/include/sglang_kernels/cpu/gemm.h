@@ -16,7 +16,7 @@ constexpr int kUnitsPerPanel = kPanel / (2 * VL);
 constexpr int kLinearRows = VL == 16 ? 12 : 6;       // rows of a register tile
 constexpr int kAccumulators = VL == 16 ? 24 : 12;    // registers for sums
 constexpr int64_t kPrefetch = 16;  // steps of k ahead, for tiles bound by memory
-// Rows whose inputs stay in the second-level cache while the units pass.
+// Rows whose inputs stay in the second-level cache while the units are processed.
 constexpr int64_t kRowBlockBytes = 768 << 10;
 
 template <bool BF16>
@@ -57,8 +57,8 @@ SGLK_INLINE void finish_column(const LinearArgs& a, int64_t row, int64_t column,
   }
 }
 
-// The activation of one register of gates and of values. Called, not inlined: the sums of
-// a tile need all registers.
+// The activation of one register of gates and of values. Not inlined, because the sums of a
+// tile need all registers.
 __attribute__((noinline)) void finish_gated(
     const LinearArgs& a, int64_t row, int64_t unit, vf gate, vf up) {
   const int64_t panel = unit / kUnitsPerPanel, lanes = unit % kUnitsPerPanel * VL;
@@ -175,7 +175,7 @@ void linear_range(const LinearArgs& a, int64_t row_begin, int64_t row_end, int64
       Table<BF16>::rows[last - first - 1](a, first, unit_begin, unit_end);
       continue;
     }
-    // Tiles of nearly equal height, all rows of a unit before the next unit.
+    // Tiles of nearly equal height; all rows of a unit before the next unit.
     for (int64_t unit = unit_begin; unit < unit_end; unit++)
       for (int64_t t = 0; t < tiles; t++) {
         const int64_t from = first + (last - first) * t / tiles;

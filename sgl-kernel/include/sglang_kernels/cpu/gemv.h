@@ -1,4 +1,4 @@
-// Product of few rows with a weight as the checkpoint has it. Every output is one dot
+// Product of few rows with a weight as the checkpoint stores it. Every output is one dot
 // product, summed over the lanes of one accumulator in a fixed order.
 #pragma once
 
@@ -13,9 +13,9 @@ constexpr int kGemvColumns = 4;  // rows of the weight that a tile reads at once
 constexpr int kGemvRows = 4;     // rows of x that it multiplies them with
 constexpr int kGemvAhead = 2;    // tiles whose weight is fetched meanwhile
 
-// Two registers of neighbours: halves of 2 * VL elements, or for bfloat16 those of even and
-// of odd place, which a shift and a mask take out of one register. x and the weight are
-// read alike, so that a product meets its factors in either order.
+// Two registers of neighbours: halves of 2 * VL elements or, for bfloat16, even and odd
+// elements, which a shift and a mask take out of one register. x and the weight are read
+// alike, so that factors meet in either order.
 SGLK_INLINE void load_pair(const bf16_t* p, vf& first, vf& second) {
   const vu pair = load_raw<vu>(p);
   first = vf(pair << 16);

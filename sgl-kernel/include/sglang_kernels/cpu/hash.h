@@ -1,5 +1,5 @@
-// The sum that fingerprints are made of, several words at a time. Compiled once per SIMD
-// level, as all of `level.h`.
+// The sum behind fingerprints, several words at a time. Compiled once per SIMD level, like
+// everything in `level.h`.
 #pragma once
 
 #include "vec.h"

@@ -73,9 +73,9 @@ struct LatentStoreArgs {
   float eps;
 };
 
-// KV elements are cut into chunks at multiples of this, by absolute position. A chunk's
-// partial result and the order of merging depend on nothing else: that is what makes a
-// query's result independent of its batch, of the thread count and of decode or extend.
+// KV elements are cut into chunks at multiples of this, by absolute position. A chunk's partial
+// result and the order of merging depend on nothing else. This makes a query's result
+// independent of its batch, of the thread count and of decode or extend.
 constexpr int64_t kChunk = 256;
 
 struct AttentionArgs {
@@ -92,7 +92,7 @@ struct AttentionArgs {
   int64_t page_size;
   const uint8_t* tree_mask;  // [rows, tree_width, tree_width] or null
   int64_t tree_width;
-  int64_t window;  // elements by position, the query's own among them; <= 0: none
+  int64_t window;  // elements by position, the query's own included; <= 0: none
   const int64_t* positions;  // of the new tokens; null without a window or a tree mask
   const float* sinks;  // [q_heads] logits without a value; null: none
   int32_t q_heads, kv_heads;
@@ -102,8 +102,8 @@ struct AttentionArgs {
 };
 
 // First KV element that the j-th new token of a row may attend, which is `token` of q.
-// A window never hides new tokens of a tree here: their mask does. Not shared between
-// SIMD levels, which compile it for different processors.
+// Here a window never hides new tokens of a tree; their mask does. Not shared between SIMD
+// levels, which compile it for different processors.
 static inline int64_t first_attended(
     const AttentionArgs& a, int64_t prefix, int64_t j, int64_t token) {
   if (a.window <= 0) return 0;
@@ -122,11 +122,11 @@ struct AttentionItem {
   int64_t first_token;   // its index in q and out
   int32_t tokens;
   int32_t kv_head;
-  int64_t element_begin, element_end;  // union of what its tokens may attend
+  int64_t element_begin, element_end;  // union of the elements that its tokens may attend
   int64_t chunk_begin, chunk_end;
 };
 
-// Softmax state of the query rows of an item: maximum, sum, weighted values.
+// Softmax state of an item's query rows: maximum, sum, weighted values.
 struct AttentionState {
   float* max;
   float* sum;
@@ -134,7 +134,7 @@ struct AttentionState {
   uint8_t* seen;  // whether the row attended anything so far
 };
 
-// What went wrong in an attention call: an entry of the page table outside the pool.
+// An error in an attention call: an entry of the page table outside the pool.
 struct BadSlot {
   bool found;
   int64_t table_row, element, slot;
@@ -153,16 +153,16 @@ struct GemvArgs {
   int64_t rows, n, k, x_stride;
 };
 
-// How a product ends that makes a gate and a value (`up`) of each output.
+// How a product with a gate and a value (`up`) per output ends.
 enum class Gate : int32_t {
   none,
   silu,     // silu(gate) * up
   clamped,  // gate * sigmoid(alpha * gate) * (up + 1), gate <= limit, |up| <= limit
 };
 
-// x [rows, k] times a packed weight (see pack_weight in layers/ops/linear/op.py), plus
-// bias. Where it is gated, a panel is 16 columns of the gate and the same 16 of up, `bias` is in the
-// order of the panels, and n counts the results.
+// x [rows, k] times a packed weight (see pack_weight in layers/ops/linear/op.py), plus bias. If
+// it is gated, a panel has 16 columns of the gate and the same 16 of up, `bias` is in the order
+// of the panels, and n counts the results.
 struct LinearArgs {
   const float* x;
   int64_t x_stride;
@@ -216,7 +216,7 @@ struct KernelTable {
 
   void (*exp)(const float* x, float* y, int64_t n);
 
-  // Sum of mix64(word ^ key), modulo 2^64: part of a canary's fingerprint.
+  // Sum of mix64(word ^ key), modulo 2^64; part of a canary's fingerprint.
   uint64_t (*hash_words)(const int64_t* words, const uint64_t* keys, int64_t count);
 };
 

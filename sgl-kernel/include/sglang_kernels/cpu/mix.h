@@ -1,4 +1,4 @@
-// The hash of 64-bit words that canary and mock model share. Torch-free.
+// The hash of 64-bit words shared by the canary and the mock model. Torch-free.
 #pragma once
 
 #include <cstdint>

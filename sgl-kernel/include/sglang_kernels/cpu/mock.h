@@ -20,7 +20,7 @@ constexpr uint64_t kHeadStep = 1000003;
 constexpr float kQuery = 240.0f;
 // Channels of the hidden state that hold the bits of X_0 and X_1.
 constexpr int kFoldBits = 64, kFoldChannels[kLayers] = {64, 128};
-// Captured states: each is turned by this many channels more than the last.
+// Captured states: each is turned by this many channels more than the one before.
 constexpr int kStates = kLayers + 1, kAuxTurn = 192;
 
 // ---- signs -----------------------------------------------------------------------------
@@ -119,8 +119,8 @@ inline int64_t term(int64_t x, int layer) {
   return word(sum);
 }
 
-// Whether attention read written slots only, judged by its mean: no sum is infinite or NaN,
-// and one rounds to another number than zero.
+// Whether attention read only written slots, judging by its mean: no sum is infinite or NaN,
+// and at least one does not round to zero.
 template <class T>
 bool is_plausible(const T* mean, int64_t count) {
   const float elements = float(count);
@@ -156,7 +156,7 @@ struct AuxSigns {
   float of[kStates][kHidden];
 };
 
-// All +, all -, and by turns.
+// All +, all -, and alternating.
 constexpr AuxSigns make_aux_signs() {
   AuxSigns signs{};
   for (int index = 0; index < kStates; index++)
@@ -167,7 +167,7 @@ constexpr AuxSigns make_aux_signs() {
 
 constexpr AuxSigns kAuxSigns = make_aux_signs();
 
-// Captured state `index` of a hidden state, which it turns.
+// Computes captured state `index` of a hidden state by turning it.
 template <class T>
 void write_aux(T* out, const T* hidden, int index) {
   const auto write = [&](int begin, int end, const T* from) {
@@ -179,7 +179,7 @@ void write_aux(T* out, const T* hidden, int index) {
   write(turn, kHidden, hidden);
 }
 
-// X_0 and X_1 that a state holds; `whole`: all of their bits are +1 or -1.
+// X_0 and X_1 in a state; `whole`: all of their bits are +1 or -1.
 struct Folds {
   uint64_t of[kLayers];
   bool whole;
@@ -203,8 +203,8 @@ Folds read_folds(const T* state, int index) {
 
 // ---- drafts ----------------------------------------------------------------------------
 
-// The table of acceptance of a draft: a share of 2^30 below `first` proposes the truth,
-// below `near` a token of which it is one of the next ranks, and any other misses it.
+// The acceptance table of a draft, as shares of 2^30: a draw below `first` proposes the truth,
+// below `near` a token that has the truth among its next ranks, and any other misses it.
 struct Acceptance {
   int64_t vocab, first, near;
 };

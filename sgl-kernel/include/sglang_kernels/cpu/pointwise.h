@@ -114,7 +114,7 @@ SGLK_INLINE void rope_head(
   const auto read = [&](int64_t i, int n) {
     const vf v = load_some(from + i, n);
     if (!norm) return v;
-    // Rounded to the element type, as a norm that stores its result would be.
+    // Rounded to the element type, as if a norm had stored its result.
     T lane[VL];
     store(lane, v * splat(scale) * load_some(norm + i, n));
     return load(lane);

@@ -8,8 +8,8 @@ namespace sglk::slots {
 
 struct Layout {
   int64_t page_size, topk, steps;
-  // The first column of the draft region, and the elements whose multiples its branches
-  // begin at; unit 0: there is none, and branches follow the prefix.
+  // The first column of the draft region, and the unit at whose multiples its branches begin.
+  // Unit 0: there is no region, and branches follow the prefix.
   int64_t region, unit;
 
   int64_t tail(int64_t len) const { return len % page_size; }

@@ -25,7 +25,7 @@ inline float nan_last(float x) {
   return x != x ? -std::numeric_limits<float>::infinity() : x;
 }
 
-// The k largest values seen, in falling order; of equal ones the first seen.
+// The k largest values seen, in falling order; among equals the first one seen.
 struct Best {
   int64_t k;
   float* values;
@@ -49,7 +49,7 @@ struct Best {
     int64_t i = 0;
     for (; i + kGroup <= n; i += kGroup) {
       if (held == k) {
-        // Most groups hold nothing better, and that is found out without branches.
+        // Most groups hold nothing better, and this finds out without branches.
         const float worst = values[k - 1];
         int32_t better = 0;
         for (int64_t j = 0; j < kGroup; j++) better |= x[i + j] > worst;
@@ -93,7 +93,7 @@ inline void select_nodes(const Shape& s, const BuildRow& row) {
   std::copy(order.begin(), order.begin() + wanted, row.selected);
 }
 
-// The parent's node, or -1 where it was not selected.
+// The parent's node, or -1 if it was not selected.
 inline int64_t parent_of(const Shape& s, const BuildRow& row, int64_t place) {
   const int64_t group = place / s.topk;
   if (group == 0) return 0;
@@ -119,7 +119,7 @@ inline void build_row(const Shape& s, const BuildRow& row) {
     if (parent >= 0) std::copy_n(row.mask + parent * n, n, row.mask + i * n);
     row.mask[i * n + i] = true;
   }
-  // From the back, so that each node becomes the head of its parent's list.
+  // Backwards, so that each node becomes the head of its parent's list.
   for (int64_t i = n - 1; i > 0; i--) {
     if (row.parent_index[i] < 0) continue;
     const int64_t parent = row.parent_index[i] - row.first_place;
@@ -175,7 +175,7 @@ struct SampledArgs {
   int64_t topk;
 };
 
-// The first id whose cumulative weight, without the rejected, exceeds the noise.
+// The first id whose cumulative weight, without the rejected ones, exceeds the noise.
 inline int64_t draw_bonus(const SampledArgs& a, const float* weights, double noise) {
   bool skip = true;
   const auto is_rejected = [&](int64_t id) {
@@ -186,7 +186,7 @@ inline int64_t draw_bonus(const SampledArgs& a, const float* weights, double noi
   double rest = total;
   for (int64_t i = 0; i < a.topk; i++)
     if (a.rejected[i] >= 0 && a.rejected[i] < a.vocab) rest -= weights[a.rejected[i]];
-  // What the subtraction leaves of nothing is rounding: look for a weight that is left.
+  // If the subtraction left nothing but rounding, look for a weight that is left.
   if (!(rest > total * 1e-6)) {
     rest = 0;
     for (int64_t v = 0; v < a.vocab; v++)

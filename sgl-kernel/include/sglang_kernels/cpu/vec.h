@@ -1,6 +1,6 @@
-// One SIMD register of floats and the few operations that the kernels need. Compiled once
-// per level inside `namespace sglk::SGLK_LEVEL`; everything here has internal meaning
-// only for that level, so no function of one level can be linked into another.
+// One SIMD register of floats and the few operations that the kernels need. Compiled once per
+// level inside `namespace sglk::SGLK_LEVEL`. Everything here has internal meaning only for that
+// level, so no function of one level can be linked into another.
 #pragma once
 
 #include <cstdint>
@@ -74,7 +74,7 @@ SGLK_INLINE vf fma(vf a, vf b, vf c) {
 // Lanes where `mask` is set take a, the others b.
 SGLK_INLINE vf select(vi mask, vf a, vf b) { return mask ? a : b; }
 
-// The larger; where x is NaN the result is m.
+// The larger value; m if x is NaN.
 SGLK_INLINE vf max_ignoring_nan(vf x, vf m) { return x > m ? x : m; }
 
 SGLK_INLINE float sum_lanes(vf v) {
@@ -204,7 +204,7 @@ SGLK_INLINE vf scale_by_power(vf p, vf n) {
 #if defined(__AVX512F__)
   return vf(_mm512_scalef_ps(__m512(p), __m512(n)));
 #else
-  // Two factors, because 2^128 is no float.
+  // Two factors, because 2^128 is not a float.
   const vi exponent = vi(n + 12582912.0f) - 0x4b400000;
   const vi half = exponent >> 1;
   return p * vf((half + 127) << 23) * vf((exponent - half + 127) << 23);
