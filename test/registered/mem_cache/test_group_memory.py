@@ -341,7 +341,9 @@ def test_window_pages_cannot_be_moved_onto_others(cache) -> None:
     req = served(cache, list(range(9)))
     slots = cache.req_to_token_pool.row_slots(req.req_pool_idx, 0, 8).numpy()
     pages = np.unique(slots // cache.page_size)
-    with pytest.raises(RuntimeError, match="a source has none or a target has one"):
+    with pytest.raises(
+        RuntimeError, match="a source has none or a target already has one"
+    ):
         cache.allocator.secondary[0].move(dst=pages[:1], src=pages[1:2])
 
 

@@ -4,9 +4,9 @@ Their records are on the host and they return host tensors, so that neither allo
 nor freeing ever waits for a device; they know nothing of requests, caches or KV bytes.
 
 Frees are stream-ordered: a freed page may be allocated again at once, because any later
-writer is enqueued on the forward stream after the forwards in flight. Pages that
-another stream still uses (a transfer, a host tier) must be kept by their holder and
-freed by it when its stream is done.
+writer is enqueued on the forward stream after the forwards in flight. If another stream
+still uses a page (a transfer, a host tier), its holder must keep the page and free it
+when that stream is done.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ class BaseAllocator(ABC):
         size: usable slots, a multiple of `page_size`; the KV tensors have
             `size + page_size` rows because page 0 is scratch.
         page_size: slots per page.
-        secondary: the slots of other groups. Each allots its own for every page that is
-            allocated, and frees them with the page or earlier.
+        secondary: slots of the other groups. Each group allots its own slots for every
+            page that is allocated, and frees them with the page or earlier.
 
-    Slots are int64 host tensors. Accounting errors of the caller (double free, free of
-    scratch, free out of range, an inconsistent `last_locs`) are RuntimeErrors that name
-    slot and page; they are always checked.
+    Slots are int64 host tensors. Mistakes of the caller (double free, free of scratch,
+    free out of range, an inconsistent `last_locs`) are always checked; they raise
+    RuntimeErrors that name slot and page.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class BaseAllocator(ABC):
 
     @property
     def num_pages(self) -> int:
-        """Usable pages, scratch not counted."""
+        """Usable pages, not counting scratch."""
         return self._ledger.num_pages
 
     def owned_pages(self) -> IntArray:
@@ -113,28 +113,28 @@ class BaseAllocator(ABC):
         """Return the slots (a page multiple) that `alloc_extend` takes for these."""
 
     def keep_journal(self) -> PageJournal:
-        """A journal of the pages that are taken and given back from now on."""
+        """Return a journal of the pages that are taken and given back from now on."""
         self._ledger.journal = PageJournal()
         return self._ledger.journal
 
     def save(self) -> IntArray:
-        """The free pages in reverse order of reuse, for `load`."""
+        """Return the free pages in reverse order of reuse, for `load`."""
         return self._ledger.save()
 
     def load(self, free: IntArray) -> None:
-        """Make exactly these pages free, all others owned; calls no hook.
+        """Make exactly these pages free and all others owned. Calls no hook.
 
         Raises:
-            ValueError: they are no distinct pages of this pool.
+            ValueError: these are not distinct pages of this pool.
         """
         self._ledger.load(free)
 
     def owns(self, pages: IntArray) -> npt.NDArray[np.bool_]:
-        """Whether each of these pages is held by a caller."""
+        """Return whether a caller holds each of these pages."""
         return self._ledger.owns(pages)
 
     def page_slots(self, pages: IntArray) -> IntArray:
-        """All slots of these pages, page after page."""
+        """Return all slots of these pages, page after page."""
         return self._page_slots(pages)
 
     # -- allocation ----------------------------------------------------------------
@@ -143,7 +143,7 @@ class BaseAllocator(ABC):
         """Make the caller the holder of these distinct free pages.
 
         Raises:
-            RuntimeError: one of them is not free; names it.
+            RuntimeError: one of them is not free; the message names it.
         """
         taken = pages[self._ledger.owns(pages)]
         if len(taken):
@@ -153,7 +153,7 @@ class BaseAllocator(ABC):
     def alloc_pages(self, count: int) -> torch.Tensor | None:
         """Allocate `count` pages; return their first slots, int64 [count].
 
-        None, with nothing taken, if there are too few.
+        Returns None and takes nothing if there are too few.
         """
         pages = self._take(count)
         return None if pages is None else torch.from_numpy(pages * self.page_size)
@@ -161,7 +161,7 @@ class BaseAllocator(ABC):
     def alloc(self, num_slots: int) -> torch.Tensor | None:
         """Allocate whole pages; return all their slots, int64 [num_slots].
 
-        None, with nothing taken, if there are too few.
+        Returns None and takes nothing if there are too few.
 
         Raises:
             ValueError: `num_slots` is not a multiple of the page size.
@@ -180,19 +180,19 @@ class BaseAllocator(ABC):
     ) -> torch.Tensor | None:
         """Allocate slots for positions [prefix_len, seq_len) of every request.
 
-        Each request first fills the page of its last slot, then takes new pages. The
-        rest of its last page is owned by it but not returned: it is handed out by the
-        next call that continues from there and freed with any slot of that page.
+        Each request first fills the page of its last slot, then takes new pages. It
+        owns the rest of its last page, although those slots are not returned: the next
+        call that continues there hands them out, and any slot of the page frees them.
 
         Args:
             prefix_lens: tokens that have slots already, one per request.
             seq_lens: tokens that need slots, at least the prefix.
-            last_locs: int64 [requests], the slot of position prefix_len - 1; not read
-                where the prefix is empty or ends at a page boundary.
+            last_locs: int64 [requests], the slot of position prefix_len - 1. Not read
+                if the prefix is empty or ends at a page boundary.
 
         Returns:
             int64 [sum(seq_lens - prefix_lens)], request after request, on the host;
-            None, with nothing taken, if there are too few free pages.
+            or None, with nothing taken, if there are too few free pages.
 
         Raises:
             RuntimeError: seq_len below prefix_len, or a last slot that does not fit.
@@ -253,7 +253,7 @@ class BaseAllocator(ABC):
         self._on_free.append(hook)
 
     def clear(self) -> None:
-        """Free every page, for a flush of an idle engine; hooks see the owned ones."""
+        """Free every page, to flush an idle engine. Hooks see the owned pages."""
         owned = self._ledger.owned_pages()
         self._group = None
         self._ledger.clear()
@@ -358,7 +358,7 @@ class TokenToKVPoolAllocator(BaseAllocator):
 
 
 class PagedTokenToKVPoolAllocator(BaseAllocator):
-    """Allocator of whole pages; any page size, 1 included."""
+    """Allocator of whole pages, for any page size, including 1."""
 
     def __init__(
         self, *, size: int, page_size: int, secondary: Sequence[GroupSlots] = ()
@@ -398,7 +398,8 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
         return None if slots is None else torch.from_numpy(slots)
 
     def _extend_by_one(self, last: IntArray, fill: IntArray) -> IntArray | None:
-        """Extend each request by one slot (decode): the next one, or of a new page."""
+        """Extend each request by one slot (decode): the next one, or one on a new
+        page."""
         slots = last + 1
         crossing = np.flatnonzero(fill == 0)
         if len(crossing):

@@ -1,7 +1,7 @@
 """Interface of the prefix caches, and of a request as they need it.
 
-It owns the meaning of a key, of a match and of the token ranges of a request. It knows
-nothing of scheduling, and reads no device memory.
+It defines keys, matches and the token ranges of a request. It knows nothing about
+scheduling and reads no device memory.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ class RadixKey:
     """A token sequence as a key of the prefix cache.
 
     Fields:
-        tokens: token ids; an int64 array is used as it is, a list is converted at
-            every use.
-        namespace: keys of different namespaces (`extra_key`, salt) never share.
+        tokens: token ids. An int64 array is used as it is; a list is converted at every
+            use.
+        namespace: keys in different namespaces (`extra_key`, salt) never share.
         bigram: element p is the pair (token p, token p + 1), so that N tokens make
-            N - 1 elements. Needed where a slot's bytes depend on the next token too
-            (the draft pool of EAGLE).
+            N - 1 elements. Needed if a slot's bytes also depend on the next token (the
+            draft pool of EAGLE).
     """
 
     tokens: TokenSeq
@@ -150,15 +150,15 @@ class CacheableReq(Protocol):
         req_pool_idx: row in `req_to_token`.
         namespace: cache namespace.
         no_cache: must not be put into the cache (a prefill that was not fully
-            written, KV that is in doubt).
+            written, or KV that is in doubt).
         committed_len: positions whose KV is written, or will be before any later
             reader in stream order, with the tokens of `fill_ids()`.
         allocated_len: positions of the row that hold slots of this request or the tree.
         cache_protected_len: see above. Set at admission to the length of the match.
-        prefix_slots: int64, the tree's slots that its row is to get. Set at admission.
+        prefix_slots: int64, the tree's slots for its row. Set at admission.
         last_node: locked node where the tree's part ends; None once released.
-        holds: what it holds of each secondary group, in the allocator's order; empty
-            before admission and once released.
+        holds: its hold on each secondary group, in the allocator's order. Empty before
+            admission and after release.
     """
 
     req_pool_idx: int
@@ -186,7 +186,7 @@ class BasePrefixCache(ABC):
     Attributes:
         root: node of the empty prefix.
         groups: the cache's part of each secondary group of the allocator.
-        listener: hears of all changes from now on; set while the cache is empty.
+        listener: hears of all changes from now on. Set it while the cache is empty.
     """
 
     root: TreeNode
@@ -206,7 +206,7 @@ class BasePrefixCache(ABC):
         self.listener: CacheListener | None = None
 
     def key(self, tokens: TokenSeq, *, namespace: str | None = None) -> RadixKey:
-        """Return a key of the kind that this cache uses."""
+        """Return a key of the kind this cache uses."""
         return RadixKey(tokens, namespace, self.bigram)
 
     def shared_len(self, common: int) -> int:
@@ -226,8 +226,9 @@ class BasePrefixCache(ABC):
         """Find the longest cached prefix in whole pages; counts as an access."""
 
     def cached_end(self, key: RadixKey) -> TreeNode:
-        """The node where the longest cached prefix ends, whether a request could go on
-        from there or not; splits and marks as `match_prefix` does."""
+        """Return the node where the longest cached prefix ends, whether or not a
+        request could continue from there. Splits and marks nodes like
+        `match_prefix`."""
         return self.match_prefix(key).last_node
 
     @abstractmethod
@@ -236,12 +237,12 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def insert(self, key: RadixKey, slots: torch.Tensor) -> int:
-        """Give the tree the slots of the whole pages of `key` that it does not have,
-        with what these have in all secondary groups.
+        """Give the tree the slots of the whole pages of `key` that it lacks, with their
+        slots in all secondary groups.
 
         Returns:
-            The length, in positions, that it already had: the caller keeps its own
-            slots below that length, and everything past the last page.
+            The length, in positions, that the tree already had. The caller keeps its
+            own slots below that length, and everything past the last page.
         """
 
     # -- locks and eviction --------------------------------------------------------
@@ -257,8 +258,8 @@ class BasePrefixCache(ABC):
         """Undo one `inc_lock_ref`; RuntimeError without one.
 
         Args:
-            holds: of the request that locked, which may have given up its lock in some
-                groups; None: it has not.
+            holds: holds of the request that locked, which may have given up its lock in
+                some groups. Defaults to none given up.
         """
 
     @abstractmethod
@@ -266,7 +267,7 @@ class BasePrefixCache(ABC):
         """Free at least `num_slots` unlocked slots, least recently used first.
 
         Returns:
-            How many were freed; fewer if there are not so many.
+            How many were freed; fewer if there are not enough.
         """
 
     @abstractmethod
@@ -310,10 +311,10 @@ class BasePrefixCache(ABC):
     # -- damage --------------------------------------------------------------------
 
     def let_go(self, req: CacheableReq) -> torch.Tensor:
-        """Take everything from `req` and give it to nobody: its row and its lock.
+        """Take everything from `req`, its row and its lock, and give it to no one.
 
         Returns:
-            The slots that were its own, int64 on the host; the caller frees them.
+            The slots that were its own, int64 on the host. The caller frees them.
 
         Raises:
             RuntimeError: the request holds nothing.
@@ -335,10 +336,10 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def cut(self, nodes: Sequence[TreeNode]) -> torch.Tensor:
-        """Take nodes, and all below them, out of the cache.
+        """Take nodes, and everything below them, out of the cache.
 
         Returns:
-            Their slots, int64 on the host; the caller frees them.
+            Their slots, int64 on the host. The caller frees them.
 
         Raises:
             RuntimeError: a request holds a lock on one of them; nothing was cut.
@@ -347,15 +348,15 @@ class BasePrefixCache(ABC):
     # -- checkpoints ---------------------------------------------------------------
 
     def save(self) -> tuple[SavedTree | None, dict[int, int]]:
-        """The tree as plain data, O(nodes), and the index of each run by the serial of
-        its node; None and nothing for a cache without a tree."""
+        """Return the tree as plain data, in O(nodes), and the index of each run by the
+        serial of its node. A cache without a tree returns None and nothing."""
         return None, {}
 
     def load(self, saved: SavedTree | None) -> list[TreeNode]:
-        """Take over a saved tree in place of an empty one; return its nodes in order.
+        """Replace an empty tree by a saved one and return its nodes in order.
 
         Raises:
-            ValueError: it is not a tree.
+            ValueError: `saved` is not a tree.
         """
         return []
 
@@ -407,12 +408,12 @@ class BasePrefixCache(ABC):
             )
 
     def mark_admitted(self, req: CacheableReq, match: MatchResult) -> None:
-        """Record a match that is locked for `req`."""
+        """Record a match that was locked for `req`."""
         self.mark_held(req, match.last_node, len(match))
         req.prefix_slots = match.slots
 
     def mark_held(self, req: CacheableReq, node: TreeNode, length: int) -> None:
-        """Record a node, where `length` positions end, that is locked for `req`."""
+        """Record that `node`, where `length` positions end, was locked for `req`."""
         req.last_node = node
         req.cache_protected_len = length
         req.holds = tuple(slots.hold(length) for slots in self.allocator.secondary)

@@ -1,4 +1,4 @@
-"""Whoever wants to know which runs of tokens the prefix cache holds."""
+"""The interface for listeners to the runs of tokens that the prefix cache holds."""
 
 from __future__ import annotations
 
@@ -9,18 +9,17 @@ if TYPE_CHECKING:
 
 
 class CacheListener(Protocol):
-    """Hears of every change of the set of cached pages, while it happens.
+    """Hears of every change to the set of cached pages while it happens.
 
-    `TreeNode.block_hashes` is its to fill: the cache hands over nodes and does not
-    read it.
-    A run that loses its window slots alone stays cached.
+    `TreeNode.block_hashes` belongs to the listener: the cache hands over nodes and does
+    not read it. A run that loses only its window slots stays cached.
     """
 
     def on_stored(self, node: TreeNode) -> None:
         """`node` was hung below its parent, which was there before."""
 
     def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
-        """`upper` took over the begin of `lower`, which keeps the rest."""
+        """`upper` took over the beginning of `lower`, which keeps the rest."""
 
     def on_removed(self, node: TreeNode, rest: TreeNode | None) -> None:
         """`node` left the tree; `rest`, a new node, has its first pages."""

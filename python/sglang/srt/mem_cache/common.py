@@ -1,7 +1,7 @@
 """Operations on pool, allocator and prefix cache together.
 
 Evict then allocate, extend the rows of a batch, release a request, check for leaks.
-It decides nothing about which request to serve or to drop.
+It never decides which request to serve or drop.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 
 def ensure_available(cache: BasePrefixCache, num_slots: int) -> bool:
-    """Evict until the allocator has `num_slots` free, and every secondary group as
-    many; False, with nothing evicted, if it cannot."""
+    """Evict until the allocator and every secondary group have `num_slots` free. Return
+    False, with nothing evicted, if that is impossible."""
     missing = num_slots - cache.allocator.available_size()
     if missing > cache.evictable_size():
         return False
     if any(num_slots > group.usable_size() for group in cache.groups):
         return False
-    # Primary slots first: those of the other groups go with them.
+    # Primary slots first, because slots of the other groups go with them.
     if missing > 0 and cache.evict(missing) < missing:
         return False
     for group in cache.groups:
@@ -41,7 +41,7 @@ def ensure_available(cache: BasePrefixCache, num_slots: int) -> bool:
 def extend_rows(
     cache: BasePrefixCache, *, rows: Lens, prefix_lens: Lens, seq_lens: Lens
 ) -> torch.Tensor | None:
-    """Give every row slots for positions [prefix_len, seq_len) and write them to it.
+    """Give every row slots for positions [prefix_len, seq_len) and record them in it.
 
     Args:
         rows: request rows, distinct.
@@ -50,8 +50,8 @@ def extend_rows(
 
     Returns:
         int64 [sum(seq_lens - prefix_lens)] on the pool's device, request after request
-        (`out_cache_loc`); None, with nothing evicted or taken, if there is not enough
-        memory even after eviction.
+        (`out_cache_loc`), or None, with nothing evicted or taken, if memory does not
+        suffice even after eviction.
 
     Raises:
         RuntimeError: a seq_len is beyond the row width; nothing was taken.
@@ -86,13 +86,13 @@ def extend_rows(
 def release_unread(
     cache: BasePrefixCache, requests: Iterable[CacheableReq], *, step: int = 0
 ) -> None:
-    """Free what no later token of these requests reads in the secondary groups.
+    """Free slots in the secondary groups that no later token of these requests reads.
 
     Requests free their own slots. They give up their lock on a cached prefix once they
     read none of it.
 
     Args:
-        step: decode steps of the batch so far; groups are served every
+        step: decode steps of the batch so far. Each group is served every
             `release_every` steps.
     """
     rows = cache.req_to_token_pool
@@ -130,8 +130,8 @@ def check_idle(
     """Check an engine without requests for leaks: slots are free, cached or fenced.
 
     Args:
-        fenced: primary slots that somebody else still holds; fenced_in_groups: slots
-            of each secondary group, default none.
+        fenced: primary slots that another holder still has. fenced_in_groups: slots of
+            each secondary group, none by default.
 
     Raises:
         RuntimeError: the sum is wrong (names each term), or a row or lock is held.
@@ -183,11 +183,11 @@ def check_busy(
 ) -> None:
     """Check that every owned page has exactly one holder, the cache or one request.
 
-    For use while requests run; O(pool size) on the host.
+    For use while requests run. O(pool size) on the host.
 
     Args:
         requests: all requests that hold slots.
-        aside: pages that are neither's.
+        aside: pages that neither the cache nor a request holds.
 
     Raises:
         RuntimeError: names the pages without a holder or with more than one.
@@ -220,7 +220,7 @@ def check_busy(
 def _check_busy_group(
     cache: BasePrefixCache, requests: Iterable[CacheableReq], index: int
 ) -> None:
-    """Check that exactly those pages have a page in a secondary group that should."""
+    """Check that exactly the pages that should have a page in a secondary group do."""
     group, rows = cache.groups[index], cache.req_to_token_pool
     parts = group.kept_slots()
     for req in requests:

@@ -1,11 +1,11 @@
-"""KV slots of draft branches: a tail of the draft's pool, some for each request row.
+"""KV slots of draft branches: a tail of the draft's pool, with slots for each row.
 
 ```
 draft's pool | scratch | slots of the allocator | row 1 | row 2 | ... | filling |
 ```
-They follow the allocator's last slot, so that it, the prefix cache, sweeps and
+They follow the allocator's last slot, so the allocator, the prefix cache, sweeps and
 quarantine never see them, and only the draft's pool has bytes for them. Host
-arithmetic; knows no pools and no requests.
+arithmetic; knows no pools or requests.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftRegion:
-    """The slots of all rows.
+    """The draft slots of all rows.
 
     Fields:
-        first_slot: after the allocator's last, at a page boundary.
+        first_slot: first slot after the allocator's last, at a page boundary.
         rows: request rows, 1 .. rows.
-        columns: slots of a row.
-        page_size: of the pool.
+        columns: slots per row.
+        page_size: page size of the pool.
 
     Raises:
         ValueError: a region without slots, or one that does not begin a page.
@@ -38,32 +38,33 @@ class DraftRegion:
 
     def __post_init__(self) -> None:
         if min(self.rows, self.columns, self.first_slot) < 1:
-            raise ValueError(f"a draft region without slots: {self}")
+            raise ValueError(f"a draft region needs slots: {self}")
         if self.first_slot % self.page_size:
-            raise ValueError(f"a draft region begins within a page: {self}")
+            raise ValueError(f"a draft region must begin at a page boundary: {self}")
 
     @property
     def size(self) -> int:
-        """Slots that the pool has for it: whole pages."""
+        """Slots that the pool needs for it: whole pages."""
         return region_size(
             rows=self.rows, columns=self.columns, page_size=self.page_size
         )
 
     def table(self) -> NDArray[np.int32]:
-        """[rows + 1, columns], the slots of every row; row 0, padding, has scratch."""
+        """Return [rows + 1, columns], the slots of every row. Row 0, padding, has
+        scratch slots."""
         slots = np.zeros((self.rows + 1, self.columns), dtype=np.int32)
         count = self.rows * self.columns
         slots[1:].ravel()[:] = self.first_slot + np.arange(count, dtype=np.int32)
         return slots
 
     def slots_of(self, rows: Sequence[int]) -> NDArray[np.int64]:
-        """All slots of these rows, row after row."""
+        """Return all slots of these rows, row after row."""
         firsts = self.first_slot + (np.asarray(rows, dtype=np.int64) - 1) * self.columns
         slots: NDArray[np.int64] = firsts[:, None] + np.arange(self.columns)
         return slots.ravel()
 
     def row_of(self, slot: int) -> int:
-        """The request row that a slot belongs to; 0: none."""
+        """Return the request row that a slot belongs to, or 0 if none."""
         place = slot - self.first_slot
         if not 0 <= place < self.rows * self.columns:
             return 0
@@ -71,5 +72,5 @@ class DraftRegion:
 
 
 def region_size(*, rows: int, columns: int, page_size: int) -> int:
-    """Slots of a region in whole pages; 0 for no columns."""
+    """Return the slots of a region in whole pages; 0 for no columns."""
     return -(-rows * columns // page_size) * page_size

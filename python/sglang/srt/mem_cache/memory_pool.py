@@ -1,7 +1,7 @@
 """Rows of requests (`ReqToTokenPool`) and the KV bytes (`KVCache`, MHA layout).
 
-They own tensors and nothing else: the allocator decides who owns a slot, the attention
-layer what is written.
+They only own tensors: the allocator decides who owns a slot, and the attention layer
+what is written.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ if TYPE_CHECKING:
 
 Ints = Sequence[int] | IntArray
 KVPlace = tuple[KVGroup, int]
-"""Where a layer's KV lies: the group, and the layer's number in its tensors."""
+"""Where a layer's KV lies: its group, and its number in the group's tensors."""
 OnMove = Callable[[torch.Tensor, torch.Tensor], None]
 
 WRITE_AT_ONCE = 1 << 18
-"""Columns of the rows that are written in one pass: a bound of the memory it takes."""
+"""Columns of the rows that are written in one pass; bounds the memory this takes."""
 
 
 class ReqToTokenPool:
     """Rows of requests: the slot and the token at every position.
 
     Args:
-        region: of the draft branches, whose slots follow the columns of every row.
+        region: draft region, whose slots follow the columns of every row, or None.
 
     Fields:
-        req_to_token: int32 [size + 1, row_width + columns of the region] on the device,
-            slot per position, then the region's, which stay.
-        token_table: int32 [size + 1, max(context_len, row_width)] on the device, token
-            per position. Written by the prefill from the host and by the kernel that
-            publishes sampled tokens; there is no host copy.
+        req_to_token: int32 [size + 1, row_width + columns of the region] on the device;
+            the slot at each position, then the region's slots, which never change.
+        token_table: int32 [size + 1, max(context_len, row_width)] on the device; the
+            token at each position. Written by the prefill from the host and by the
+            kernel that publishes sampled tokens. There is no host copy.
         region: as constructed.
 
     Row 0 is the padding row: it stays zero, so padded rows read and write the scratch
     page. Rows 1..size are allocated to requests. Columns that a row's owner has not
     written hold the values of the previous owner.
 
-    The slots are mirrored on the host, where they are allocated: reading a row never
-    waits for the device (on the CPU mirror and table are the same memory). Nothing but
-    the methods here may write to `req_to_token`. Writes to a device are enqueued on the
-    current stream; the caller orders them after forwards that still read the row.
+    Slots are allocated on the host and mirrored there, so reading a row never waits for
+    the device (on the CPU, mirror and table are the same memory). Only the methods here
+    may write to `req_to_token`. Writes to a device are enqueued on the current stream;
+    the caller orders them after forwards that still read the row.
     """
 
     def __init__(
@@ -88,17 +88,17 @@ class ReqToTokenPool:
         self._free: list[int] = []
         self._in_use = bytearray(size + 1)
         self._on_region_free: list[Callable[[torch.Tensor], None]] = []
-        # Of each group that is recorded, its slots in the rows.
+        # For each recorded group, its slots in the rows.
         self._recorded: dict[GroupSlots, torch.Tensor] = {}
         self.clear()
 
     def record_group(self, slots: GroupSlots) -> torch.Tensor:
-        """Also write the slots of a secondary group from now on, by the host's records,
-        so that what is read through the mapping can be compared. Target and draft share
-        rows and slots, hence the table.
+        """From now on also write a secondary group's slots, from the host's records, so
+        that they can be compared with what is read through the mapping. Target and
+        draft share rows and slots, and therefore this table.
 
         Returns:
-            int32 like `req_to_token`. Positions that lost their slot keep the one that
+            int32 like `req_to_token`. Positions that lost their slot keep the last one
             they had.
         """
         table = self._recorded.get(slots)
@@ -116,7 +116,7 @@ class ReqToTokenPool:
 
     @staticmethod
     def bytes_of(*, size: int, row_width: int, region_columns: int = 0) -> int:
-        """Memory on the device of a pool of `size` rows."""
+        """Return the device memory of a pool with `size` rows, in bytes."""
         width = 2 * row_width + region_columns
         return (size + 1) * width * torch.int32.itemsize
 
@@ -127,7 +127,8 @@ class ReqToTokenPool:
     # -- rows ----------------------------------------------------------------------
 
     def alloc(self, count: int) -> list[int] | None:
-        """Allocate `count` rows, latest freed first; None, none taken, if too few."""
+        """Allocate `count` rows, latest freed first. Return None if there are too
+        few."""
         if count > len(self._free):
             return None
         rows = [self._free.pop() for _ in range(count)]
@@ -136,7 +137,7 @@ class ReqToTokenPool:
         return rows
 
     def free(self, rows: Sequence[int]) -> None:
-        """Free rows; RuntimeError for one that is not in use."""
+        """Free rows; RuntimeError if one is not in use."""
         for row in rows:
             if not 0 < row <= self.size or not self._in_use[row]:
                 raise RuntimeError(
@@ -159,24 +160,24 @@ class ReqToTokenPool:
         return len(self._free)
 
     def save_rows(self) -> list[int]:
-        """The free rows in reverse order of reuse, for `load_rows`."""
+        """Return the free rows in reverse order of reuse, for `load_rows`."""
         return list(self._free)
 
     def load_rows(self, free: Sequence[int]) -> None:
-        """Make exactly these rows free; contents stay.
+        """Make exactly these rows free. Contents stay.
 
         Raises:
-            ValueError: they are no distinct rows of this pool.
+            ValueError: these are not distinct rows of this pool.
         """
         if len(set(free)) != len(free) or not set(free) <= set(range(1, self.size + 1)):
-            raise ValueError(f"no free rows of a pool of {self.size}")
+            raise ValueError(f"not distinct rows of a pool of {self.size}")
         self._free = list(free)
         self._in_use = bytearray([0] + [1] * self.size)
         for row in free:
             self._in_use[row] = 0
 
     def clear(self) -> None:
-        """Free every row; contents stay."""
+        """Free every row. Contents stay."""
         self._free = list(range(self.size, 0, -1))
         self._in_use = bytearray(self.size + 1)
 
@@ -240,7 +241,7 @@ class ReqToTokenPool:
     def last_locs(self, rows: Ints, lens: Ints) -> torch.Tensor:
         """Return the slot of position lens[r] - 1 of each row, int64 [rows], host.
 
-        The value is meaningless where lens[r] is 0.
+        The value is meaningless if lens[r] is 0.
         """
         columns = np.asarray(lens, dtype=np.int64) - 1
         last = self._mirror[np.asarray(rows, dtype=np.int64), columns]
@@ -278,9 +279,10 @@ class ReqToTokenPool:
         rows: Ints, starts: Ints, lens: Ints, *, width: int, stride: int
     ) -> IntArray:
         """Return the flat cells of the runs, int64 [sum(lens)], in rows of `stride`
-        cells of which `width` may be written.
+        cells, `width` of which may be written.
 
-        Checks that no run leaves its row: it would silently continue in the next one.
+        Checks that no run leaves its row, because it would silently continue in the
+        next.
         """
         begin = np.asarray(starts, dtype=np.int64)
         sizes = np.asarray(lens, dtype=np.int64)
@@ -304,7 +306,7 @@ class ReqToTokenPool:
 
 
 def _pieces(rows: Sequence[IntArray]) -> Iterator[slice]:
-    """Cut rows into runs of at most `WRITE_AT_ONCE` columns, or of one row."""
+    """Cut rows into runs of at most `WRITE_AT_ONCE` columns, or into single rows."""
     begin = columns = 0
     for end, row in enumerate(rows):
         if columns and columns + len(row) > WRITE_AT_ONCE:
@@ -316,7 +318,7 @@ def _pieces(rows: Sequence[IntArray]) -> Iterator[slice]:
 
 
 def _to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy to the device asynchronously; the tensor itself if it is there."""
+    """Copy to the device asynchronously; returns the tensor itself if it is there."""
     if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
@@ -327,7 +329,7 @@ class CanarySource:
     """Bytes of one tensor that the canary may fingerprint.
 
     Fields:
-        name: "k" or "v"; "k" alone in a pool of latents.
+        name: "k" or "v"; only "k" in a pool of latents.
         buffer: [layers, slots, ...], contiguous in a slot.
         layer_num: size of the first dimension.
         bytes_per_slot: bytes of one slot in one layer.
@@ -346,11 +348,11 @@ class KVCache(ABC):
     """KV bytes of all slots of one model.
 
     Fields:
-        size: usable slots, a draft region's included; every tensor has
-            `size + page_size` rows of slots, of which the first `page_size` are the
+        size: usable slots, a draft region's included. Every tensor has
+            `size + page_size` rows of slots, the first `page_size` of which are the
             scratch page.
         page_size, dtype, device, layer_num: as constructed.
-        kind: name of its group where it is a model's only one.
+        kind: name of its group, if that is the model's only one.
         values_in_keys: whether V is the first channels of K.
     """
 
@@ -384,16 +386,16 @@ class KVCache(ABC):
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:
-        """The groups of the model, the primary one first."""
+        """The groups of the model, with the primary one first."""
         return (self._own_group,)
 
     def place_of(self, layer_id: int) -> KVPlace:
-        """Where a layer's KV lies."""
+        """Return where a layer's KV lies."""
         return self._own_group, layer_id
 
     @abstractmethod
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of a layer's K and V, [slots, kv_heads, head_dim] each, the same
+        """Return views of a layer's K and V, [slots, kv_heads, head_dim] each; the same
         objects at every call."""
 
     @abstractmethod
@@ -431,7 +433,7 @@ class KVCache(ABC):
     def register_on_move(self, hook: OnMove) -> None:
         """Call `hook(dst, src)` after each move, on the same stream.
 
-        So records about slots can move with the bytes.
+        This way records about slots can move with the bytes.
         """
         self._on_move.append(hook)
 
@@ -505,7 +507,8 @@ class MHATokenToKVPool(KVCache):
 def zeros_for_kv(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A tensor of KV, on the CPU in huge pages where the kernel has some."""
+    """Allocate a KV tensor of zeros; on the CPU in huge pages if the kernel has
+    some."""
     if device.type == "cpu":
         return host_zeros(shape, dtype)
     return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,7 +1,7 @@
-"""KV bytes of a model with latent attention: one vector of a token and layer.
+"""KV bytes of a model with latent attention: one vector per token and layer.
 
-Its first channels are the compressed latent, which is key and value of every head; the
-others are a rotated key.
+Its first channels are the compressed latent, which is key and value of every head. The
+rest is a rotated key.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class MLATokenToKVPool(KVCache):
     Every rank holds them whole.
 
     Args:
-        kv_lora_rank: channels of the latent, the values among them.
+        kv_lora_rank: channels of the latent, including the values.
         rope_dim: channels of the rotated key.
 
     Attributes:
@@ -88,5 +88,5 @@ class MLATokenToKVPool(KVCache):
 
 def latent_bytes_per_token(*, layer_num: int, width: int, dtype: torch.dtype) -> int:
     """Return the bytes of one slot in all layers of an `MLATokenToKVPool` whose latents
-    have `width` channels, the rotated key's among them."""
+    have `width` channels, including the rotated key."""
     return layer_num * width * dtype.itemsize

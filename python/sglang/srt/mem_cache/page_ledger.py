@@ -1,7 +1,7 @@
 """Ownership of pages, and the order in which free pages are reused.
 
 Pages 1..num_pages can be allocated; page 0 is scratch and never is. Everything is host
-memory; nothing here knows slots, devices or requests.
+memory. Knows no slots, devices or requests.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ IntArray = NDArray[np.int64]
 
 
 class PageJournal:
-    """The pages that were taken and given back since the last `drain`, as arrays that
-    exist already."""
+    """The pages that were taken and given back since the last `drain`, kept as the
+    arrays they came in."""
 
     def __init__(self) -> None:
         self.taken: list[IntArray] = []
         self.given: list[IntArray] = []
 
     def drain(self) -> tuple[list[IntArray], list[IntArray]]:
-        """(taken, given), each in order; empty from then on."""
+        """Return (taken, given), each in order, and empty the journal."""
         drained = self.taken, self.given
         self.taken, self.given = [], []
         return drained
@@ -32,13 +32,13 @@ class PageJournal:
 class PageLedger:
     """Free stack and ownership bits of `num_pages` pages.
 
-    Reuse is last-in first-out by batch: the pages of the latest `give` are taken
-    first, in the order in which they were given, so that a fresh ledger yields
-    1, 2, 3, ... and a freed run of pages is reused as the same run. Early reuse keeps
-    caches warm and reveals a use after free soon.
+    Reuse is last-in first-out by batch: the pages of the latest `give` are taken first,
+    in the order they were given. So a fresh ledger yields 1, 2, 3, ..., and a freed run
+    of pages is reused as the same run. Early reuse keeps caches warm and soon reveals a
+    use after free.
 
     Attributes:
-        journal: gets what is taken and given; None: nobody wants to know.
+        journal: records what is taken and given, or None to record nothing.
     """
 
     def __init__(self, num_pages: int) -> None:
@@ -61,7 +61,8 @@ class PageLedger:
         self._top = self.num_pages
 
     def take(self, count: int) -> IntArray | None:
-        """Take ownership of `count` pages, int64 [count]; None if there are too few."""
+        """Take ownership of `count` pages, int64 [count], or None if there are too
+        few."""
         if count > self._top:
             return None
         low = self._top - count
@@ -73,7 +74,8 @@ class PageLedger:
         return pages
 
     def take_these(self, pages: IntArray) -> None:
-        """Take ownership of these distinct free pages, wherever they lie."""
+        """Take ownership of these distinct free pages, wherever they are in the
+        stack."""
         free = self._stack[: self._top]
         left = free[~np.isin(free, pages)]
         self._top = len(left)
@@ -95,7 +97,7 @@ class PageLedger:
             self.journal.given.append(pages)
 
     def save(self) -> IntArray:
-        """The free pages in reverse order of reuse, for `load`."""
+        """Return the free pages in reverse order of reuse, for `load`."""
         free: IntArray = self._stack[: self._top].copy()
         return free
 
@@ -103,20 +105,20 @@ class PageLedger:
         """Make exactly these pages free; all others are owned.
 
         Raises:
-            ValueError: they are no distinct pages of this ledger.
+            ValueError: these are not distinct pages of this ledger.
         """
         is_valid = len(free) <= self.num_pages and bool(
             ((free >= 1) & (free <= self.num_pages)).all()
         )
         if not is_valid or len(np.unique(free)) != len(free):
-            raise ValueError(f"no free stack of {self.num_pages} pages")
+            raise ValueError(f"not a free stack of {self.num_pages} pages")
         self._stack[: len(free)] = free
         self._top = len(free)
         self._owned[1:] = True
         self._owned[free] = False
 
     def owns(self, pages: IntArray) -> NDArray[np.bool_]:
-        """Whether each page in 0..num_pages is owned by a caller."""
+        """Return whether a caller owns each of these pages (0..num_pages)."""
         return self._owned[pages]
 
     def owned_pages(self) -> IntArray:

@@ -1,7 +1,7 @@
-"""Who holds each page of the KV pool, as one array, by the host's records.
+"""Who holds each page of the KV pool, as one array, from the host's records.
 
-For people who look, not for decisions. Reads allocator, prefix cache and rows; changes
-nothing and never waits for a device.
+For people who inspect the pool, not for decisions. Reads allocator, prefix cache and
+rows; changes nothing and never waits for a device.
 """
 
 from __future__ import annotations
@@ -25,16 +25,18 @@ STATE_MASK = 7
 GROUP_BIT = 8
 OWNER_SHIFT = 4
 SERIAL_MASK = (1 << 27) - 1
-"""Of a serial in a cell: what is left of 32 bits, with a sign."""
+"""Bits of a serial in a cell: the rest of 32 bits, with a sign."""
 
 
 class PageState(IntEnum):
     """The state of a page; three bits of its cell.
 
-    FREE: nobody holds it. RUNNING: a request's own, with committed tokens. CACHED: of
-    the prefix cache, may be evicted; LOCKED: a request relies on it. DRAFT: a request's
-    reserve for drafts. QUARANTINED: damaged, watched or kept out of use. POISONED:
-    free, and its records say who had it. UNKNOWN: allocated, but no holder is known.
+    FREE: not held. RUNNING: a request's own, with committed tokens. CACHED: in the
+        prefix
+    cache, may be evicted. LOCKED: cached, and a request relies on it. DRAFT: a
+    request's reserve for drafts. QUARANTINED: damaged, watched or kept out of use.
+    POISONED: free, and its records name the last holder. UNKNOWN: allocated, but its
+        holder is unknown.
     """
 
     FREE = 0
@@ -61,17 +63,17 @@ def page_cells(
     set_aside: IntArray,
     is_poisoned: NDArray[np.bool_] | None = None,
 ) -> NDArray[np.int32]:
-    """The cell of every page but scratch, int32 [num_pages]; page p is at p - 1.
+    """Return the cell of every page but scratch, int32 [num_pages]; page p is at p - 1.
 
-    A cell is `holder << 4 | in_group << 3 | state`: the holder is the serial of a
-    request, minus the serial of a cached run (both modulo 2^27), or 0; `in_group`,
+    A cell is `holder << 4 | in_group << 3 | state`. The holder is the serial of a
+    request, minus the serial of a cached run (both modulo 2^27), or 0. `in_group` says
     whether the page has a page in a secondary group.
 
     Args:
-        holders: requests, those without memory included.
+        holders: requests, including those without memory.
         has_drafts: whether pages after the committed tokens are for drafts.
         set_aside: damaged pages.
-        is_poisoned: [num_pages], whether records say that a page was freed; None:
+        is_poisoned: [num_pages], whether records say that a page was freed, or None if
             there are no records.
     """
     allocator = cache.allocator
@@ -94,7 +96,7 @@ def _mark_cached(
 ) -> None:
     if not nodes:
         return
-    # A run is whole pages, so that every page_size-th slot begins one.
+    # A run is whole pages, so every page_size-th slot begins one.
     slots = np.concatenate([node.slots for node in nodes])
     codes = np.fromiter((_cached_cell(node) for node in nodes), np.int32, len(nodes))
     lengths = np.fromiter((len(node.slots) for node in nodes), np.int64, len(nodes))
@@ -113,7 +115,7 @@ def _mark_own(
     *,
     has_drafts: bool,
 ) -> None:
-    """Mark the pages of a request's row that are not the cache's."""
+    """Mark the pages of a request's row that do not belong to the cache."""
     begin, page_size = holder.cache_protected_len, cache.page_size
     slots = cache.req_to_token_pool.row_slots(
         holder.req_pool_idx, begin, holder.allocated_len

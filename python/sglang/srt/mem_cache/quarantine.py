@@ -1,10 +1,10 @@
-"""Pages that were damaged and are watched before anybody gets them again.
+"""Damaged pages that are watched before they are used again.
 
 ```
 blamed --> set aside, filled with a pattern --> two forwards --> intact: freed
                                                                  changed: kept
 ```
-Owns the pages meanwhile; knows neither requests nor why a page is here.
+Owns the pages meanwhile. Knows neither requests nor why a page is here.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ FORWARDS_WATCHED = 2
 
 
 class SlotPattern(Protocol):
-    """A pattern in everything that belongs to a slot of one pool."""
+    """A pattern written to everything that belongs to a slot of one pool."""
 
     def fill(self, slots: torch.Tensor) -> None:
         """Fill `slots` (int64 [n], host) in stream order."""
 
     def is_intact(self, slots: torch.Tensor) -> torch.Tensor:
-        """bool [n] on the host: nobody has written to the slot since; waits for the
-        device."""
+        """Return bool [n] on the host: whether the slot was left alone since. Waits for
+        the device."""
 
 
 class PageOwner(Protocol):
-    """The allocator of pages, or `GroupSlots` for those of a secondary group."""
+    """The allocator, or `GroupSlots` for the pages of a secondary group."""
 
     page_size: int
 
@@ -60,10 +60,10 @@ class Quarantine:
     """Keeps pages out of circulation until they have proven to be left alone.
 
     Args:
-        patterns: of all pools whose slots the pages are.
+        patterns: patterns of all pools that share the pages' slots.
 
     Attributes:
-        kept: pages that changed while they were watched, ascending. They stay.
+        kept: pages that changed while they were watched, ascending. They stay here.
     """
 
     def __init__(self, allocator: PageOwner, patterns: Sequence[SlotPattern]) -> None:
@@ -74,7 +74,7 @@ class Quarantine:
 
     @property
     def is_watching(self) -> bool:
-        """Whether `look` has something to do."""
+        """Whether `look` has anything to do."""
         return bool(self._watched)
 
     @property
@@ -88,14 +88,14 @@ class Quarantine:
 
     @property
     def num_slots(self) -> int:
-        """Their slots, which are neither free nor cached."""
+        """Number of their slots, which are neither free nor cached."""
         return int(self.num_pages * self._allocator.page_size)
 
     def add(self, pages: IntArray, *, num_forwards: int) -> None:
         """Watch distinct free pages for the next `FORWARDS_WATCHED` forwards.
 
         Args:
-            num_forwards: launched so far.
+            num_forwards: forwards launched so far.
         """
         if not len(pages):
             return
@@ -110,11 +110,11 @@ class Quarantine:
             self._allocator.set_aside(self.pages)
 
     def look(self, *, num_forwards: int | None) -> None:
-        """Free the intact pages of those that were watched for long enough.
+        """Free the intact pages among those that were watched long enough.
 
         Args:
-            num_forwards: launched so far; None: nothing runs, so that nobody is left
-                who could write.
+            num_forwards: forwards launched so far, or None if nothing runs and nothing
+                could write any more.
         """
         while self._watched:
             due, pages = self._watched[0]
@@ -135,7 +135,7 @@ class Quarantine:
         if len(bad):
             self.kept = np.union1d(self.kept, bad)
             logger.error(
-                "kv_canary: page(s) %s were written to while nobody held them; %d "
+                "kv_canary: page(s) %s were written to while no one held them; %d "
                 "page(s) stay out of use",
                 bad[:16].tolist(),
                 len(self.kept),

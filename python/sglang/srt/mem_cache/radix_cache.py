@@ -1,7 +1,7 @@
 """Prefix cache: a radix tree over token sequences, shared page by page.
 
-It owns the slots in its nodes and decides which ones are evicted first. It does not
-know the running requests, only locks. Time is a counter of accesses, not a clock.
+It owns the slots in its nodes and decides which ones are evicted first. It knows locks,
+but not the requests behind them. Time is a counter of accesses, not a clock.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 class RadixCache(BasePrefixCache):
     """Radix tree whose edges are runs of whole pages.
 
-    All keys are below one root. The key of a child is its first page of elements;
-    directly below the root also its namespace, so that namespaces never share a node.
-    A locked path is locked up to the root, hence no unlocked node has a locked one
-    below it, and every unlocked slot can be evicted leaf by leaf.
+    All keys are below one root. A child's key is its first page of elements; directly
+    below the root it includes the namespace, so namespaces never share a node. A locked
+    path is locked up to the root, so an unlocked node has no locked node below it, and
+    every unlocked slot can be evicted leaf by leaf.
 
-    The tree holds primary slots. What else its runs have, in the secondary groups of
-    the allocator, is each group's own matter (`GroupRuns`).
+    The tree holds primary slots. What its runs have in the secondary groups is up to
+    each group (`GroupRuns`).
 
     Eviction takes the least recently used unlocked leaf, from its end, in whole pages
     and no more than requested. Its queue is a heap with at most one entry per node,
@@ -115,13 +115,14 @@ class RadixCache(BasePrefixCache):
         slots: IntArray,
         holds: Sequence[GroupHold],
     ) -> tuple[int, TreeNode]:
-        """Hang what is missing below the nodes of the beginning; see `_insert`."""
+        """Add the missing part of a key below the nodes of its beginning; see
+        `_insert`."""
         held = list(zip(self.groups, holds, strict=True))
         for group, hold in held:
             path = [part for node in path for part in group.revive(node, slots, hold)]
         last = path[-1] if path else self.root
         present, end = last.end, len(elements)
-        # A leaf lies on one side of where a group's slots begin.
+        # A leaf lies on one side of the position where a group's slots begin.
         for stop in sorted({*(min(hold.kept_from, end) for hold in holds), end}):
             if stop > last.end:
                 last = self._add_leaf(last, key, elements[:stop], slots[:stop])
@@ -132,7 +133,7 @@ class RadixCache(BasePrefixCache):
     def _add_leaf(
         self, parent: TreeNode, key: RadixKey, elements: IntArray, slots: IntArray
     ) -> TreeNode:
-        """Hang what `elements` and `slots` have beyond the end of `parent` below it."""
+        """Add the part of `elements` and `slots` past the end of `parent` below it."""
         start = parent.end
         leaf = TreeNode(
             parent=parent,
@@ -152,8 +153,8 @@ class RadixCache(BasePrefixCache):
         return leaf
 
     def _spans(self, key: RadixKey, elements: IntArray) -> list[tuple[TreeNode, int]]:
-        """The nodes of the longest cached prefix, and how many elements of each; only
-        of the last one these may be fewer than it has."""
+        """Return the nodes of the longest cached prefix and how many elements of each
+        match; only the last node may have more."""
         spans: list[tuple[TreeNode, int]] = []
         node, pos, end = self.root, 0, self._aligned(len(elements))
         while pos < end:
@@ -183,8 +184,8 @@ class RadixCache(BasePrefixCache):
         return path
 
     def _num_usable(self, spans: Spans) -> int:
-        """How many of these spans, from the first on, a request can use: it can go on
-        from the end of the last one in every group."""
+        """Return how many of these spans, from the first on, a request can use: from
+        the end of the last one it can continue in every group."""
         usable = len(spans)
         if self.groups:
             verdicts = [group.are_usable(spans) for group in self.groups]
@@ -307,8 +308,8 @@ class RadixCache(BasePrefixCache):
     def _cut_leaf(self, leaf: TreeNode, keep: int) -> None:
         """Drop the leaf, or replace it by a new one with its first `keep` elements.
 
-        It is replaced rather than changed because a holder of the old one without a
-        lock must notice that slots are gone.
+        It is replaced, not changed, because a holder of the old leaf without a lock
+        must notice that slots are gone.
         """
         parent = leaf.parent
         assert parent is not None
@@ -516,7 +517,7 @@ class RadixCache(BasePrefixCache):
 
 
 def _slots_up_to(node: TreeNode, end: int) -> IntArray:
-    """Slots of the first `end` positions of the path to `node`."""
+    """Return the slots of the first `end` positions of the path to `node`."""
     parts = []
     above: TreeNode | None = node
     while above is not None:
@@ -535,7 +536,7 @@ def _with_descendants(top: TreeNode) -> Iterator[TreeNode]:
 
 
 def _has_ancestor(node: TreeNode, ids: Set[int]) -> bool:
-    """Whether one of the nodes with these ids lies above `node`."""
+    """Return whether one of the nodes with these ids lies above `node`."""
     above = node.parent
     while above is not None:
         if id(above) in ids:

@@ -1,6 +1,6 @@
-"""A prefix tree as plain data: to be kept, written down and built again.
+"""A prefix tree as plain data that can be kept, written down and rebuilt.
 
-The arrays are those of the nodes, which are replaced and never changed.
+The arrays belong to the nodes, which replace but never change them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from sglang.srt.mem_cache.tree_node import TreeNode
 
 
 class SavedRun(NamedTuple):
-    """A node but the root; `parent` is the index of its parent's run, -1: the root."""
+    """A node other than the root. `parent` is the index of its parent's run, or -1 for
+    the root."""
 
     parent: int
     elements: IntArray
@@ -37,7 +38,8 @@ class SavedTree:
 
 
 def save_runs(root: TreeNode) -> tuple[list[SavedRun], dict[int, int]]:
-    """The runs below `root`, and the index of each by the `serial` of its node."""
+    """Return the runs below `root`, and the index of each by the `serial` of its
+    node."""
     runs: list[SavedRun] = []
     index: dict[int, int] = {}
     stack = [(child, -1) for child in root.children.values()]
@@ -64,7 +66,7 @@ def save_runs(root: TreeNode) -> tuple[list[SavedRun], dict[int, int]]:
 def build_runs(
     runs: Sequence[SavedRun], root: TreeNode, *, page_size: int
 ) -> list[TreeNode]:
-    """Hang nodes of `runs` below `root`; returns them in the same order.
+    """Add nodes for `runs` below `root` and return them in the same order.
 
     Raises:
         ValueError: a run comes before its parent, or does not follow it.

@@ -1,4 +1,4 @@
-"""Structural check of the prefix tree: a debugging aid that knows only nodes."""
+"""Structural check of the prefix tree: a debugging aid that only knows nodes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The node of the prefix tree, which also serves as a handle to it.
 
-Plain data; only the cache changes it.
+Plain data. Only the cache changes it.
 """
 
 from __future__ import annotations
@@ -32,12 +32,13 @@ class TreeNode:
         children: next runs, keyed by their first page of elements.
         parent: previous run; None for a root and for a node cut off the tree.
         lock_ref: requests that rely on this run or on one below it.
-        hits: locks that were ever taken; of the upper part of a split run those before.
+        hits: number of locks ever taken; the upper part of a split run keeps earlier
+            ones.
         last_access: logical time of the last match or insert through this run.
         serial: order of creation, breaks ties.
         queued: whether the eviction queue has an entry for this node.
         marks: what the run has in each secondary group of the cache.
-        block_hashes: uint64 [pages], of the cache's listener, which fills it.
+        block_hashes: uint64 [pages], belongs to the cache's listener, which fills it.
     """
 
     __slots__ = (
@@ -83,8 +84,8 @@ class TreeNode:
         self.block_hashes = NO_HASHES
 
     def first_part(self, length: int, *, serial: int) -> TreeNode:
-        """A node of the first `length` elements, in the same state and without
-        children; its parent does not know it yet."""
+        """Return a node of the first `length` elements, in the same state and without
+        children. Its parent does not know it yet."""
         part = TreeNode(
             parent=self.parent,
             elements=self.elements[:length],

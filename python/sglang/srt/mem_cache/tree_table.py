@@ -1,4 +1,4 @@
-"""The prefix tree as a table of numbers, for people who look at it."""
+"""The prefix tree as a table of numbers, for people who inspect it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 class TreeColumn(IntEnum):
     """Columns of the table.
 
-    SERIAL and PARENT, the run before (0 at position 0), are modulo 2^27. LOCKS are
-    requests that rely on the run now, HITS those that ever did. IDLE counts accesses of
-    the tree since the run was used.
+    SERIAL and PARENT, the preceding run (0 at position 0), are modulo 2^27. LOCKS
+    counts requests that rely on the run now, HITS all that ever did. IDLE counts
+    accesses of the tree since the run was used.
     """
 
     SERIAL = 0
@@ -35,10 +35,11 @@ class TreeColumn(IntEnum):
 def tree_table(
     cache: BasePrefixCache, *, max_rows: int
 ) -> tuple[NDArray[np.int32], int]:
-    """(int32 [rows, len(TreeColumn)], number of runs in the cache).
+    """Return (int32 [rows, len(TreeColumn)], number of runs in the cache).
 
-    Parents come before children. Of more than `max_rows` runs those with the most
-    cached tokens in and below them, so that the parent of every row is there.
+    Parents come before children. With more than `max_rows` runs, only those with the
+    most cached tokens in and below them are listed, so that every row's parent is
+    there.
     """
     nodes = list(cache.iter_nodes())
     shown = nodes if len(nodes) <= max_rows else _largest(nodes, max_rows)
@@ -60,12 +61,13 @@ def tree_table(
 
 
 def _largest(nodes: list[TreeNode], count: int) -> list[TreeNode]:
-    """The `count` nodes with the most tokens in and below them, in their order."""
+    """Return the `count` nodes with the most tokens in and below them, in tree
+    order."""
     sizes = {id(node): len(node.slots) for node in nodes}
     for node in reversed(nodes):
         if id(node.parent) in sizes:
             sizes[id(node.parent)] += sizes[id(node)]
     places = {id(node): place for place, node in enumerate(nodes)}
-    # A parent is larger than its children, and comes before them.
+    # A parent is larger than its children and comes before them.
     ranked = sorted(nodes, key=lambda node: (-sizes[id(node)], places[id(node)]))
     return sorted(ranked[:count], key=lambda node: places[id(node)])

@@ -1,6 +1,6 @@
 """KV bytes of a model whose layers are in several groups.
 
-A token is named by its primary slot everywhere; each group finds its own.
+A token is named by its primary slot everywhere; each group finds its own slot.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class GroupedKVPool(KVCache):
-    """The groups of one model, the primary one first.
+    """The groups of one model, with the primary one first.
 
     Args:
-        groups: every layer is in exactly one of them.
+        groups: groups of layers; every layer is in exactly one.
 
     Raises:
-        ValueError: the groups do not fit each other; names the group.
+        ValueError: the groups do not fit each other. The message names the group.
     """
 
     def __init__(self, groups: Sequence[KVGroup]) -> None:
@@ -38,12 +38,12 @@ class GroupedKVPool(KVCache):
             if group.tensors.page_size != primary.page_size:
                 raise ValueError(
                     f"KV group {group.name} has pages of {group.tensors.page_size} "
-                    f"slots, group {groups[0].name} of {primary.page_size}"
+                    f"slots, group {groups[0].name} has {primary.page_size}"
                 )
             if (group.slots is None) != (group is groups[0]):
                 raise ValueError(
-                    f"KV group {group.name}: the first group has the primary slots, "
-                    "every other one has slots of its own"
+                    f"KV group {group.name}: the first group must have the primary "
+                    "slots, and every other group slots of its own"
                 )
         super().__init__(
             size=primary.size,

@@ -6,8 +6,8 @@ full       | most   | the allocator's (primary)     | K and V
 latent     | most   | the allocator's (primary)     | one latent
 swa        | some   | `WindowSlots` (secondary)     | K and V
 ```
-A draft has groups of its own over the same slots. Who moves, checks or shows KV goes
-through `KVCache.groups` and does not ask which kind one is.
+A draft has its own groups over the same slots. Code that moves, checks or shows KV goes
+through `KVCache.groups` and does not ask what kind a group is.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ LATENT = "latent"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVGroup:
-    """Layers and what is stored of them.
+    """Layers of a model and their stored KV.
 
     Fields:
-        name: in reports and errors.
-        layers: of the model, ascending; layer `layers[i]` is layer i of `tensors`.
-        slots: of a secondary group; None: the primary slots themselves.
-        tensors: the bytes of these layers alone, one row per slot of the group.
+        name: name in reports and errors.
+        layers: the model's layers, ascending; layer `layers[i]` is layer i of
+            `tensors`.
+        slots: slots of a secondary group, or None for the primary slots themselves.
+        tensors: the bytes of these layers only, with one row per slot of the group.
     """
 
     name: str
@@ -44,11 +45,12 @@ class KVGroup:
     tensors: KVCache
 
     def on_device(self, slots: torch.Tensor) -> torch.Tensor:
-        """The group's slot of each of these primary slots, int64 on the device."""
+        """Return the group's slot for each of these primary slots, int64 on the
+        device."""
         return slots if self.slots is None else self.slots.mapping[slots]
 
     def on_host(self, slots: IntArray) -> IntArray:
-        """The same by the host's records."""
+        """Return the same from the host's records."""
         return slots if self.slots is None else self.slots.slots_of(slots)
 
 
@@ -59,7 +61,8 @@ def check_layers(layers: Sequence[tuple[str, Sequence[int]]], num_layers: int) -
         layers: (name, its layers) of every group.
 
     Raises:
-        ValueError: a layer is in no group or in two, or a group has none; names it.
+        ValueError: a layer is in no group or in two, or a group is empty. The message
+            names it.
     """
     owner: dict[int, str] = {}
     for name, own in layers:

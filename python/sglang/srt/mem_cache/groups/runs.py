@@ -1,8 +1,8 @@
 """A secondary KV group's part of the prefix cache.
 
-The tree keeps runs of primary slots. For each secondary group it keeps a mark at every
-run, and asks the group's `GroupRuns` where a request can go on, what a lock covers and
-what may be evicted.
+The tree keeps runs of primary slots. For each secondary group it keeps a mark on every
+run, and asks the group's `GroupRuns` where a request can continue, what a lock covers
+and what may be evicted.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.tree_node import TreeNode
 
 Spans = Sequence[tuple["TreeNode", int]]
-"""A matched path: nodes from position 0 on, and how many elements of each match; only
-the last one may have more."""
+"""A matched path: nodes from position 0 on, and how many elements of each match. Only
+the last node may have more."""
 
 
 class RunMark:
-    """What a run of the tree has in one secondary group.
+    """What a run of the tree holds in one secondary group.
 
     Attributes:
         has_slots: whether its positions have slots of the group.
-        lock_ref: requests that read them.
+        lock_ref: number of requests that read them.
         is_queued: whether the group's eviction queue has an entry for the run.
     """
 
@@ -37,17 +37,17 @@ class RunMark:
         self.is_queued = False
 
     def copy(self) -> RunMark:
-        """The mark of a part of the run; not queued."""
+        """Return the mark for a part of the run; not queued."""
         mark = RunMark()
         mark.has_slots, mark.lock_ref = self.has_slots, self.lock_ref
         return mark
 
 
 class GroupRuns:
-    """The runs of one group; this base serves a cache that keeps none.
+    """The runs of one group. This base class serves a cache that keeps none.
 
     Attributes:
-        slots: of the group.
+        slots: slots of the group.
     """
 
     def __init__(self, slots: GroupSlots) -> None:
@@ -56,7 +56,7 @@ class GroupRuns:
     # -- lookup and insert ---------------------------------------------------------
 
     def are_usable(self, spans: Spans) -> list[bool]:
-        """For each span, whether a request can go on from its end."""
+        """Return for each span whether a request can continue from its end."""
         return [True] * len(spans)
 
     def revive(
@@ -66,7 +66,7 @@ class GroupRuns:
 
         Args:
             slots: the request's primary slots, from position 0 on.
-            hold: of the request; what the run takes is no longer its own.
+            hold: hold of the request, which no longer owns what the run takes.
 
         Returns:
             The parts of the run: one, or two if it was split.
@@ -74,8 +74,8 @@ class GroupRuns:
         return [node]
 
     def on_leaf(self, leaf: TreeNode, hold: GroupHold) -> None:
-        """Take over what the request behind `hold` has for a new leaf, which lies on
-        one side of `hold.kept_from`."""
+        """Take over the slots of the request behind `hold` for a new leaf, which lies
+        on one side of `hold.kept_from`."""
 
     def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
         """Note that `upper` took over the beginning of `lower`."""
@@ -83,7 +83,7 @@ class GroupRuns:
     # -- locks ---------------------------------------------------------------------
 
     def lock(self, node: TreeNode) -> None:
-        """Protect what a request that goes on from the end of `node` reads."""
+        """Protect what a request that continues from the end of `node` reads."""
 
     def unlock(self, node: TreeNode) -> None:
         """Undo one `lock`."""
@@ -92,15 +92,15 @@ class GroupRuns:
 
     def evict(self, num_slots: int) -> int:
         """Free at least `num_slots` slots that no request reads, least recently used
-        first; the primary slots of their tokens stay cached where they are of use.
+        first. The primary slots of their tokens stay cached if they are still useful.
 
         Returns:
-            How many were freed; fewer if there are not so many.
+            How many were freed; fewer if there are not enough.
         """
         return 0
 
     def on_removed(self, node: TreeNode, rest: TreeNode | None = None) -> None:
-        """Note that `node` left the tree; `rest`, a new node, has its beginning."""
+        """Note that `node` left the tree. `rest`, a new node, has its beginning."""
 
     def reset(self) -> None:
         """Forget all runs."""
@@ -116,15 +116,16 @@ class GroupRuns:
         return 0
 
     def usable_size(self) -> int:
-        """Return how many slots could be taken now: free and evictable ones."""
+        """Return how many slots could be taken now, counting free and evictable
+        ones."""
         return self.slots.available_size() + self.evictable_size()
 
     def is_idle(self, node: TreeNode) -> bool:
-        """Whether the run has slots of the group, and no request reads them."""
+        """Return whether the run has slots of the group that no request reads."""
         return False
 
     def kept_slots(self) -> list[IntArray]:
-        """Primary slots of the cached runs that have slots of the group."""
+        """Return primary slots of the cached runs that have slots of the group."""
         return []
 
     def check(self) -> None:

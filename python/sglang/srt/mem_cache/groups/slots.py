@@ -1,7 +1,7 @@
-"""The slots of a secondary KV group, and what a request holds of them.
+"""The slots of a secondary KV group, and the part of them that a request holds.
 
 The allocator's pages are the primary group: their slots name a token's position
-everywhere. A secondary group keeps the KV of other layers in slots of its own, which it
+everywhere. A secondary group keeps the KV of other layers in its own slots, which it
 allots beside those pages and may free earlier.
 """
 
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class GroupHold:
-    """What one request holds of a secondary group.
+    """One request's hold on a secondary group.
 
     Attributes:
-        kept_from: positions before it have no slot of this request: it freed them, or
-            they belong to the prefix cache. At least the cached prefix.
+        kept_from: positions before it have no slot of this request: either it freed
+            them or they belong to the prefix cache. At least the cached prefix.
         has_lock: whether the request still reads the cached prefix in this group.
     """
 
@@ -41,16 +41,16 @@ class GroupHold:
 class GroupSlots(ABC):
     """Host records of the slots of one secondary group.
 
-    Draft and target share them; each has its own bytes for them (`KVGroup`).
+    Draft and target share them, but each has its own bytes for them (`KVGroup`).
 
     Attributes:
-        name: of the group, in reports and errors.
+        name: name of the group, in reports and errors.
         page_size: slots per page, the allocator's.
         size: usable slots.
-        mapping: int64 [primary slots, scratch included] on the device; the group's
-            slot of each, 0 where there is none. Current as of the last `sync`.
+        mapping: int64 [primary slots, scratch included] on the device; the group's slot
+            for each, or 0. Current as of the last `sync`.
         release_every: decode steps after which `first_kept` is applied to requests.
-        unsaved: why a checkpoint of the engine cannot hold this group; empty: it can.
+        unsaved: why a checkpoint of the engine cannot hold this group; empty if it can.
     """
 
     name: str
@@ -73,7 +73,7 @@ class GroupSlots(ABC):
 
     @abstractmethod
     def need_of_running(self, hold: GroupHold, length: int, slots: int) -> int:
-        """Slots that a running request will take beyond those it has.
+        """Return the slots that a running request will take beyond those it has.
 
         Args:
             length: its tokens with KV.
@@ -82,7 +82,7 @@ class GroupSlots(ABC):
 
     @abstractmethod
     def need_of_new(self, extend_len: int, slots: int) -> int:
-        """Slots that a request takes at most at one time.
+        """Return the most slots that a request takes at one time.
 
         Args:
             extend_len: tokens of its next prefill.
@@ -93,45 +93,45 @@ class GroupSlots(ABC):
 
     @abstractmethod
     def take(self, pages: IntArray) -> None:
-        """Give each of these primary pages, which have none, a page.
+        """Give a page to each of these primary pages, which have none.
 
         Raises:
-            RuntimeError: too few are free.
+            RuntimeError: too few pages are free.
         """
 
     @abstractmethod
     def drop(self, pages: IntArray) -> int:
-        """Free the pages of these distinct primary pages; return how many there were.
-        Primary pages without one are skipped."""
+        """Free the pages of these distinct primary pages and return how many there
+        were. Primary pages without one are skipped."""
 
     @abstractmethod
     def move(self, *, dst: IntArray, src: IntArray) -> None:
-        """Hand the pages of the primary pages `src` over to `dst`, which hold the same
+        """Hand the pages of primary pages `src` over to `dst`, which hold the same
         tokens.
 
         Raises:
-            RuntimeError: a source has none, or a target has one already.
+            RuntimeError: a source has none, or a target already has one.
         """
 
     @abstractmethod
     def has(self, pages: IntArray) -> NDArray[np.bool_]:
-        """Whether each of these primary pages has a page."""
+        """Return whether each of these primary pages has a page."""
 
     @abstractmethod
     def mapped_pages(self) -> IntArray:
-        """Primary pages that have a page, ascending."""
+        """Return the primary pages that have a page, ascending."""
 
     @abstractmethod
     def pages_of(self, pages: IntArray) -> IntArray:
-        """Page of each of these primary pages; 0 where there is none."""
+        """Return the page of each of these primary pages, or 0."""
 
     @abstractmethod
     def slots_of(self, slots: IntArray) -> IntArray:
-        """Slot of each of these primary slots; 0 where there is none."""
+        """Return the slot of each of these primary slots, or 0."""
 
     @abstractmethod
     def primary_slot(self, slot: int) -> int:
-        """The primary slot that has this slot; -1 where none has."""
+        """Return the primary slot that has this slot, or -1."""
 
     @abstractmethod
     def clear(self) -> None:
@@ -141,16 +141,16 @@ class GroupSlots(ABC):
 
     @abstractmethod
     def first_kept(self, length: int) -> int:
-        """First position whose slot a request keeps once `length` tokens have KV, at a
-        page boundary."""
+        """Return the first position whose slot a request keeps once `length` tokens
+        have KV, at a page boundary."""
 
     def hold(self, length: int) -> GroupHold:
-        """What a request holds whose first `length` positions are the cache's."""
+        """Return the hold of a request whose first `length` positions are cached."""
         return GroupHold(length)
 
     @abstractmethod
     def create_runs(self, cache: RadixCache, index: int) -> GroupRuns:
-        """The group's part of a prefix cache.
+        """Create the group's part of a prefix cache.
 
         Args:
             index: place of the group among the cache's groups.
@@ -160,19 +160,19 @@ class GroupSlots(ABC):
 
     @abstractmethod
     def owns(self, pages: IntArray) -> NDArray[np.bool_]:
-        """Whether each of these pages is in use."""
+        """Return whether each of these pages is in use."""
 
     @abstractmethod
     def set_aside(self, pages: IntArray) -> None:
         """Take these distinct free pages out of use.
 
         Raises:
-            RuntimeError: one of them is not free; names it.
+            RuntimeError: one of them is not free; the message names it.
         """
 
     @abstractmethod
     def page_slots(self, pages: IntArray) -> IntArray:
-        """All slots of these pages, page after page."""
+        """Return all slots of these pages, page after page."""
 
     @abstractmethod
     def free(self, slots: torch.Tensor) -> None:
@@ -187,10 +187,10 @@ class GroupSlots(ABC):
 
     @abstractmethod
     def sync(self) -> None:
-        """Bring `mapping` up to date, on the current stream; before every forward that
-        follows a change."""
+        """Bring `mapping` up to date on the current stream. Call it before every
+        forward that follows a change."""
 
     @abstractmethod
     def expected_mapping(self) -> torch.Tensor:
-        """What `mapping` must hold by the host's records, int64 on the host. Pages that
-        the next `sync` changes have what the device has."""
+        """Return what the host's records say `mapping` must hold, int64 on the host.
+        Pages that the next `sync` changes keep their value on the device."""

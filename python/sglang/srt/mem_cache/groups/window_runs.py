@@ -1,6 +1,6 @@
-"""Window slots in the prefix cache: runs that lost theirs are tombstones.
+"""Window slots in the prefix cache: runs without theirs become tombstones.
 
-A run keeps its primary slots; its window slots go earlier, and leave a *tombstone*. A
+A run keeps its primary slots. Its window slots go earlier and leave a *tombstone*. A
 prefix is usable up to a length whose last `window - 1` positions have window slots,
 because the next token reads those:
 
@@ -33,11 +33,11 @@ class WindowRuns(GroupRuns):
     """Window slots of a radix tree's runs.
 
     A lock covers the runs from `WindowSlots.first_read` of its end on. The tree is cut
-    there, so that locking and unlocking find the same runs however they are split in
+    there, so that locking and unlocking find the same runs even if they were split in
     between.
 
     Slots are evicted least recently used first, each run from its beginning, so that
-    its end stays usable. A leaf that is a tombstone is useless and goes whole.
+    its end stays usable. A leaf that is a tombstone is useless and is dropped whole.
 
     Args:
         index: place of the group's mark in `TreeNode.marks`.
@@ -99,7 +99,7 @@ class WindowRuns(GroupRuns):
         self._enqueue(upper)
 
     def _pages(self, slots: IntArray) -> IntArray:
-        """Pages of slots that are whole pages."""
+        """Return the pages of slots that fill whole pages."""
         return slots[:: self.slots.page_size] // self.slots.page_size
 
     # -- locks ---------------------------------------------------------------------

@@ -1,15 +1,15 @@
-"""Window slots: KV slots of sliding-window layers, which outlive no window.
+"""Window slots: KV slots of sliding-window layers, freed once out of the window.
 
-A token has a slot of the primary group for as long as its request or the prefix cache
-keeps it, and a slot of the window group while a later token may still read it there:
+A token has a slot of the primary group as long as its request or the prefix cache keeps
+it, and a slot of the window group as long as a later token may read it there:
 
 ```
 primary group | p0 | p1 | p2 | p3 | p4 | p5 |      pages of a request
 window group    --   --  | w2 | w0 | w7 | w1 |     after p0 and p1 left the window
 ```
 
-Host records, like the allocator's; only the mapping is also on the device. Knows pages
-and lengths, no requests and no bytes.
+These are host records, like the allocator's; only the mapping is also on the device.
+Knows pages and lengths, but no requests and no bytes.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ RELEASE_EVERY = 16
 
 
 class WindowSlots(GroupSlots):
-    """Window pages of an allocator's pages.
+    """Window pages for an allocator's pages.
 
     Args:
-        num_pages: pages of the primary group; num_window_pages: of the window group;
-            both without their scratch page 0.
-        window: positions that a token reads, its own among them.
-        slack: positions that are kept beyond the window, for tokens in flight and so
-            that a finished request can be cached whole.
+        num_pages: pages of the primary group; num_window_pages: pages of the window
+            group; both without their scratch page 0.
+        window: positions that a token reads, its own included.
+        slack: positions kept beyond the window, for tokens in flight and so that a
+            finished request can be cached whole.
         reserve: slots that a request takes beyond its tokens (speculation).
-        region_size: slots of a draft region; each has a window slot for good.
+        region_size: slots of a draft region; each has a permanent window slot.
     """
 
     name = "swa"
     release_every = RELEASE_EVERY
-    unsaved = "checkpoints of window slots are not made"
+    unsaved = "checkpoints of window slots are not supported"
 
     def __init__(
         self,
@@ -63,7 +63,7 @@ class WindowSlots(GroupSlots):
         if not 0 < num_window_pages <= num_pages:
             raise ValueError(
                 f"{num_window_pages} window pages beside {num_pages} pages: there must "
-                "be at least one, and no more than those"
+                "be at least one, and no more than there are pages"
             )
         self.page_size = page_size
         self.size = num_window_pages * page_size
@@ -79,7 +79,7 @@ class WindowSlots(GroupSlots):
         self._stale: list[IntArray] = []
         self._on_free: list[Callable[[torch.Tensor], None]] = []
         self._offsets = torch.arange(page_size, device=device)
-        # Scratch is scratch.
+        # The scratch page maps to scratch.
         self.mapping = self.expected_mapping().to(device)
 
     # -- capacity ------------------------------------------------------------------
@@ -90,7 +90,7 @@ class WindowSlots(GroupSlots):
 
     @property
     def span(self) -> int:
-        """Slots that one decoding request keeps at most, beside those in flight."""
+        """Most slots that one decoding request keeps, besides those in flight."""
         return self.window + self.slack + RELEASE_EVERY + 2 * self.page_size
 
     def need_of_running(self, hold: GroupHold, length: int, slots: int) -> int:
@@ -110,7 +110,8 @@ class WindowSlots(GroupSlots):
         return begin - begin % self.page_size
 
     def first_read(self, length: int) -> int:
-        """First position, at a page boundary, that a token after `length` reads."""
+        """Return the first position, at a page boundary, that a token after `length`
+        reads."""
         begin = max(length - self.window + 1, 0)
         return begin - begin % self.page_size
 
@@ -161,8 +162,8 @@ class WindowSlots(GroupSlots):
     def move(self, *, dst: IntArray, src: IntArray) -> None:
         if not self.has(src).all() or self.has(dst).any():
             raise RuntimeError(
-                f"window pages of {src[:8].tolist()} cannot become those of "
-                f"{dst[:8].tolist()}: a source has none or a target has one"
+                f"window pages of {src[:8].tolist()} cannot move to "
+                f"{dst[:8].tolist()}: a source has none or a target already has one"
             )
         self._page_of[dst] = self._page_of[src]
         self._page_of[src] = 0

@@ -1,7 +1,7 @@
-"""Native implementations of the slot ops: they take layouts and rows apart.
+"""Native implementations of the slot ops, which unpack layouts and rows.
 
-Each has the parameters of its torch reference and is imported at its first call, as the
-kernels may not be installed.
+Each has the parameters of its torch reference and is imported at its first call,
+because the kernels may not be installed.
 """
 
 from __future__ import annotations

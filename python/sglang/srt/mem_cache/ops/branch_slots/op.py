@@ -1,15 +1,15 @@
 """KV slots of draft branches, of verification and of the accepted path, read from
-`req_to_token` by the rule of `draft_layout.py`. Knows slots and lengths; no pools, no
-requests.
+`req_to_token` by the rules of `draft_layout.py`. Knows slots and lengths, but no pools
+or requests.
 
 Each op writes into tensors of the caller, has fixed shapes and does not wait for the
-device; the reference of `branch_token_indices` alone reads lengths on the host. Columns
+device; only the reference of `branch_token_indices` reads lengths on the host. Columns
 past the end of a row, which the host's width check excludes, yield slot 0 of the
-scratch page instead of foreign memory; so do rows of padding (row 0).
+scratch page instead of foreign memory. So do padding rows (row 0).
 
-Everywhere: req_to_token [rows, width] int32, rows contiguous, with the columns of the
-draft region if there is one; req_pool_indices and seq_lens [b] int64, seq_lens being
-the KV lengths before drafting; K branches, S steps.
+In all ops: req_to_token [rows, width] int32, rows contiguous, with the columns of the
+draft region if there is one; req_pool_indices and seq_lens [b] int64, where seq_lens
+are the KV lengths before drafting; K branches, S steps.
 """
 
 from __future__ import annotations
@@ -83,12 +83,12 @@ def branch_shifts_ref(
     shift_from: Tensor,
     column_shift: Tensor,
 ) -> None:
-    """Columns of the KV elements of each branch: element e in column e below
-    `shift_from`, else in column e + `column_shift`.
+    """Compute the columns of each branch's KV elements: element e lies in column e
+    below `shift_from`, else in column e + `column_shift`.
 
     Args:
-        paged: whether the branch reads whole pages, its copy of the prefix's tail
-            included; else it reads the tail itself. Not with a region of unit 1, here
+        paged: whether the branch reads whole pages, including its copy of the prefix's
+            tail, or reads the tail itself. Unsupported with a region of unit 1, here
             and below, unless the page size is 1.
         shift_from, column_shift: [b * K] int64, written.
     """
@@ -107,9 +107,9 @@ branch_shifts = Op(
 def duplicate_prefix_tail_ref(
     rows: SlotRows, *, layout: BranchLayout, src: Tensor, dst: Tensor
 ) -> None:
-    """Moves that give branches a copy of the prefix's last partial page, for attention
-    that reads whole pages per branch; to be done in the draft pool. Branch 0 has that
-    page itself where there is no draft region.
+    """Compute moves that give branches a copy of the prefix's last partial page, for
+    attention that reads whole pages per branch. Do them in the draft pool. Branch 0 has
+    the page itself if there is no draft region.
 
     src, dst: [b * `layout.tail_moves`] int64, written; pairs past the tail's length are
     (0, 0). Nothing to do (size 0) with page size 1, K = 1 or a region of unit 1.
@@ -137,14 +137,14 @@ duplicate_prefix_tail = Op(
 def accepted_moves_ref(
     accept_index: Tensor, *, out_cache_loc: Tensor, src: Tensor, dst: Tensor
 ) -> None:
-    """Moves in the target pool that make the accepted path contiguous.
+    """Compute moves in the target pool that make the accepted path contiguous.
 
     Args:
-        accept_index: [b, S + 1] int64, of the verification.
+        accept_index: [b, S + 1] int64, from verification.
         out_cache_loc: [b * D] int64, slots that the nodes were written to.
         src, dst: [b * (S + 1)] int64, written: the k-th accepted node of request q goes
             to the slot of its node k. Padding gives the pair (0, 0). A request's
-            targets never lie after its sources, but the lists overlap: all must be
+            targets never lie after its sources, but the lists overlap, so all must be
             read before any is written.
     """
     rows, width = accept_index.shape
@@ -170,19 +170,19 @@ def branch_table_ref(
     skip_prefix: bool = False,
     out: Tensor,
 ) -> None:
-    """Page table of every branch, good for all draft steps.
+    """Fill the page table of every branch, valid for all draft steps.
 
-    Row q * K + t lists the slots of the prefix and then those of branch t: first slots
-    of pages, or, if not `paged`, one slot per KV element. At draft step i the branch
-    reads its first seq_lens[q] + i + 1 elements; they follow the prefix without a gap,
-    as a paged branch has a copy of the prefix's tail.
+    Row q * K + t lists the slots of the prefix and then of branch t: first slots of
+    pages or, if not `paged`, one slot per KV element. At draft step i the branch reads
+    its first seq_lens[q] + i + 1 elements. They follow the prefix without a gap,
+    because a paged branch has a copy of the prefix's tail.
 
     Args:
         skip_prefix: leave out what all branches share: the pages below the boundary
-            (the branch then reads seq_lens[q] % P + i + 1 elements), or, if not
-            `paged`, the whole prefix (i + 1 elements).
-        out: [b * K, columns] int32, rows contiguous, written; entries past the
-            branch's end are 0, and what does not fit is left out.
+            (the branch then reads seq_lens[q] % P + i + 1 elements) or, if not `paged`,
+            the whole prefix (i + 1 elements).
+        out: [b * K, columns] int32, rows contiguous, written. Entries past the branch's
+            end are 0, and entries that do not fit are left out.
     """
     entry = torch.arange(out.shape[1], device=out.device)
     element = (entry * (layout.page_size if paged else 1)).expand(len(rows[1]), -1)
@@ -209,15 +209,16 @@ branch_table = Op(
 def branch_token_indices_ref(
     rows: SlotRows, *, layout: BranchLayout, indptr: Tensor, indices: Tensor
 ) -> None:
-    """Slots that each branch reads in each of the first draft steps, one list per step.
+    """List the slots that each branch reads in each of the first draft steps.
 
     Row i of `indices` holds, for z = q * K + t in order, the slots of the prefix of
-    request q and the i + 1 slots that branch t has by then; they start at indptr[i, z].
+    request q and the i + 1 slots that branch t has by then. They start at indptr[i, z].
 
     Args:
         indptr: [steps, b * K + 1] int32, contiguous, written; steps <= S.
-        indices: [steps, capacity] int32, contiguous, written up to the list's end; a
-            step needs K * (sum(seq_lens) + b * (i + 1)). What does not fit is left out.
+        indices: [steps, capacity] int32, contiguous, written up to the list's end. A
+            step needs K * (sum(seq_lens) + b * (i + 1)); entries that do not fit are
+            left out.
     """
     table = torch.zeros(
         len(rows.seq_lens) * layout.topk,
@@ -245,13 +246,13 @@ branch_token_indices = Op(
 
 
 def _first_own(rows: SlotRows, layout: BranchLayout, paged: bool) -> Tensor:
-    """[b]: the first KV element that a branch does not share with the others."""
+    """Return [b]: the first KV element that a branch does not share with the others."""
     tails = rows.seq_lens % layout.page_size
     return rows.seq_lens - tails if paged else rows.seq_lens
 
 
 def _branch_ends(seq_lens: Tensor, layout: BranchLayout, paged: bool) -> Tensor:
-    """[b]: KV elements of a branch, its padding included if it reads whole pages."""
+    """Return [b]: KV elements of a branch, with its padding if it reads whole pages."""
     if not paged:
         return seq_lens + layout.num_steps
     tails = seq_lens % layout.page_size
@@ -274,7 +275,7 @@ def _shifts(seq_lens: Tensor, layout: BranchLayout) -> Tensor:
 
 
 def _slots(rows: SlotRows, columns: Tensor) -> Tensor:
-    """[b, n] int64: slots of the columns [b, n] of each request; 0 past the row."""
+    """Return [b, n] int64: slots of columns [b, n] of each request; 0 past the row."""
     width = rows.req_to_token.shape[1]
     table = rows.req_to_token[rows.req_pool_indices]
     slots = table.gather(1, columns.clamp(max=width - 1)).long()

@@ -27,7 +27,7 @@ _BLOCK = 1024
 
 
 def _table(op: str, rows: SlotRows) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors of `rows`. Raises ValueError for a layout that would be misread."""
+    """Return the tensors of `rows`; ValueError for a layout that would be misread."""
     table, indices, lens = rows
     if table.dtype is not torch.int32 or table.stride(1) != 1:
         raise ValueError(

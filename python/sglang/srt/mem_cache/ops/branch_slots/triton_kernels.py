@@ -1,7 +1,7 @@
 """Triton kernels over the slots of draft branches; `slots.py` launches them.
 
-All read rows of req_to_token by the rule of `draft_layout.py`; columns past a row's
-end give the scratch slot 0.
+All read rows of req_to_token by the rules of `draft_layout.py`. Columns past a row's
+end give scratch slot 0.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -16,7 +16,7 @@ from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
 @triton.jit
 def _branch_width(seq_len, PAGE: tl.constexpr, STEPS: tl.constexpr):
-    """Columns of one branch: whole pages."""
+    """Return the columns of one branch, in whole pages."""
     return (seq_len % PAGE + STEPS + PAGE - 1) // PAGE * PAGE
 
 
@@ -24,7 +24,8 @@ def _branch_width(seq_len, PAGE: tl.constexpr, STEPS: tl.constexpr):
 def _shift(
     seq_len, branch, region, PAGE: tl.constexpr, STEPS: tl.constexpr, UNIT: tl.constexpr
 ):
-    """Distance of a branch's own elements from their columns; UNIT 0: no region."""
+    """Return how far a branch's own elements are from their columns. UNIT 0: no
+    region."""
     if UNIT == 0:
         shift = branch * _branch_width(seq_len, PAGE, STEPS)
     else:

@@ -1,4 +1,4 @@
-"""The op that moves slots of a KV pool; knows tensors, no allocator and no requests."""
+"""The op that moves slots of a KV pool. Knows tensors, but no allocator or requests."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 from sglang.srt.utils.dispatch import Op
 
 MOVE_SIZES = (64, 512, 2048)
-"""Moves that the kernel is compiled for; few, so that a warm-up can run all of them."""
+"""Numbers of moves the kernel is compiled for; few, so a warm-up can run them all."""
 
 
 def move_kv_cache_ref(
     k_buffer: Tensor, v_buffer: Tensor, *, dst: Tensor, src: Tensor
 ) -> None:
-    """buffer[:, dst] = buffer[:, src] for K and V, as if all was read first.
+    """buffer[:, dst] = buffer[:, src] for K and V, as if everything was read first.
 
     Args:
         k_buffer, v_buffer: [layers, slots, ...], alike in shape, dtype and strides;

@@ -1,7 +1,7 @@
 """Move of KV slots in all layers with one launch.
 
-A program owns a few channels of one layer's K or V for all moves: it loads all of them
-before it stores any, and no other program touches these channels. So sources and
+A program owns a few channels of one layer's K or V for all moves. It loads all of them
+before it stores any, and no other program touches these channels, so sources and
 targets may overlap without a barrier across programs.
 """
 
@@ -47,8 +47,8 @@ def move_kv_kernel(
     else:
         base = v + layer * layer_stride
     rows = tl.load(base + source[:, None] * slot_stride + channel[None, :], mask=mask)
-    # Threads of one program are not in lockstep: without a barrier one could store to a
-    # row that another has yet to load.
+    # Threads of a program do not run in lockstep: without a barrier one could store to
+    # a row that another has yet to load.
     tl.debug_barrier()
     tl.store(base + target[:, None] * slot_stride + channel[None, :], rows, mask=mask)
 
@@ -56,8 +56,8 @@ def move_kv_kernel(
 def move_kv_cache(
     k_buffer: Tensor, v_buffer: Tensor, *, dst: Tensor, src: Tensor
 ) -> None:
-    """`move_kv_cache` of `op.py`. More than `MAX_MOVES` slots go through a copy in
-    torch, which allocates.
+    """`move_kv_cache` of `op.py`. More than `MAX_MOVES` slots are copied in torch,
+    which allocates.
 
     Raises:
         ValueError: the buffers differ in layout, or a slot has gaps.
@@ -91,7 +91,7 @@ def move_kv_cache(
 
 
 def warps_for(elements: int) -> int:
-    """Return the warps of a program that holds `elements`."""
+    """Return the warps of a program that holds `elements` elements."""
     return min(max(elements // _ELEMENTS_PER_WARP, 4), 16)
 
 
