@@ -249,7 +249,7 @@ def test_an_unknown_block_format_is_named(llama, tmp_path):
     place = file.read_bytes().index(name.encode()) + len(name)
     data = bytearray(file.read_bytes())
     kind_at = place + 4 + 8 * len(header.tensors[name].shape)
-    for kind, word in ((39999, "unknown format"), (24, "I8, which is not read")):
+    for kind, word in ((39999, "unknown format"), (24, "I8, which is not supported")):
         data[kind_at : kind_at + 4] = struct.pack("<I", kind)
         file.write_bytes(data)
         with pytest.raises(ValueError, match=f'm.gguf: tensor "{name}".*{word}'):

@@ -333,7 +333,7 @@ def test_links_of_the_hub_s_cache_stay_in_it(tmp_path: Path, has_index: bool) ->
     (blobs / "0123").rename(other / "4567")
     link.unlink()
     link.symlink_to(other / "4567")
-    assert "outside of the hub's cache" in refusal(tensor_names, snapshot)
+    assert "outside the hub's cache" in refusal(tensor_names, snapshot)
     link.unlink()
     link.symlink_to("nowhere")
     assert "there is no file model.safetensors" in refusal(tensor_names, snapshot)

@@ -31,10 +31,10 @@ NORM_SUFFIX = "norm.weight"
 
 
 def gguf_tensor_names(path: Path) -> frozenset[str]:
-    """Return the checkpoint's names of all tensors; reads no data.
+    """Return the checkpoint's names of all tensors. Reads no data.
 
     Raises:
-        ValueError: as `iterate_gguf`, but for the data.
+        ValueError: as in `iterate_gguf`, except for errors in the data.
     """
     header = read_gguf_header(path)
     known = gguf_architecture(header)
@@ -49,8 +49,8 @@ def iterate_gguf(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor float32) for every tensor, dequantised.
 
     Raises:
-        ValueError: an architecture that is not served, a tensor of another one, an
-            unknown block format, a file that is cut off; names file and tensor.
+        ValueError: an unsupported architecture, a tensor of another one, an unknown
+            block format, or a truncated file. The message names file and tensor.
     """
     quants = _block_formats(path)
     header = read_gguf_header(path)
@@ -65,7 +65,7 @@ def iterate_gguf(path: Path) -> Iterator[tuple[str, Tensor]]:
                 continue
             own_name = _checkpoint_name(name, known, path)
             where = f"{path}: tensor {shown(name)}"
-            # Infinities and NaN are the file's own; numpy would warn about each.
+            # Infinities and NaN come from the file; numpy would warn about each.
             with np.errstate(all="ignore"):
                 values = _dequantize(quants, tensor, data, where=where)
                 if known.norm_offset and name.endswith(NORM_SUFFIX):
@@ -76,7 +76,7 @@ def iterate_gguf(path: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _block_formats(path: Path) -> Any:
-    """The library's module of block formats."""
+    """Import the library's module of block formats."""
     try:
         from gguf import quants
     except ImportError as error:
@@ -95,14 +95,15 @@ def _dequantize(
         shape = quants.quant_shape_to_byte_shape(tensor.shape, kind)
     except ValueError as error:
         raise ValueError(
-            f"{where} has an unknown format, or a row that it does not fit: {error}"
+            f"{where} has an unknown format, or a row length that does not fit it: "
+            f"{error}"
         ) from error
     size = math.prod(shape)
     left = max(len(data) - tensor.offset, 0)
     if size > left:
         raise ValueError(
-            f"{where} needs {size} bytes at {tensor.offset}, where {left} are left; "
-            "the file is cut off: get it again"
+            f"{where} needs {size} bytes at {tensor.offset}, but {left} are left; "
+            "the file is truncated: download it again"
         )
     part = data[tensor.offset : tensor.offset + size]
     try:
@@ -111,7 +112,7 @@ def _dequantize(
         )
     except NotImplementedError as error:
         raise ValueError(
-            f"{where} has the format {kind.name}, which is not read"
+            f"{where} has the format {kind.name}, which is not supported"
         ) from error
     return np.array(values, dtype=np.float32).reshape(tensor.shape)
 
@@ -129,10 +130,11 @@ def _checkpoint_name(name: str, known: GgufArchitecture, path: Path) -> str:
 
 
 def _halves(values: Floats, num_heads: int, *, where: str) -> Floats:
-    """Reorder the rows of a head: pairs `[x0, y0, x1, ..]` to halves `[x0.., y0..]`."""
+    """Reorder rows per head: from pairs `[x0, y0, x1, ..]` to halves `[x0.., y0..]`."""
     if len(values) % (2 * num_heads):
         raise ValueError(
-            f"{where} has {len(values)} rows, which are no pairs for {num_heads} heads"
+            f"{where} has {len(values)} rows, which do not form pairs for "
+            f"{num_heads} heads"
         )
     pairs = values.reshape(num_heads, -1, 2, *values.shape[1:])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(values.shape)

@@ -1,4 +1,4 @@
-"""Construction of a model and loading of its weights."""
+"""Builds a model and loads its weights."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ logger = logging.getLogger(__name__)
 
 DUMMY_SEED = 20260101
 DUMMY_SCALE = 0.02
-# The tensor of one expert.
+# Name of one expert's tensor.
 _EXPERT = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<expert>[0-9]+)\.(?P<module>\w+)"
     r"\.(?P<kind>weight|bias)"
 )
-# Buffers that some checkpoints carry and that are recomputed here.
+# Buffers that some checkpoints contain and that are recomputed here.
 IGNORED_SUFFIXES = (
     "rotary_emb.inv_freq",
     "rotary_emb.cos_cached",
@@ -51,11 +51,12 @@ def load_model(
     """Build a model in evaluation mode, weights in `dtype`, packed for `device`.
 
     Args:
-        load_format: "auto" or "safetensors" read the folder; "dummy" draws values.
+        load_format: "auto" or "safetensors" read the folder; "dummy" draws random
+            values.
 
     Raises:
-        ValueError: an unsupported architecture, a tensor that is missing, unknown or of
-            the wrong shape; names it.
+        ValueError: an unsupported architecture, or a tensor that is missing, unknown or
+            of the wrong shape. The message names it.
     """
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -92,8 +93,8 @@ def load_model(
 
 
 def _gather_packed(model: nn.Module) -> None:
-    """Put the packed weights into huge pages. A step reads all of them, and so many
-    ordinary pages have no place in the processor's table of pages."""
+    """Move the packed weights into huge pages. A step reads all of them, and ordinary
+    pages would be too many for the processor's TLB."""
     linears = [module for module in model.modules() if isinstance(module, Linear)]
     packed = [linear.packed.data for linear in linears if linear.packed is not None]
     blocks = HostBlocks(sum(data.nbytes for data in packed))
@@ -108,7 +109,8 @@ def load_weights(
     """Copy checkpoint tensors into the parameters of `model`.
 
     Raises:
-        ValueError: a tensor is missing, unknown or of the wrong shape; names it.
+        ValueError: a tensor is missing, unknown or of the wrong shape. The message
+            names it.
     """
     parameters = _loadable_parameters(model)
     missing: set[tuple[str, str | None]] = {
@@ -147,10 +149,10 @@ def load_weights(
 
 
 def fill_dummy_weights(model: nn.Module, device: str) -> None:
-    """Fill the weights with random values of a plausible scale, the same each time.
+    """Fill the weights with random values of a plausible scale, the same every time.
 
-    Norms are 1 and integers 0. A rank draws whole tensors and keeps its part of them,
-    so that the model is the same with any --tp-size.
+    Norms are 1 and integers 0. A rank draws whole tensors and keeps its part, so that
+    the model is the same for any --tp-size.
     """
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     for name, parameter in _loadable_parameters(model).items():
@@ -167,7 +169,7 @@ def fill_dummy_weights(model: nn.Module, device: str) -> None:
 
 
 def _loadable_parameters(model: nn.Module) -> dict[str, LoadableParameter]:
-    """Return the parameters by name; a shared one (tied head) under its first name."""
+    """Return the parameters by name; a shared one (tied head) has its first name."""
     found: dict[str, LoadableParameter] = {}
     for name, parameter in model.named_parameters():
         assert isinstance(parameter, LoadableParameter), name

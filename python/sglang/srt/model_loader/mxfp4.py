@@ -1,7 +1,7 @@
-"""MXFP4 weights (OCP Microscaling Formats 1.0), dequantised while they are loaded.
+"""MXFP4 weights (OCP Microscaling Formats 1.0), dequantised on load.
 
-Checkpoints of gpt-oss have them for the experts: `X_blocks`, two e2m1 numbers per byte,
-and `X_scales`, an e8m0 exponent per 32 of them. Knows no model.
+gpt-oss checkpoints use them for the experts: `X_blocks` has two e2m1 numbers per byte,
+`X_scales` an e8m0 exponent per 32 numbers. Knows no model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn import functional
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_MAGNITUDES, *(-number for number in _MAGNITUDES))
-"""Numbers of the codes 0 to 15."""
+"""Values of codes 0 to 15."""
 BLOCK_BYTES = 16
 """Bytes that share a scale."""
 _PAIRS = [(E2M1[byte % 16], E2M1[byte // 16]) for byte in range(256)]
@@ -27,7 +27,8 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     """value = e2m1(code) * 2 ** (scale - 127), exact in float32 and bfloat16.
 
     Args:
-        blocks: [..., G, 16] uint8; the low half of a byte is the first of its codes.
+        blocks: [..., G, 16] uint8; the low half of a byte is the first of its two
+            codes.
         scales: [..., G] uint8; 255 is NaN.
 
     Returns:
@@ -36,10 +37,10 @@ def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tens
     out = torch.empty(
         *scales.shape[:-1], 32 * scales.shape[-1], dtype=dtype, device=blocks.device
     )
-    # Tables: a power function may be off by the last bit.
+    # Tables, because a power function may be off by the last bit.
     pairs = torch.tensor(_PAIRS, device=blocks.device)
     powers = torch.tensor(_POWERS, device=blocks.device)
-    # Slice by slice: in float32 and as indices all of it would be too large.
+    # Slice by slice, because in float32 and as indices everything would be too large.
     for target, some_blocks, some_scales in zip(out, blocks, scales, strict=True):
         values = functional.embedding(some_blocks.int(), pairs).flatten(-2)
         target.copy_((values * powers[some_scales.int(), None]).flatten(-2))
@@ -53,13 +54,14 @@ def dequantized(
     device: str,
     source: str,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield `weights` with X of `dtype` in the place of `X_blocks` and `X_scales`.
+    """Yield `weights` with X in `dtype` instead of `X_blocks` and `X_scales`.
 
-    A stack of matrices [E, outputs, inputs] is yielded as [E, inputs, outputs], which
-    checkpoints that are not quantised have. Computed on `device`.
+    A stack of matrices [E, outputs, inputs] is yielded as [E, inputs, outputs], as in
+    checkpoints that are not quantised. Computed on `device`.
 
     Raises:
-        ValueError: one of the two is missing, or they do not fit; names it.
+        ValueError: one of the two is missing, or they do not match. The message names
+            it.
     """
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in weights:

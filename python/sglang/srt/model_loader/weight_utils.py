@@ -1,7 +1,7 @@
-"""Iteration over the tensors of a checkpoint: a folder of safetensors, or a GGUF file.
+"""Iterates over the tensors of a checkpoint: a safetensors folder, or a GGUF file.
 
-A checkpoint may come from anybody: an index names files in its folder alone, and a file
-that lies is refused.
+A checkpoint may come from anyone. An index may only name files in its own folder, and a
+file whose header lies is refused.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from sglang.srt.utils.gguf_header import is_gguf
 from sglang.srt.utils.json_file import read_json_object, shown
 
 INDEX = "model.safetensors.index.json"
-# Of the hub's cache: `<repository>/snapshots/<revision>/` links to `blobs/`.
+# In the hub's cache, `<repository>/snapshots/<revision>/` links to `blobs/`.
 HUB_SNAPSHOTS, HUB_BLOBS = "snapshots", "blobs"
 
 
@@ -27,8 +27,8 @@ def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a checkpoint, sharded or not.
 
     Raises:
-        ValueError: no such file; or the index names a file that is missing or lies
-            outside of the folder; or a link leads out of the hub's cache.
+        ValueError: there is no such file; the index names a file that is missing or
+            lies outside the folder; or a link leads out of the hub's cache.
     """
     index = folder / INDEX
     if index.is_file():
@@ -42,7 +42,7 @@ def weight_files(folder: Path) -> list[Path]:
         )
     missing = [file.name for file in files if not file.is_file()]
     if missing:
-        # A link to nowhere, or what the index names.
+        # A dangling link, or a file that the index names.
         raise ValueError(f"{folder}: there is no file {', '.join(missing[:8])}")
     for file in files:
         _check_place(file, folder)
@@ -50,10 +50,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def tensor_names(path: Path) -> frozenset[str]:
-    """Return the names of all tensors of the checkpoint; reads no data.
+    """Return the names of all tensors of the checkpoint. Reads no data.
 
     Raises:
-        ValueError: as `weight_files` and `iterate_weights`.
+        ValueError: as in `weight_files` and `iterate_weights`.
     """
     if is_gguf(path):
         return gguf_tensor_names(path)
@@ -68,8 +68,8 @@ def iterate_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for every tensor of the checkpoint.
 
     Raises:
-        ValueError: a file is not a valid safetensors file, or two hold one tensor; as
-            `iterate_gguf` for a GGUF file.
+        ValueError: a file is not valid safetensors, or two files hold the same tensor;
+            for a GGUF file as in `iterate_gguf`.
     """
     return iterate_gguf(path) if is_gguf(path) else _iterate_folder(path)
 
@@ -89,7 +89,7 @@ def _iterate_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _indexed_names(index: Path) -> list[str]:
-    """The names of the files in an index, in order."""
+    """Return the file names in an index, in order."""
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: weight_map must be an object of file names")
@@ -105,12 +105,12 @@ def _indexed_names(index: Path) -> list[str]:
 
 
 def _check_place(file: Path, folder: Path) -> None:
-    """Check a file of the hub's cache, whose links lead to its own blobs.
+    """Check a file in the hub's cache, whose links must lead to its own blobs.
 
-    In other folders links may lead anywhere: who made the folder made them.
+    In other folders links may lead anywhere, because whoever made the folder made them.
 
     Raises:
-        ValueError: `file` is a link to elsewhere.
+        ValueError: `file` links to another place.
     """
     real, home = file.resolve(), folder.resolve()
     if home.parent.name != HUB_SNAPSHOTS:
@@ -118,9 +118,9 @@ def _check_place(file: Path, folder: Path) -> None:
     blobs = home.parents[1] / HUB_BLOBS
     if not real.is_relative_to(home) and not real.is_relative_to(blobs):
         raise ValueError(
-            f"{file} is a link to {real}, outside of the hub's cache of this model; "
-            "download the model again, or link it from a folder of your own and name "
-            "that in --model-path"
+            f"{file} is a link to {real}, outside the hub's cache of this model; "
+            "download the model again, or link it from a folder of your own and "
+            "pass that as --model-path"
         )
 
 
@@ -135,7 +135,7 @@ def _open(file: Path) -> Iterator[Any]:
 
 
 def _read(tensors: Any, name: str, file: Path) -> Tensor:
-    """A tensor of an open file, whose header may claim what torch does not know."""
+    """Read a tensor of an open file; its header may name a type unknown to torch."""
     try:
         tensor: Tensor = tensors.get_tensor(name)
     except (SafetensorError, OSError, RuntimeError, AttributeError) as error:
