@@ -1,5 +1,5 @@
-"""The tensors that tree operations fill: shapes, who writes them, and how to get fewer
-rows of them. Allocated once, so that captured graphs may hold their addresses.
+"""The tensors that tree operations fill: their shapes, who writes them, and views of
+fewer rows. Allocated once, so that captured graphs may hold their addresses.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class DraftLevels:
     r * K + c of level i >= 1 has the flat index K + K * K * (i - 1) + r * K + c.
 
     Fields, all contiguous and written by `select_top_k`:
-        scores: [b, K + K*K*(S-1)] float32, product of the probabilities on the path.
+        scores: [b, K + K*K*(S-1)] float32, product of the probabilities along the path.
         tokens: like scores, int64, ids of the target's vocabulary.
-        parents: [b, 1 + K*(S-1)] int64, per group of K candidates the flat index of the
-            candidate that they follow; group 0: -1, the root.
+        parents: [b, 1 + K*(S-1)] int64; for each group of K candidates the flat index
+            of the candidate they follow, or -1, the root, for group 0.
         beam_scores: [b, K] float32, scores of the branches that were kept.
     """
 
@@ -56,7 +56,7 @@ class DraftLevels:
         )
 
     def narrow(self, rows: int) -> DraftLevels:
-        """The first `rows` requests, same memory."""
+        """Return the first `rows` requests, in the same memory."""
         return _narrow(self, rows)
 
 
@@ -68,9 +68,9 @@ class DraftTree:
     Fields, [b, D] int64 unless said:
         tokens: the root's token and the drafted ones.
         positions: KV length + depth.
-        parent_index: place of the parent among all b * D nodes; -1 for the root and for
-            a node whose parent was not selected, which is in no child list and sees
-            itself and the prefix only.
+        parent_index: the parent's index among all b * D nodes. -1 for the root and for
+            a node whose parent was not selected; such a node is in no child list and
+            sees only itself and the prefix.
         next_token: first child within the request, or -1; children ascend.
         next_sibling: next child of the same parent within the request, or -1.
         mask: [b, D, D] bool, mask[q, i, j]: node i may attend node j.
@@ -105,7 +105,7 @@ class DraftTree:
         )
 
     def narrow(self, rows: int) -> DraftTree:
-        """The first `rows` requests, same memory."""
+        """Return the first `rows` requests, in the same memory."""
         return _narrow(self, rows)
 
 
@@ -114,13 +114,13 @@ class VerifyResult:
     """Tokens that verification accepted, for b requests; int64, contiguous.
 
     Fields:
-        predict: [b, D], the token that follows a node of the accepted path; 0 at the
-            other nodes.
-        accept_index: [b, S + 1], places of the accepted path among all b * D nodes, the
+        predict: [b, D], the token after each node of the accepted path; 0 at other
+            nodes.
+        accept_index: [b, S + 1], indices of the accepted path among all b * D nodes,
             root first, padded with -1.
-        accept_lens: [b], tokens gained, 1 .. S + 1: the accepted drafts and the bonus.
-        rejected: [b, K], tokens that the last accepted node's children proposed in
-            vain, padded with -1; written by sampling verification only.
+        accept_lens: [b], tokens gained, 1 .. S + 1: accepted drafts plus the bonus.
+        rejected: [b, K], tokens proposed in vain by children of the last accepted node,
+            padded with -1; only written by sampling verification.
     """
 
     predict: Tensor
@@ -143,7 +143,7 @@ class VerifyResult:
         )
 
     def narrow(self, rows: int) -> VerifyResult:
-        """The first `rows` requests, same memory."""
+        """Return the first `rows` requests, in the same memory."""
         return _narrow(self, rows)
 
 
@@ -152,7 +152,7 @@ class DraftCandidates:
     """The K most probable next tokens of R rows; written by `top_k_probs`.
 
     Fields:
-        probs: [R, K] float32. ids: [R, K] int64, of the draft's vocabulary.
+        probs: [R, K] float32. ids: [R, K] int64, in the draft's vocabulary.
     """
 
     probs: Tensor

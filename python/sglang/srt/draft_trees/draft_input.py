@@ -1,6 +1,6 @@
-"""The draft's side of an iteration: its input, its slots on the host, its prefix tails.
+"""The draft's side of an iteration: its input, host-side slots and prefix tails.
 
-Knows rows, lengths and slots; no scheduler and no model.
+Knows rows, lengths and slots. Knows no scheduler and no model.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 
 class BranchColumns(NamedTuple):
-    """Columns of the KV elements of draft branches in their request's row, int64
-    [b * K] each: element e in column e below `shift_from`, else in e + `shift`."""
+    """Columns of draft branches' KV elements in their request's row, int64 [b * K]
+    each: element e lies in column e below `shift_from`, else in e + `shift`."""
 
     shift_from: Tensor
     shift: Tensor
@@ -31,14 +31,14 @@ class BranchColumns(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EagleDraftInput:
-    """Input of a draft forward beside the batch.
+    """Input of a draft forward besides the batch.
 
     Fields:
-        hidden_states: [T, width], the target's in an extend, the draft's own in a draft
-            step; None where the draft is a language model of its own.
-        columns: of the branches, in a draft step.
-        accept_lens: int64 [R], new tokens that stay, in the extend after verification;
-            None: all.
+        hidden_states: [T, width]; the target's in an extend, the draft's own in a draft
+            step. None if the draft is a separate language model.
+        columns: columns of the branches, in a draft step.
+        accept_lens: int64 [R]; new tokens that stay, in the extend after verification.
+            Defaults to all.
     """
 
     hidden_states: Tensor | None
@@ -54,23 +54,23 @@ class EagleDraftInput:
         allocated: IntArray,
         reserve: int,
     ) -> IntArray | None:
-        """Give every request the slots of one more iteration, in whole pages.
+        """Give every request slots for one more iteration, in whole pages.
 
         Args:
             req_pool_indices: int64 [b], rows of `req_to_token`.
-            committed: int64 [b], tokens that the host knows to have KV; the device may
-                be one iteration ahead, for which `reserve` has room.
+            committed: int64 [b], tokens that the host knows to have KV. The device may
+                be one iteration ahead, which `reserve` allows for.
             allocated: int64 [b], columns that hold slots already.
             reserve: columns after `committed` that are needed (`decode_reserve`).
 
         Returns:
-            int64 [b], columns that hold slots now; None, with nothing taken, where the
-            slots do not suffice even after eviction.
+            int64 [b], columns that hold slots now, or None, with nothing taken, if
+            there are too few slots even after eviction.
 
         Raises:
-            RuntimeError: a row is too narrow. Checked before anything is taken, in
-                every configuration: a slot that no row records cannot be freed, and a
-                write beyond the end of a row lands in another request's.
+            RuntimeError: a row is too narrow. Always checked before anything is taken:
+                a slot that no row records cannot be freed, and a write past the end of
+                a row lands in another request's row.
         """
         page, width = cache.page_size, cache.req_to_token_pool.row_width
         ends = np.maximum(allocated, -(-(committed + reserve) // page) * page)
@@ -98,14 +98,14 @@ def duplicate_prefix_tail_to_draft_branches(
     src: Tensor,
     dst: Tensor,
 ) -> None:
-    """Copy the prefix's last, partial page to every branch that lacks it: all but the
-    first, which has it unless the branches lie in a draft region.
+    """Copy the prefix's last, partial page to every branch that lacks it. Only the
+    first branch has it, and not if the branches lie in a draft region.
 
-    For attention that reads whole pages per branch. One move of fixed shape: pairs
-    after the tail are (0, 0), so the host need not know its length.
+    Needed by attention that reads whole pages per branch. It is one move of fixed
+    shape: pairs after the tail are (0, 0), so the host need not know its length.
 
     Args:
-        kv_pool: the draft's.
+        kv_pool: the draft's pool.
         src, dst: int64 [b * `layout.tail_moves`], scratch for the moves.
     """
     if not layout.tail_moves:

@@ -1,7 +1,7 @@
-"""State that one decode iteration leaves for the next one, on the device.
+"""State that one decode iteration leaves on the device for the next one.
 
-Indexed by request row, so that filtering, merging and reordering a batch move nothing,
-and the host need not know any of it: with overlapped scheduling the next iteration is
+Indexed by request row, so filtering, merging and reordering a batch move nothing, and
+the host need not know any of it. With overlapped scheduling the next iteration is
 prepared before this one's numbers have arrived.
 """
 
@@ -14,12 +14,12 @@ from sglang.srt.draft_trees.buffers import DraftCandidates
 
 
 class DraftRelay:
-    """State by request row. Row 0 is for padding: its content is never used.
+    """State by request row. Row 0 is padding; its content is never used.
 
     Attributes:
         seq_lens: int64 [rows], tokens with KV.
-        candidates: of the token after the newest one.
-        hidden_states: [rows, H_d], read by the first draft forward; None without.
+        candidates: candidates for the token after the newest one.
+        hidden_states: [rows, H_d], read by the first draft forward, or None.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class DraftRelay:
         )
 
     def publish(self, indices: Tensor, seq_lens: Tensor) -> None:
-        """Store the new lengths (int64 [b]) of the rows `indices` (int64 [b]), right
-        after verification."""
+        """Store the new lengths (int64 [b]) of rows `indices` (int64 [b]), right after
+        verification."""
         self.seq_lens.index_copy_(0, indices, seq_lens)
 
     def stash(
         self, indices: Tensor, candidates: DraftCandidates, hidden: Tensor | None
     ) -> None:
-        """Store the draft extend's results of the rows `indices`; hidden [b, H_d]."""
+        """Store the draft extend's results for rows `indices`; hidden is [b, H_d]."""
         self.candidates.probs.index_copy_(0, indices, candidates.probs)
         self.candidates.ids.index_copy_(0, indices, candidates.ids)
         if self.hidden_states is not None:
@@ -55,7 +55,7 @@ class DraftRelay:
             self.hidden_states.index_copy_(0, indices, hidden)
 
     def gather(self, indices: Tensor) -> tuple[DraftCandidates, Tensor | None]:
-        """Candidates [b, K] and hidden states [b, H_d] of the rows `indices`."""
+        """Return candidates [b, K] and hidden states [b, H_d] of rows `indices`."""
         hidden = self.hidden_states
         return (
             DraftCandidates(

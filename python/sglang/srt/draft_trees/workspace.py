@@ -1,9 +1,9 @@
-"""The tensors that one decode iteration of speculation works on, allocated once.
+"""The tensors that one decode iteration of speculation uses, allocated once.
 
-Every phase reads and writes them in place, whether it runs eagerly or as a graph, so
-that captured graphs hold their addresses and nothing has to be copied between phases.
-A batch of b requests uses the first b rows; a graph of a larger size sees padding
-after them: request row 0, no KV.
+Every phase reads and writes them in place, eagerly or as a graph, so captured graphs
+can hold their addresses and nothing is copied between phases. A batch of b requests
+uses the first b rows; a graph of a larger size sees padding after them: request row 0,
+no KV.
 
 `EagleWorkspace` is also the static input of the target's verify graphs.
 """
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class RowIdentity(NamedTuple):
-    """Identity of the requests of a batch, int64 [b] each."""
+    """Identity of a batch's requests, int64 [b] each."""
 
     req_pool_indices: Tensor
     req_serial: Tensor
@@ -46,7 +46,7 @@ class WorkspaceRows:
     Fields:
         identity: int64 [4, b], the fields of `RowIdentity`.
         seq_lens: int64 [b], tokens with KV when the iteration began.
-        draft_lens: int64 [b], the same in the draft's pool.
+        draft_lens: int64 [b], tokens with KV in the draft's pool.
         node_ends: int64 [b], seq_lens + D.
         levels, tree, result: of the b requests.
         draft_slots: int64 [S, b * K], where draft step s writes.
@@ -54,10 +54,10 @@ class WorkspaceRows:
         extend_slots: int64 [b, S + 1], where the draft extend writes.
         tail_src, tail_dst: int64, moves that copy the prefix's last page to branches.
         move_src, move_dst: int64 [b * (S + 1)], moves that compact the accepted path.
-        tokens: int64 [b, S + 1], tokens gained, filled up with the last.
+        tokens: int64 [b, S + 1], tokens gained, padded with the last one.
         node_rows: int64 [b, S + 1], their nodes among all b * D.
         bonus_tokens: int64 [b], the last token gained.
-        hidden_states: [b * (S + 1), width] of these nodes, or None without.
+        hidden_states: [b * (S + 1), width] of these nodes, or None if unused.
     """
 
     identity: Tensor
@@ -91,14 +91,14 @@ class EagleWorkspace:
     """The tensors of iterations of up to `max_rows` requests.
 
     Args:
-        layout: of the draft branches.
+        layout: layout of the draft branches.
         draft_lead: tokens by which `draft_lens` is ahead of `seq_lens`.
-        hidden_size: width of the hidden states that the target's verification returns
-            and the draft extend reads; None where the draft reads none.
+        hidden_size: width of the hidden states that verification returns and the draft
+            extend reads, or None if the draft reads none.
 
     Attributes:
-        shape: of the trees.
-        max_rows: requests at most.
+        shape: shape of the trees.
+        max_rows: most requests.
     """
 
     forward_mode = ForwardMode.TARGET_VERIFY
@@ -161,7 +161,7 @@ class EagleWorkspace:
         )
 
     def rows(self, bs: int) -> WorkspaceRows:
-        """Views of the first `bs` rows; made once for each number of rows."""
+        """Return views of the first `bs` rows; made once for each number of rows."""
         views = self._rows.get(bs)
         if views is None:
             views = self._rows[bs] = self._make_rows(bs)
@@ -195,8 +195,8 @@ class EagleWorkspace:
         )
 
     def begin(self, identity: Tensor) -> None:
-        """Put the requests of an iteration (int64 [4, b], on the device) into the first
-        rows; rows after them that an earlier, larger batch filled become padding."""
+        """Put an iteration's requests (int64 [4, b], on the device) into the first
+        rows. Rows after them that an earlier, larger batch filled become padding."""
         bs = identity.shape[1]
         if bs < self._filled:
             self._identity[:, bs : self._filled] = 0
@@ -204,12 +204,13 @@ class EagleWorkspace:
         self._identity[:, :bs] = identity
 
     def slot_rows(self, rows: WorkspaceRows) -> SlotRows:
-        """The requests' rows of `req_to_token`, without the draft region, whose slots
+        """Return the requests' rows of `req_to_token`, without the draft region, which
         only the draft's pool has, and their KV lengths."""
         return SlotRows(self._pool.position_slots, rows.identity[0], rows.seq_lens)
 
     def draft_rows(self, rows: WorkspaceRows) -> SlotRows:
-        """The rows with the draft region, and the lengths in the draft's pool."""
+        """Return the rows with the draft region, and the lengths in the draft's
+        pool."""
         return SlotRows(self._pool.req_to_token, rows.identity[0], rows.draft_lens)
 
     # -- static inputs of verification -------------------------------------------------
@@ -221,7 +222,7 @@ class EagleWorkspace:
         *,
         lens_cpu: HostLens | None = None,
     ) -> ForwardBatch:
-        """The verification of the first `bs` requests' trees."""
+        """Return the batch that verifies the first `bs` requests' trees."""
         views, is_tree = self.rows(bs), self.shape.topk > 1
         if lens_cpu is not None:
             nodes = self.shape.num_draft_tokens
@@ -243,4 +244,4 @@ class EagleWorkspace:
         )
 
     def populate(self, forward_batch: ForwardBatch) -> None:
-        """Nothing to copy: the live batch is this memory."""
+        """Nothing to copy: the live batch uses this memory."""

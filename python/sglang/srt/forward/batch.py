@@ -1,7 +1,7 @@
 """The batch that one model forward works on.
 
-`ForwardBatch` is immutable for the forward that runs it, and carries the same canonical
-fields in every mode. Owns no memory and knows no requests.
+`ForwardBatch` does not change during its forward, and carries the same canonical fields
+in every mode. Owns no memory and knows no requests.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class CaptureHiddenMode(IntEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostLens:
-    """Host copies of the lengths: of prefills, which are known there, and of others for
-    backends that declare `needs_cpu_seq_lens`."""
+    """Host copies of the lengths. Prefills always have them; other modes only if the
+    backend declares `needs_cpu_seq_lens`."""
 
     prefix_lens: list[int]
     extend_lens: list[int]
 
     def padded(self, bs: int, *, prefix_len: int, extend_len: int) -> HostLens:
-        """The lengths of `bs` rows: after the live ones, padding with these lengths."""
+        """Return the lengths of `bs` rows: the live ones, then padding of these
+        lengths."""
         missing = bs - len(self.extend_lens)
         return HostLens(
             prefix_lens=self.prefix_lens + [prefix_len] * missing,
@@ -72,10 +73,10 @@ class InputLogprobSpan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class InputEmbeds:
-    """Embeddings that requests brought instead of tokens.
+    """Embeddings that requests passed instead of tokens.
 
     Fields:
-        rows: int64 [N]; the new tokens that they replace, of T, ascending.
+        rows: int64 [N]; which of the T new tokens they replace, ascending.
         values: floating point [N, H].
     """
 
@@ -90,18 +91,19 @@ class ForwardBatch:
 
     Fields:
         input_ids, positions, out_cache_loc: int64 [T]; row after row.
-        req_pool_indices: int64 [R]; row of `req_to_token`, 0 is padding.
+        req_pool_indices: int64 [R]; row of `req_to_token`, or 0 for padding.
         prefix_lens, extend_lens: int64 [R]; tokens already in KV, tokens written now;
             `seq_lens` is their sum in every mode.
         qo_indptr: int64 [R + 1]; offsets of the rows in [T]; None in DECODE (one each).
-        lens_cpu: host copies, of prefills, else only if the backend needs them.
-        parent_index: int64 [T] or None; parent of a new token among the new tokens, -1
-            for the last prefix token (trees).
-        tree_mask: bool [R, D, D] or None; the new tokens that a new token sees (trees).
+        lens_cpu: host copies of the lengths; outside prefills only if the backend needs
+            them.
+        parent_index: int64 [T] or None (trees); parent of a new token among the new
+            tokens, or -1 for the last prefix token.
+        tree_mask: bool [R, D, D] or None (trees); which new tokens a new token sees.
         req_serial, salt, rids_int: int64 [R]; request identity.
-        logits_rows: int64 [R] or None; token rows that need logits, None: all.
+        logits_rows: int64 [R]; token rows that need logits, or None for all.
         input_logprobs: prompt spans that need logprobs.
-        input_embeds: embeddings that replace those of some tokens, or None.
+        input_embeds: embeddings that replace some tokens' own, or None.
     """
 
     forward_mode: ForwardMode

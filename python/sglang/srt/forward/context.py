@@ -1,7 +1,7 @@
-"""The attention backend of the forward that runs now, and how attention is captured.
+"""The attention backend of the forward in progress, and how attention is captured.
 
-A plain module global is safe: one process runs one forward at a time, on one thread.
-Entering twice is an error, so that a forgotten exit cannot go unnoticed.
+A plain module global is safe, because a process runs one forward at a time, on one
+thread. Entering twice is an error, so a forgotten exit cannot go unnoticed.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ if TYPE_CHECKING:
 
 
 class AttentionBreaks(Protocol):
-    """Takes attention out of a layer stack that is being captured."""
+    """Takes attention out of a layer stack while it is captured."""
 
     def qkv_buffer(self, layer: RadixAttention, tokens: int) -> Tensor:
-        """[tokens, qkv_width]: where q, k and v of `layer` should be written."""
+        """[tokens, qkv_width]: where `layer` should write its q, k and v."""
 
     def attend(
         self, layer: RadixAttention, qkv: Tensor, forward_batch: ForwardBatch
     ) -> Tensor:
-        """As `RadixAttention.forward`, with `forward_batch` the static batch."""
+        """Like `RadixAttention.forward`; `forward_batch` is the static batch."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
-    """The state that layers read from the forward that runs.
+    """State of the forward in progress that layers read.
 
     Fields:
-        attn_backend: backend of its attention.
-        attention_breaks: set while the stack is captured with attention outside of it.
+        attn_backend: backend that runs attention.
+        attention_breaks: set while the stack is captured without its attention.
     """
 
     attn_backend: AttentionBackend

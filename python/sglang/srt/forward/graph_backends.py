@@ -12,16 +12,16 @@ import torch
 if TYPE_CHECKING:
     from sglang.srt.forward.graph_capture import Segment
 
-# Other threads may go on using the device during a capture: NCCL's watchdog does.
+# Other threads may keep using the device during a capture; NCCL's watchdog does.
 _CAPTURE_MODE = "thread_local"
 
 
 class GraphMemoryPool:
-    """Memory that captured graphs share, and the stream that they are captured on.
+    """Memory shared by captured graphs, and the stream they are captured on.
 
-    The allocators forget a pool when the last graph in it is gone, and then refuse its
-    handle; an extra graph keeps it known. One stream for all of them: the matrix
-    library keeps a workspace of tens of megabytes for every stream that it has seen.
+    The allocators forget a pool once its last graph is gone, and then refuse its
+    handle, so an extra graph keeps it alive. All captures use one stream, because the
+    matrix library keeps a workspace of tens of megabytes for every stream it has seen.
     """
 
     def __init__(self) -> None:
@@ -36,8 +36,9 @@ class GraphMemoryPool:
 
 @contextlib.contextmanager
 def _without_garbage_collection() -> Iterator[None]:
-    """Scope without garbage collection, which may destroy events, graphs or page-locked
-    memory of other objects: that is illegal during a capture and spoils it."""
+    """Scope without garbage collection. A collection may destroy events, graphs or
+    page-locked memory of other objects, which is illegal during a capture and breaks
+    it."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -51,7 +52,7 @@ class CudaGraphBackend:
     """Segments are CUDA graphs in one memory pool, captured on one side stream."""
 
     def __init__(self, pool: GraphMemoryPool | None = None) -> None:
-        """`pool`: memory of the segments; None: a new one."""
+        """`pool`: memory of the segments; defaults to a new pool."""
         self.pool = GraphMemoryPool() if pool is None else pool
         self._stream = self.pool.stream
         self._graph: torch.cuda.CUDAGraph | None = None
@@ -65,13 +66,13 @@ class CudaGraphBackend:
             entered.enter_context(torch.cuda.stream(self._stream))
             graph.capture_begin(pool=self.pool.handle, capture_error_mode=_CAPTURE_MODE)
             self._graph = graph
-            # `_close` leaves them; where the capture did not begin, this block does.
+            # `_close` leaves them; if the capture did not begin, this block does.
             self._entered = entered.pop_all()
 
     def end(self) -> Segment:
         graph = self._close()
         torch.cuda.current_stream().wait_stream(self._stream)
-        # The results that a break reads must exist: capturing only recorded the work.
+        # Capturing only recorded the work, so run it: a break reads its results.
         graph.replay()
         return graph
 

@@ -8,14 +8,16 @@ A backend captures the code between two breaks; a break is a Python callable tha
 at capture and again at every replay. All graph runners use this module. It knows
 nothing of models, batches or attention.
 
-Rules of a break, checked where they can be:
-* it writes its result in place, into memory that was allocated before it, because the
+Rules for breaks, checked where possible:
+* a break writes its result in place, into memory that was allocated before it, because
+the
   next segment has captured that address;
 * a value that changes between replays must be a tensor, or be read from live state
-  inside the callable: a captured Python number would be stale.
-Tensors that a graph reads are owned by it (`own`), so that no later capture can reuse
-their memory. Work on a side stream is forked through `SideStream`: a segment cannot end
-while one of its streams is still forked, so that a break joins it first.
+inside
+  the callable; a captured Python number would be stale.
+The graph owns the tensors that it reads (`own`), so that no later capture can reuse
+their memory. Work on a side stream is forked through `SideStream`. A segment cannot end
+while one of its streams is still forked, so a break joins it first.
 """
 
 from __future__ import annotations
@@ -159,13 +161,13 @@ class SideStream:
             _active.forked.append(self)
 
     def resume(self) -> AbstractContextManager[Any]:
-        """Run the body on the side stream, beside what the current one got since the
-        last `follow` or `fork`."""
+        """Run the body on the side stream, alongside whatever the current stream got
+        since the last `follow` or `fork`."""
         return self._entering(self._stream)
 
     def join(self) -> None:
-        """Let the current stream wait for the side stream; does nothing where the end
-        of a captured segment joined it already: it is not part of the next one."""
+        """Let the current stream wait for the side stream. Does nothing if the end of a
+        captured segment already joined it; it is not part of the next segment."""
         if not self._is_forked:
             return
         self._current().wait_stream(self._stream)
@@ -176,7 +178,7 @@ class SideStream:
 class _Capture:
     graph: BreakableGraph
     backend: SegmentBackend
-    # Streams that the open segment has forked and may not have joined.
+    # Streams that the open segment has forked and may not have joined yet.
     forked: list[SideStream] = field(default_factory=list)
 
     def end_segment(self) -> Segment:

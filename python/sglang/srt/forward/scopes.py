@@ -1,7 +1,7 @@
 """Hooks around model forwards.
 
 `ModelRunner.scopes` is `NullScopes` until something that watches forwards, such as the
-KV canary, is installed in its place, so that no caller asks whether anything is.
+KV canary, replaces it. Callers never have to ask whether anything is installed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class ForwardScopes(Protocol):
         """Scope around one model forward of a launch, graph capture included."""
 
     def on_replay(self) -> None:
-        """Note that a graph runs all forwards of the launch, without their scopes."""
+        """Note that a graph runs all forwards of the launch without their scopes."""
 
 
 class NullScopes:

@@ -8,7 +8,8 @@ import torch
 
 
 class SpecInput(Protocol):
-    """State that a speculative worker hands to a forward; shapes are the worker's."""
+    """State that a speculative worker hands to a forward; the worker chooses the
+    shapes."""
 
     @property
     def hidden_states(self) -> torch.Tensor | None:

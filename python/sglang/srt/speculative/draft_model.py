@@ -1,5 +1,5 @@
 """Finds, checks and completes a draft model: its configuration against the target's,
-the modules that it shares with the target, and the user's token map.
+the modules that both share, and the user's token map.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Of a file that holds no list of integers.
+# Stands in for a file without a list of integers.
 _TOKEN_MAP_ERRORS = (ValueError, TypeError, RuntimeError, OSError)
 FLAG = flag_name("speculative_draft_model_path")
 
 
 def draft_model_config(server_args: ServerArgs, target: ModelConfig) -> ModelConfig:
-    """The configuration of --speculative-draft-model-path, with the target's context.
+    """Read --speculative-draft-model-path's configuration, with the target's context.
 
     Raises:
-        ValueError: it is no draft of the algorithm's kind, or not of this target; names
-            what differs.
+        ValueError: it is not a draft of the algorithm's kind, or not for this target.
+            The message says what differs.
     """
     path, algorithm = (
         server_args.speculative_draft_model_path,
@@ -71,7 +71,8 @@ def draft_model_config(server_args: ServerArgs, target: ModelConfig) -> ModelCon
 
 
 def _with_head_architecture(config: ModelConfig, algorithm: str) -> ModelConfig:
-    """Some published EAGLE heads carry the name of their target's class."""
+    """Correct the architecture of published EAGLE heads that carry their target's
+    class."""
     if algorithm != "EAGLE" or config.architecture != LlamaForCausalLM.__name__:
         return config
     names = {strip_prefix(name) for name in tensor_names(config.path)}
@@ -83,7 +84,7 @@ def _with_head_architecture(config: ModelConfig, algorithm: str) -> ModelConfig:
 def _check_vocabulary(
     draft: ModelConfig, target: ModelConfig, server_args: ServerArgs
 ) -> None:
-    """A language model drafts for another only if token ids mean the same."""
+    """Check token ids: a language model can only draft if ids mean the same to both."""
     if draft.vocab_size != target.vocab_size:
         raise ValueError(
             f"{FLAG} {draft.path}: its vocabulary has {draft.vocab_size} tokens, the "
@@ -97,7 +98,7 @@ def _check_vocabulary(
         return
     if _token_ids(own) != _token_ids(other):
         raise ValueError(
-            f"{FLAG} {draft.path}: its tokenizer.json numbers tokens otherwise than "
+            f"{FLAG} {draft.path}: its tokenizer.json numbers tokens differently from "
             f"{other}; a STANDALONE draft needs the target's tokenizer"
         )
 
@@ -114,11 +115,11 @@ def _token_ids(path: Path) -> dict[str, Any]:
 def share_embedding_and_head(
     draft: DraftModel, target: CausalLM, *, token_map: Tensor | None
 ) -> None:
-    """Give a head the target's modules that its own checkpoint lacks.
+    """Give a head those of the target's modules that its own checkpoint lacks.
 
     Args:
-        token_map: int64 [n], the target's tokens that the draft proposes; the head then
-            gets these rows of the target's.
+        token_map: int64 [n], target tokens that the draft may propose. The head then
+            gets these rows of the target's head.
     """
     assert not isinstance(target, DraftModel)
     embed_tokens, lm_head = target.embed_and_head()
@@ -137,7 +138,7 @@ def check_top_k(topk: int, *, num_tokens: int) -> None:
     """Check that a draft can propose `topk` of its `num_tokens` tokens.
 
     Raises:
-        ValueError: it has fewer.
+        ValueError: it has fewer tokens.
     """
     if topk > num_tokens:
         raise ValueError(
@@ -147,7 +148,7 @@ def check_top_k(topk: int, *, num_tokens: int) -> None:
 
 
 def load_token_map(path: str, *, vocab_size: int, device: torch.device | str) -> Tensor:
-    """Token ids that a draft may propose, int64 [n].
+    """Load the token ids that a draft may propose, int64 [n].
 
     Args:
         path: a .json file with a list of ids, or a .safetensors file with one tensor.

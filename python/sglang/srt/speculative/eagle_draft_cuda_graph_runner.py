@@ -1,5 +1,5 @@
-"""The whole draft phase as graphs: S - 1 forwards, choices and tree, one graph per
-padded number of requests."""
+"""The whole draft phase as graphs, one per padded number of requests: S - 1 forwards,
+the choices between them, and the tree."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Drafter(Protocol):
 
 
 class EAGLEDraftCudaGraphRunner:
-    """Replays draft phases; reads and writes the worker's workspace in place.
+    """Replays draft phases. Reads and writes the worker's workspace in place.
 
     Args:
-        worker: whose draft phase is captured.
-        batch_sizes: padded numbers of requests, a graph for each.
+        worker: runs the draft phase to capture.
+        batch_sizes: padded numbers of requests, one graph each.
 
     Attributes:
-        graphs: by padded number of requests.
+        graphs: graphs by padded number of requests.
     """
 
     def __init__(self, worker: Drafter, *, batch_sizes: list[int]) -> None:
@@ -55,7 +55,7 @@ class EAGLEDraftCudaGraphRunner:
         """Run the smallest graph for `bs` requests.
 
         Args:
-            seq_lens: their KV lengths on the host, where the backend needs them.
+            seq_lens: their KV lengths on the host, if the backend needs them.
         """
         size, graph = self.graphs.serving(bs)
         self._worker.plan_draft(seq_lens, graph_rows=size)

@@ -1,6 +1,6 @@
 """The draft extend after verification as graphs, one per padded number of requests.
 
-A graph includes the choice of the row that counts and of its candidates.
+Each graph also chooses the row that counts and that row's candidates.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class DraftExtender(Protocol):
 
 
 class EAGLEDraftExtendCudaGraphRunner:
-    """Replays draft extends; reads and writes the worker's workspace in place.
+    """Replays draft extends. Reads and writes the worker's workspace in place.
 
     Args:
-        worker: whose extends are captured.
-        batch_sizes: padded numbers of requests, a graph for each.
+        worker: runs the extends to capture.
+        batch_sizes: padded numbers of requests, one graph each.
 
     Attributes:
-        graphs: by padded number of requests.
+        graphs: graphs by padded number of requests.
     """
 
     def __init__(self, worker: DraftExtender, *, batch_sizes: list[int]) -> None:
@@ -65,11 +65,11 @@ class EAGLEDraftExtendCudaGraphRunner:
         """Run the smallest graph for `bs` requests.
 
         Args:
-            seq_lens: their KV lengths on the host, where the backend needs them.
+            seq_lens: their KV lengths on the host, if the backend needs them.
         """
         size, graph = self.graphs.serving(bs)
-        # Metadata reads rows and lengths, which are views of the workspace; positions
-        # and slots are those of the capture and are not read.
+        # Metadata reads rows and lengths, which are views of the workspace. Positions
+        # and slots still have the values of the capture and are not read.
         static = dataclasses.replace(
             self._static_batches[size],
             lens_cpu=self._worker.extend_lens(seq_lens, bs=size),

@@ -1,15 +1,17 @@
 """The draft's half of speculation: its model, its KV pool, and its three forwards.
 
 * `draft`: S levels of candidates from S - 1 forwards over requests x branches, and the
-  tree that is sent to verification;
-* `_draft_extend_for_prefill` and `_draft_extend_for_decode`: the draft's KV of tokens
-  that the target has accepted, and the candidates after them.
+tree
+  to verify;
+* `_draft_extend_for_prefill` and `_draft_extend_for_decode`: the draft's KV for tokens
+that
+  the target accepted, and the candidates after them.
 
-Slot p of a head holds K and V of token p + 1 beside the target's hidden state of
-position p, at position p: a slot's content depends on the next token, which is why
-prefixes are cached by pairs of tokens. Slot p of a draft that is a language model holds
-token p, as the target's does; it then has KV of one token more than the target
-(`ServerArgs.draft_lead`), the newest one, when an iteration begins.
+Slot p of a head holds K and V at position p of token p + 1, together with the target's
+hidden state at position p. So a slot's content depends on the next token, which is why
+prefixes are cached by pairs of tokens. If the draft is a language model, slot p holds
+token p, as in the target. When an iteration begins, such a draft has KV for one token
+more than the target (`ServerArgs.draft_lead`): the newest one.
 """
 
 from __future__ import annotations
@@ -80,14 +82,15 @@ class EagleDraftWorker:
     """The draft model's half of an iteration.
 
     Args:
-        target: its weights are loaded, its memory is not built yet.
+        target: has its weights, but not yet its memory.
 
     Attributes:
-        canary: of the draft's pool; state_check: of what the draft hands on. None: off.
-        draft_runner: of the draft model.
-        workspace, relay: tensors of an iteration, and between iterations; from
-            `init_memory_pool` on.
-        no_lens: host lengths of a batch of padding, as the backend needs them.
+        canary: KV canary of the draft's pool; state_check: checks what the draft hands
+            on. None if off.
+        draft_runner: runs the draft model.
+        workspace, relay: tensors of an iteration, and between iterations. Set by
+            `init_memory_pool`.
+        no_lens: host lengths of a padding batch, as the backend needs them.
     """
 
     workspace: EagleWorkspace
@@ -112,7 +115,7 @@ class EagleDraftWorker:
             dtype=target.dtype,
             watcher_bytes_per_slot=watcher_bytes_per_slot(server_args),
         )
-        # Set by init_memory_pool, where the target has one.
+        # Set by init_memory_pool, if the target has one.
         self.canary: CanaryManager | None = None
         self.draft_runner.load_weights()
         self._hot_token_ids = hot = self._load_hot_token_ids()
@@ -129,7 +132,7 @@ class EagleDraftWorker:
 
     @property
     def target_hidden_mode(self) -> CaptureHiddenMode:
-        """Hidden states that the target's forwards must return: to the draft, or to
+        """Hidden states that the target's forwards must return, for the draft or for
         clients."""
         is_needed = self._hidden_dim is not None or self._are_returned
         return CaptureHiddenMode.FULL if is_needed else CaptureHiddenMode.NULL
@@ -137,7 +140,8 @@ class EagleDraftWorker:
     # -- set-up --------------------------------------------------------------------
 
     def memory(self) -> DraftMemory:
-        """Device memory that this worker will take; called before any pool is built."""
+        """Return the device memory this worker will take. Call it before pools are
+        built."""
         runner = self.draft_runner
         per_slot = runner.bytes_per_kv_slot()
         return DraftMemory(
@@ -147,7 +151,7 @@ class EagleDraftWorker:
         )
 
     def _draft_graph_bytes(self) -> int:
-        """Memory set aside for the graphs of the draft phase and of extends."""
+        """Return the memory reserved for graphs of the draft phase and of extends."""
         runner, shape = self.draft_runner, self._shape
         return draft_graph_bytes(
             runner.model_config,
@@ -160,8 +164,8 @@ class EagleDraftWorker:
         """Share the target's rows and slots; build the rest.
 
         Args:
-            target_canary: of the target's pool; the draft's pool is checked where that
-                one is.
+            target_canary: KV canary of the target's pool, or None. The draft's pool is
+                checked if the target's is.
         """
         target, runner = self._target, self.draft_runner
         pool: ReqToTokenPool = target.req_to_token_pool
@@ -219,8 +223,8 @@ class EagleDraftWorker:
         self._ones = torch.ones(branches, dtype=torch.int64, device=device)
 
     def init_lm_head(self) -> None:
-        """Give the draft the target's embedding and head where it has none, and let the
-        target return the states that the draft reads. Before any graph is captured."""
+        """Give the draft the target's embedding and head if it lacks them, and make the
+        target return the states the draft reads. Call it before capturing graphs."""
         model, target = self.draft_runner.model, self._target.model
         token_map = self._token_map
         if isinstance(model, DraftModel):
@@ -260,7 +264,7 @@ class EagleDraftWorker:
             )
 
     def _load_hot_token_ids(self) -> Tensor | None:
-        """The target's id of each draft id; None where they are the same."""
+        """Load the target's id of each draft id, or None if the ids are the same."""
         self._token_map: Tensor | None = None
         path = self._server_args.speculative_token_map
         if path is not None:
@@ -279,7 +283,7 @@ class EagleDraftWorker:
         """Draft a tree for each of the first `bs` requests of the workspace.
 
         Args:
-            seq_lens: their KV lengths on the host, where the backend needs them.
+            seq_lens: their KV lengths on the host, if the backend needs them.
         """
         seq_lens = self._draft_lens(seq_lens)
         views, graphs = self.workspace.rows(bs), self._draft_graphs
@@ -296,15 +300,15 @@ class EagleDraftWorker:
                 self.draft_forward(views, seq_lens=seq_lens)
 
     def _draft_lens(self, seq_lens: Sequence[int] | None) -> list[int] | None:
-        """KV lengths in the draft's pool, of those in the target's."""
+        """Convert KV lengths in the target's pool to lengths in the draft's pool."""
         return None if seq_lens is None else [n + self._lead for n in seq_lens]
 
     def plan_draft(
         self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0
     ) -> None:
-        """Plan for `draft_forward` on the host: see `DraftDecodeBackend.plan`."""
+        """Plan `draft_forward` on the host; see `DraftDecodeBackend.plan`."""
         if seq_lens is not None:
-            # A padded row has no KV in the target's pool, and the lead in the draft's.
+            # A padding row has no KV in the target's pool, and the lead in the draft's.
             padding = [self._lead] * (graph_rows - len(seq_lens))
             seq_lens = [*seq_lens, *padding]
         self._attention.plan(seq_lens, graph_rows=graph_rows)
@@ -312,7 +316,7 @@ class EagleDraftWorker:
     def draft_forward(
         self, views: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
     ) -> None:
-        """Run the whole draft phase; fixed shapes, no wait for the device.
+        """Run the whole draft phase, with fixed shapes and no wait for the device.
 
         Args:
             seq_lens: KV lengths in the draft's pool on the host, as for `plan_draft`.
@@ -347,8 +351,8 @@ class EagleDraftWorker:
         )
 
     def _first_step(self, views: WorkspaceRows) -> ForwardBatch:
-        """The batch that the scopes around a launch see: one row per request, with the
-        lengths of the iteration before."""
+        """Return the batch that the scopes around a launch see: one row per request,
+        with the lengths of the previous iteration."""
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             input_ids=views.bonus_tokens,
@@ -409,7 +413,8 @@ class EagleDraftWorker:
     def run_step(
         self, level: int, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        """Run the forward of draft step `level`: one row per request and branch."""
+        """Run the forward of draft step `level`, with one row per request and
+        branch."""
         backend = self._attention.step(level)
         return self.draft_runner.run_model(
             forward_batch, step=level, attn_backend=backend
@@ -424,7 +429,7 @@ class EagleDraftWorker:
         return HostLens(prefix_lens=lens, extend_lens=[1] * len(lens))
 
     def _branch_columns(self, views: WorkspaceRows) -> BranchColumns | None:
-        """Columns of the branches for the KV canary; None while it is off."""
+        """Return columns of the branches for the KV canary, or None if it is off."""
         if self.canary is None:
             return None
         branches = views.bs * self._shape.topk
@@ -443,15 +448,15 @@ class EagleDraftWorker:
     def _draft_extend_for_prefill(
         self, batch: ScheduleBatch, done: SampledForward
     ) -> None:
-        """Compute the draft's KV of the tokens that the target has just prefilled.
+        """Compute the draft's KV for the tokens that the target has just prefilled.
 
         A head gets each next token and so proposes what follows the sampled one. A
         language model gets the same tokens as the target; it reads the sampled one once
         the request has a slot for it (`draft_extend_for_roots`).
 
         Args:
-            done: the target's forward of `batch`, hidden states included; its sampled
-                tokens are published already.
+            done: result of the target's forward of `batch`, with hidden states. Its
+                sampled tokens are already published.
         """
         forward_batch, is_head = done.forward_batch, not self._lead
         if self.canary is not None:
@@ -478,16 +483,16 @@ class EagleDraftWorker:
             self._stash(forward_batch, output)
 
     def draft_extend_for_roots(self, batch: ScheduleBatch) -> None:
-        """Compute the draft's KV of the newest token, and the candidates after it, of
+        """Compute the draft's KV for the newest token, and the candidates after it, for
         requests that hold slots for a first iteration (`ScheduleBatch.starting_rows`).
 
-        Only for a draft with a lead: a head has read that token in the prefill.
+        Only for a draft with a lead; a head has read that token in the prefill.
         """
         rows = batch.starting_rows
         if not self._lead or not len(rows):
             return
         self.workspace.begin(batch.identity_of(rows))
-        # Padding of a graph, too, which has no KV.
+        # A graph's padding too, which has no KV.
         views = self.workspace.rows(self.workspace.max_rows)
         idx = views.identity[0]
         views.draft_lens.copy_(self.relay.seq_lens.index_select(0, idx))
@@ -501,8 +506,8 @@ class EagleDraftWorker:
         self._extend(len(rows), lens=lens)
 
     def next_tokens(self, forward_batch: ForwardBatch) -> Tensor:
-        """The token after each one that a prefill computes, sampled or known: int64
-        [T]."""
+        """Return the token after each one that a prefill computes, sampled or known:
+        int64 [T]."""
         rows = forward_batch.req_pool_indices.repeat_interleave(
             forward_batch.extend_lens, output_size=forward_batch.num_tokens
         )
@@ -511,15 +516,15 @@ class EagleDraftWorker:
     def _draft_extend_for_decode(
         self, bs: int, *, seq_lens: Sequence[int] | None
     ) -> None:
-        """Compute the draft's KV of the tokens gained by the first `bs` requests of the
-        workspace, S + 1 rows each whatever was accepted."""
+        """Compute the draft's KV for tokens gained by the first `bs` requests of the
+        workspace: S + 1 rows each, however many were accepted."""
         self._extend(bs, lens=self._draft_lens(seq_lens))
 
     def _extend(self, bs: int, *, lens: Sequence[int] | None) -> None:
-        """Run a draft extend of the first `bs` requests of the workspace.
+        """Run a draft extend for the first `bs` requests of the workspace.
 
         Args:
-            lens: their KV lengths in the draft's pool, where the backend needs them.
+            lens: their KV lengths in the draft's pool, if the backend needs them.
         """
         runner, graphs = self.draft_runner, self._extend_graphs
         batch = self.extend_batch(self.workspace.rows(bs), seq_lens=lens)
@@ -534,14 +539,14 @@ class EagleDraftWorker:
             self.extend_forward(batch)
 
     def extend_offsets(self, bs: int) -> Tensor:
-        """Offsets of the requests' rows in an extend, int64 [bs + 1]."""
+        """Return offsets of the requests' rows in an extend, int64 [bs + 1]."""
         return self._extend_offsets[: bs + 1]
 
     def extend_batch(
         self, views: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
     ) -> ForwardBatch:
-        """The batch of a draft extend: row k of a request holds the k-th token gained.
-        No row sees later ones, so those after the accept length do no harm."""
+        """Return the batch of a draft extend. Row k of a request holds the k-th token
+        gained. Rows never see later ones, so rows past the accept length do no harm."""
         width, bs = self._shape.accept_width, views.bs
         offsets = self.extend_offsets(bs)
         return ForwardBatch(
@@ -565,7 +570,8 @@ class EagleDraftWorker:
     def extend_lens(
         self, seq_lens: Sequence[int] | None, *, bs: int
     ) -> HostLens | None:
-        """Host lengths of a draft extend; after `seq_lens`, padding without KV."""
+        """Return host lengths of a draft extend: `seq_lens`, then padding without
+        KV."""
         if seq_lens is None:
             return None
         width = self._shape.accept_width

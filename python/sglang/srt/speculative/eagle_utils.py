@@ -1,5 +1,5 @@
-"""Sizes and choices of speculation: the width of the draft's input, the tokens that it
-proposes, and those of its proposals that the target accepts.
+"""Sizes and choices of speculation: the width of the draft's input, the tokens it
+proposes, and the proposals that the target accepts.
 
 Everything runs on the device without waiting for it; shapes depend on the batch alone.
 """
@@ -33,15 +33,16 @@ STANDALONE = "STANDALONE"
 
 
 def get_draft_hidden_dim(model_runner: ModelRunner) -> int | None:
-    """Channels of the target's hidden states that a draft worker's extends read.
+    """Return the width of the target's hidden states that a draft worker's extends
+    read.
 
     Worker, buffers and graphs all take it from here.
 
     Args:
-        model_runner: the draft worker's.
+        model_runner: the draft worker's runner.
 
     Returns:
-        None where the draft is a language model of its own.
+        None if the draft is a separate language model.
     """
     config = model_runner.model_config
     if model_runner.spec_algorithm == STANDALONE:
@@ -52,7 +53,7 @@ def get_draft_hidden_dim(model_runner: ModelRunner) -> int | None:
 
 
 def propose(logits: Tensor, topk: int) -> DraftCandidates:
-    """The `topk` best next tokens of each row of the draft's logits [R, V']."""
+    """Return the `topk` best next tokens of each row of the draft's logits [R, V']."""
     found = DraftCandidates.allocate(len(logits), topk, device=logits.device)
     top_k_probs(logits, probs=found.probs, ids=found.ids)
     return found
@@ -60,7 +61,7 @@ def propose(logits: Tensor, topk: int) -> DraftCandidates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AcceptThresholds:
-    """`--speculative-accept-threshold-single` and `-acc`; 1 keeps the target's
+    """`--speculative-accept-threshold-single` and `-acc`. At 1 they keep the target's
     distribution exactly."""
 
     single: float
@@ -72,8 +73,9 @@ class AcceptThresholds:
 
 
 class Decision(NamedTuple):
-    """The logits that tokens were chosen by, [b * D, V], edited as the requests ask;
-    the target's choices [b, D], or None where lowered thresholds accept others, too."""
+    """The logits that tokens were chosen from, [b * D, V], edited as the requests ask,
+    and the target's choices [b, D], or None if lowered thresholds also accept
+    others."""
 
     logits: Tensor
     choices: Tensor | None
@@ -89,17 +91,17 @@ def accept_drafts(
     result: VerifyResult,
     agree: Callable[[Tensor], Tensor] = lambda choices: choices,
 ) -> Decision:
-    """Decide which nodes of b trees are accepted, and the token after the last one.
+    """Decide which nodes of b trees are accepted, and the token after the last of them.
 
     After each node the target chooses a token, by argmax or by a draw with the noise of
-    that position, and a child that proposes it is accepted: with the probability that
-    it has under the target's distribution, and so that the output is that of plain
+    that position, and the child that proposes it is accepted. So a child is accepted
+    with its probability under the target's distribution, and the output equals plain
     decoding with the same seeds, whatever the drafts. Lowered thresholds accept more.
 
     Args:
-        logits: [b * D, V], the target's after each node.
-        info: of the b requests; where it carries a mask, one row per node.
-        history: tokens on the path to each node, where a row has a penalty.
+        logits: [b * D, V], the target's logits after each node.
+        info: sampling state of the b requests; its mask, if any, has one row per node.
+        history: tokens on the path to each node, if a row has a penalty.
         result: b rows, written.
         agree: makes drawn choices [b, D] the same on every rank, in place.
     """
@@ -134,20 +136,20 @@ def accept_drafts(
 def node_history(
     tree: DraftTree, *, token_table: Tensor, req_pool_indices: Tensor, max_len: int
 ) -> TokenHistory:
-    """The tokens on the path to each node, itself included.
+    """Return the tokens on the path to each node, including its own.
 
     Args:
-        token_table: int32 [table rows, width], with the root's token.
+        token_table: int32 [table rows, width], including the root's token.
         req_pool_indices: int64 [b].
         max_len: upper bound of the tokens on any path.
 
     Returns:
-        b * D rows with a table of their own.
+        b * D rows with their own table.
     """
     bs, nodes = tree.tokens.shape
     width = min(max_len, token_table.shape[1])
     known = token_table[:, :width].index_select(0, req_pool_indices)
-    # Nodes off the path go to one more column, which nobody reads.
+    # Nodes off the path go to one extra column, which is never read.
     table = torch.nn.functional.pad(known, (0, 1)).repeat_interleave(nodes, dim=0)
     columns = tree.positions[:, None, :].expand(bs, nodes, nodes)
     columns = columns.where(tree.mask, width).reshape(bs * nodes, nodes)
@@ -164,13 +166,13 @@ def node_history(
 def accepted_logprobs(
     processed: Tensor, *, node_rows: Tensor, tokens: Tensor, request: LogprobRequest
 ) -> LogprobResult:
-    """Logprobs of the tokens gained, S + 1 entries for each request that asks; entries
-    beyond a request's accept length are meaningless.
+    """Compute logprobs of the tokens gained, S + 1 entries for each request that asks.
+    Entries past a request's accept length are meaningless.
 
     Args:
         processed: [b * D, V], from `accept_drafts`.
         node_rows, tokens: int64 [b, S + 1], from `gather_accepted`.
-        request: over the b requests.
+        request: logprobs that the b requests want.
     """
     width = tokens.shape[1]
     if request.rows is not None:

@@ -6,8 +6,8 @@ decode:  draft --> verify --> accept, compact, publish --> draft extend
                                      |
                                      copy to the host (the extend runs meanwhile)
 ```
-The next iteration starts from state on the device (`DraftRelay`), so that it can be
-launched before the host has seen this one.
+The next iteration starts from state on the device (`DraftRelay`), so it can be launched
+before the host has seen this one.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ __all__ = ["EAGLEWorkerV2", "EagleDraftWorker", "EagleWorkerV2"]
 
 
 class EAGLEWorkerV2:
-    """Worker of the algorithms EAGLE, EAGLE3 and STANDALONE.
+    """Worker for the algorithms EAGLE, EAGLE3 and STANDALONE.
 
     Attributes:
-        model_runner: the target's.
+        model_runner: the target's runner.
         draft_worker: the draft's half.
     """
 
@@ -63,8 +63,8 @@ class EAGLEWorkerV2:
         """Load target and draft and build their pools.
 
         Raises:
-            ValueError: target or draft cannot be loaded, do not fit each other, or do
-                not fit into memory.
+            ValueError: target or draft cannot be loaded, do not match, or do not fit
+                into memory.
         """
         target = ModelRunner(
             server_args=server_args,
@@ -186,11 +186,11 @@ class EAGLEWorkerV2:
         *,
         history: TokenHistory | None,
     ) -> Decision:
-        """Decide which drafts are accepted (`live.result`); every rank alike.
+        """Decide which drafts are accepted (`live.result`), the same on every rank.
 
         Args:
-            logits: [b * D, V], the target's after each node.
-            history: tokens on the path to each node, where a request has a penalty.
+            logits: [b * D, V], the target's logits after each node.
+            history: tokens on the path to each node, if a request has a penalty.
         """
         return accept_drafts(
             live.tree,
@@ -199,14 +199,14 @@ class EAGLEWorkerV2:
             history=history,
             thresholds=self._thresholds,
             result=live.result,
-            # Not every sum over a distribution on a GPU has the same bits twice.
+            # On a GPU a sum over a distribution may not have the same bits every time.
             agree=self._group.broadcast,
         )
 
     def _history(
         self, batch: ScheduleBatch, live: WorkspaceRows
     ) -> TokenHistory | None:
-        """The tokens on the path to each node, where a request has a penalty."""
+        """Return the tokens on the path to each node, if a request has a penalty."""
         if not batch.sampling_info.has_penalty:
             return None
         # The device may be one iteration ahead of the host.
@@ -219,8 +219,8 @@ class EAGLEWorkerV2:
         )
 
     def _take_accepted(self, live: WorkspaceRows, hidden: Tensor | None) -> None:
-        """Bring the accepted tokens, their KV and hidden states to the front; publish
-        the tokens and the new lengths."""
+        """Move the accepted tokens, their KV and hidden states to the front, and
+        publish the tokens and the new lengths."""
         gather_accepted(
             live.result,
             tokens=live.tokens,
@@ -251,7 +251,7 @@ class EAGLEWorkerV2:
 
     def _take_hidden(self, live: WorkspaceRows, hidden: Tensor, *, out: Tensor) -> None:
         """Raises:
-        RuntimeError: the target returns other hidden states than the draft reads.
+        RuntimeError: the target returns hidden states that do not match the draft.
         """
         if hidden.shape[1] != out.shape[1]:
             raise RuntimeError(
@@ -269,12 +269,12 @@ class EAGLEWorkerV2:
         return torch.arange(1, self._shape.accept_width + 1, device=device)
 
     def canary_managers(self) -> list[CanaryManager]:
-        """Canaries of the target's pool and of the draft's; empty while off."""
+        """Canaries of the target's and the draft's pool; empty if off."""
         found, draft = self.target_worker.canary_managers(), self.draft_worker.canary
         return found if draft is None else [*found, draft]
 
     def _accepted_rows(self, live: WorkspaceRows) -> ForwardBatch:
-        """The tokens whose KV stays: the root and the accepted drafts."""
+        """Return the tokens whose KV stays: the root and the accepted drafts."""
         width = self._shape.accept_width
         roots = live.tree.tokens[:, :1]
         steps = self._columns(roots.device) - 1
@@ -296,7 +296,8 @@ class EAGLEWorkerV2:
         live: WorkspaceRows,
         choices: Tensor | None,
     ) -> Tensor:
-        """The words of a step, as the canaries of both pools check and note them."""
+        """Return the words of a step, after the canaries of both pools have checked and
+        recorded them."""
         result, identity = live.result, live.row_identity()
         path = AcceptedPath(
             req_rows=identity.req_pool_indices,
@@ -349,5 +350,5 @@ class EAGLEWorkerV2:
         )
 
 
-# SGLang's other name of the class.
+# SGLang's other name for the class.
 EagleWorkerV2 = EAGLEWorkerV2

@@ -1,4 +1,4 @@
-"""Native forms of the ops that build draft trees: they unpack buffers."""
+"""Native forms of the ops that build draft trees. They unpack buffers."""
 
 from __future__ import annotations
 

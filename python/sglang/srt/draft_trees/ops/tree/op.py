@@ -1,10 +1,10 @@
-"""Draft trees: candidates of one draft step, the branches that survive it, and the tree
-that is sent to verification. Knows no models, no KV and no requests.
+"""Draft trees: candidates of one draft step, branches that survive it, and the tree
+that goes to verification. Knows no models, KV or requests.
 
-Ties go to the lower index everywhere, and a score that is not a number counts as minus
-infinity, so that results depend neither on the device nor on the batch. Each op writes
-into tensors of the caller, has fixed shapes and does not wait for the device; the
-reference of `build_tree` alone reads everything on the host.
+Ties always go to the lower index, and a score that is NaN counts as minus infinity, so
+results depend neither on the device nor on the batch. Each op writes into tensors of
+the caller, has fixed shapes and does not wait for the device; only the reference of
+`build_tree` reads everything on the host.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _TRITON = "sglang.srt.draft_trees.ops.tree."
 
 
 def top_k_probs_ref(logits: Tensor, *, probs: Tensor, ids: Tensor) -> None:
-    """The K most probable ids of each row and their softmax probabilities.
+    """Find the K most probable ids of each row and their softmax probabilities.
 
-    Best first, ranked by logit. With K = 1 the probability is given as 1: a chain has
-    nothing to compare. A probability that is not a number (infinite logits) is 0.
+    Best first, ranked by logit. With K = 1 the probability is 1, because a chain has
+    nothing to compare. A NaN probability (infinite logits) becomes 0.
 
     Args:
         logits: [R, V'] float32, bfloat16 or float16, rows contiguous; V' >= K.
-        probs: [R, K] float32, written. ids: [R, K] int64, written; ids of the draft's
-            vocabulary, distinct within a row.
+        probs: [R, K] float32, written. ids: [R, K] int64, written, in the draft's
+            vocabulary and distinct within a row.
 
     Raises:
         ValueError: K exceeds V'.
@@ -78,22 +78,23 @@ def select_top_k_ref(
 ) -> None:
     """Record the candidates of a draft level and choose the K branches that go on.
 
-    Level 0 has one group of K candidates per request, which all go on. Later, branch r
-    proposes K candidates with scores beam_scores[r] * p, and the K best of the K * K go
-    on; branch j of the next level is the j-th best and may descend from any branch.
+    Level 0 has one group of K candidates per request, and all of them go on. Later,
+    branch r proposes K candidates with scores beam_scores[r] * p, and the best K of the
+    K * K go on. Branch j of the next level is the j-th best; it may descend from any
+    branch.
 
     Args:
         level: 0 .. S - 1. shape: the numbers K, S.
         topk_p, topk_index: candidates of the last forward, from `top_k_probs`: [b, K]
             at level 0, else [b * K, K]; float32 and int64, contiguous.
-        hot_token_id: [V'] int64, the target's id of each draft id; None: the same ids.
-            The only place where ids are mapped: what is kept between iterations stays
+        hot_token_id: [V'] int64, the target's id for each draft id, or None if they are
+            the same. Ids are mapped only here; state kept between iterations stays
             unmapped.
         levels: written: the level's scores and tokens, the parents of the groups of the
             next level (none at the last one), and the beam.
-        input_ids: [b * K] int64, written: the branches' tokens, the target's ids.
-        hidden_rows: [b * K] int64, written: for each branch the row of the hidden
-            states, of the forward that proposed it, that it goes on from: request q at
+        input_ids: [b * K] int64, written: the branches' tokens as target ids.
+        hidden_rows: [b * K] int64, written: for each branch, the row of the hidden
+            states it continues from, in the forward that proposed it: request q at
             level 0, else row q * K + r.
     """
     k = shape.topk
@@ -141,16 +142,16 @@ def build_tree_ref(
 ) -> None:
     """Keep the best D - 1 candidates of all levels and link them into a tree.
 
-    Nodes are numbered by flat index, so that parents precede children and shallow nodes
-    deep ones. A score never exceeds that of its parent, hence the parent of a selected
-    node is selected too; where garbage scores break that, the node is left unlinked
+    Nodes are numbered by flat index, so parents precede children and shallow nodes
+    precede deep ones. A score never exceeds its parent's, so the parent of a selected
+    node is selected too. Garbage scores can break that; such a node is left unlinked
     (see `DraftTree.parent_index`). Whatever `levels` holds, every index written is in
     range and every chain ends.
 
     Args:
         levels: b requests, all S levels recorded. shape: the numbers K, S, D.
         root_tokens: [b] int64, the newest token, whose KV is not written yet.
-        seq_lens: [b] int64, KV length, which is the root's position.
+        seq_lens: [b] int64, KV length, which is also the root's position.
         tree: b rows, written.
     """
     nodes = shape.num_draft_tokens
@@ -195,7 +196,8 @@ build_tree = Op(
 
 
 def _parents_of(selected: list[int], parents: list[int], topk: int) -> list[int]:
-    """Parent of each node of one request, -1 for the root and for unlinked nodes."""
+    """Return the parent of each node of one request; -1 for the root and unlinked
+    nodes."""
     found = [-1]
     for place in selected:
         group = place // topk
@@ -203,7 +205,7 @@ def _parents_of(selected: list[int], parents: list[int], topk: int) -> list[int]
             found.append(0)
             continue
         expanded = parents[group]
-        # A parent is of the level before, or the depth would have no bound.
+        # A parent must be one level up, or the depth would have no bound.
         is_before = _level_of(expanded, topk) == _level_of(place, topk) - 1
         is_linked = is_before and expanded in selected
         found.append(1 + selected.index(expanded) if is_linked else -1)
@@ -219,5 +221,5 @@ def _nan_last(values: Tensor) -> Tensor:
 
 
 def _best(values: Tensor, k: int) -> Tensor:
-    """[R, k] int64: indices of the largest values of each row, lower index first."""
+    """Return [R, k] int64: indices of the largest values per row, lower index first."""
     return values.sort(dim=-1, descending=True, stable=True).indices[:, :k]

@@ -1,6 +1,6 @@
 """Triton kernel that builds draft trees: a program per request.
 
-Semantics and its oracle are in `op.py`.
+`op.py` describes the semantics and has the oracle.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -35,8 +35,8 @@ class Sizes(NamedTuple):
     """Constants that the kernel is compiled for; its argument SIZES.
 
     Fields:
-        topk, steps, nodes, candidates, groups: of a tree, as in `TreeShape`.
-        nodes_block, candidates_block: the powers of two that hold them.
+        topk, steps, nodes, candidates, groups: sizes of a tree, as in `TreeShape`.
+        nodes_block, candidates_block: `nodes` and `candidates` as powers of two.
         chunk: candidates that each candidate is compared with at a time.
     """
 
@@ -89,7 +89,7 @@ def build_kernel(
     q64 = q.to(tl.int64)
     picks = selected + q64 * (NODES - 1)
     _select(scores + q64 * CANDIDATES, picks, SIZES)
-    # The nodes are read back by other threads than wrote them.
+    # Other threads than the writers read the nodes back.
     tl.debug_barrier()
     node = tl.arange(0, NODES_BLOCK)
     is_node = node < NODES
@@ -106,7 +106,7 @@ def build_kernel(
     column = node[None, :]
     is_child = column == node[:, None]
     seen = is_child
-    # A node that is none has no parent and is nobody's.
+    # Padding beyond the last node has no parent and belongs to none.
     is_child = (parent[None, :] == node[:, None]) & (parent[None, :] >= 0)
     child = tl.min(tl.where(is_child, column, NODES_BLOCK), axis=1)
     child = tl.where(child < NODES_BLOCK, child, -1)
@@ -157,7 +157,7 @@ def _select(scores, picks, SIZES: tl.constexpr):
 
 @triton.jit
 def _parents_of(pick, node, is_draft, group_parents, K: tl.constexpr):
-    """int32: parent of each node, -1 for the root and for unlinked nodes."""
+    """Return int32: the parent of each node, -1 for the root and unlinked nodes."""
     group = pick // K
     expanded = tl.load(group_parents + group, mask=is_draft & (group > 0), other=-1)
     is_before = _level_of(expanded, K) == _level_of(pick, K) - 1
@@ -220,7 +220,7 @@ def build_tree(
 
 
 def build_warps(shape: TreeShape) -> int:
-    """Enough that the comparisons of a program stay in registers."""
+    """Return enough warps that a program's comparisons stay in registers."""
     tile = max(
         block_of(shape.num_draft_tokens) ** 2,
         block_of(shape.num_candidates) * _RANK_CHUNK,

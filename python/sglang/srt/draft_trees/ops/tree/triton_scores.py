@@ -15,7 +15,8 @@ NOTHING = tl.constexpr(-(2**63))
 
 @triton.jit
 def score_key(score):
-    """int32 that grows with the score; NaN as minus infinity, -0 as 0."""
+    """Return an int32 that grows with the score; NaN counts as minus infinity, -0 as
+    0."""
     score = tl.where(score != score, float("-inf"), score) + 0.0
     bits = score.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -23,13 +24,14 @@ def score_key(score):
 
 @triton.jit
 def key_score(key):
-    """The score whose key is `key`."""
+    """Return the score whose key is `key`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def key_with_index(key, index):
-    """int64 that grows with the key and, among equal keys, falls with the index."""
+    """Return an int64 that grows with the key and, among equals, falls with the
+    index."""
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
 
 

@@ -1,6 +1,6 @@
-"""Triton kernel that chooses the draft branches that go on: a program per request.
+"""Triton kernel that chooses which draft branches go on: a program per request.
 
-Semantics and its oracle are in `op.py`.
+`op.py` describes the semantics and has the oracle.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -66,7 +66,7 @@ def select_kernel(
     score = tl.load(topk_p + q * size + at, mask=inside, other=0.0)
     token = tl.load(topk_index + q * size + at, mask=inside, other=0)
     if HAS_HOT:
-        # Rows of padding may hold anything.
+        # Padding rows may hold anything.
         known = inside & (token >= 0) & (token < hot_size)
         token = tl.load(hot_token_id + token, mask=known, other=0)
     if not IS_FIRST:
@@ -83,7 +83,7 @@ def select_kernel(
         if HAS_NEXT:
             tl.store(parents + q * GROUPS + 1 + at, at.to(tl.int64), mask=inside)
     else:
-        # Every thread has read the beam before any writes it.
+        # Every thread has read the beam before any thread writes it.
         tl.debug_barrier()
         key = tl.where(inside, score_key(score), NO_KEY)
         key = key_with_index(key, at)
@@ -150,7 +150,7 @@ def select_top_k(
 
 
 def require_levels(op: str, levels: DraftLevels, shape: TreeShape) -> None:
-    """Raises ValueError unless `levels` has the layout that the kernels index."""
+    """Raise ValueError unless `levels` has the layout that the kernels index."""
     rows = levels.scores.shape[0]
     flat = rows * shape.num_candidates
     require(op, flat, torch.float32, scores=levels.scores)

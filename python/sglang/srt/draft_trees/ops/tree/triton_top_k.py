@@ -1,6 +1,6 @@
-"""Triton kernel for the candidates of a draft step: top-k of a row with probabilities.
+"""Triton kernel for a draft step's candidates: top-k of each row, with probabilities.
 
-The vocabulary is split over programs; the last program of a row merges what all found.
+The vocabulary is split over programs; a row's last program merges their results.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"

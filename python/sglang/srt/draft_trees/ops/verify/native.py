@@ -1,4 +1,4 @@
-"""Native forms of tree verification: they unpack buffers."""
+"""Native forms of tree verification. They unpack buffers."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Verification of draft trees against the target model, and what follows from it. Knows
-no models and no requests; the target's logits or probabilities are given.
+"""Verification of draft trees against the target model, and the steps after it. Knows
+no models and no requests; callers pass the target's logits or probabilities.
 
 The children of a node are the nodes of its tree whose `parent_index` names it, in
-ascending order; a node that names a place outside its tree is nobody's child.
-Each op writes into tensors of the caller, has fixed shapes and does not wait for the
-device; the references of both verifications read everything on the host.
+ascending order; a node that names a place outside its tree has no parent. Each op
+writes into tensors of the caller, has fixed shapes and does not wait for the device;
+the references of both verifications read everything on the host.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 _NATIVE = "sglang.srt.draft_trees.ops.verify.native:"
 _TRITON = "sglang.srt.draft_trees.ops.verify."
 
-# Makes the draw of the bonus independent of the coin for the same position.
+# Makes the bonus draw independent of the coin at the same position.
 BONUS_STREAM = 0x5851F42D4C957F2D
 
 
@@ -74,30 +74,30 @@ def verify_tree_target_only_ref(
 ) -> None:
     """Accept drafts so that every token is distributed as the target's own.
 
-    At the current node with distribution p, a coin u decides: the first child is
-    accepted for which the sum of p over it and its elder siblings exceeds
-    u * threshold_acc, or whose own p is at least threshold_single; a child with p = 0
-    never is. Up to S drafts are accepted. The bonus is drawn from p without the
-    rejected children of the last accepted node (from p itself where they had all of
-    it). With both thresholds at 1 the children get what they have under p, and the
-    bonus the rest: exactly p. Lower thresholds accept more and change the distribution.
+    At the current node with distribution p, a coin u decides. The first child is
+    accepted for which the sum of p over it and its elder siblings exceeds u *
+    threshold_acc, or whose own p is at least threshold_single; a child with p = 0 never
+    is. Up to S drafts are accepted. The bonus is drawn from p without the rejected
+    children of the last accepted node (from p itself if they had all of it). With both
+    thresholds at 1 the children get their share of p and the bonus the rest: exactly p.
+    Lower thresholds accept more and change the distribution.
 
     Coins and draws are pure functions of (key, index of the token they decide), see
-    `sampling/ops/noise.py`; every index is decided once, in a stream of its own for the
+    `sampling/ops/noise.py`. Each index is decided once, with a separate stream for the
     bonus. A row of `target_probs` with one nonzero weight decodes greedily.
 
     Args:
         tree: b trees of D nodes; siblings propose distinct tokens.
-        target_probs: [b * D, V] float32, rows contiguous; weights that need not sum to
-            1, after temperature and filters.
-        totals: [b * D] float32, sums of the rows of `target_probs`.
+        target_probs: [b * D, V] float32, rows contiguous; weights after temperature and
+            filters, which need not sum to 1.
+        totals: [b * D] float32, row sums of `target_probs`.
         keys: [b] int64, `noise.mix_seed` of the requests' seeds.
         threshold_single, threshold_acc: above 0, at most 1.
         result: b rows, written; S is the width of its `accept_index` less one.
     """
     rows, nodes = tree.tokens.shape
     steps = result.accept_index.shape[1] - 1
-    # Coins of all nodes; only those of the accepted path are used.
+    # Coins of all nodes; only those on the accepted path are used.
     decides = tree.positions + 1
     coins = noise.uniform(keys.repeat_interleave(nodes), decides.view(-1))
     draws = noise.uniform(
@@ -143,12 +143,13 @@ verify_tree_target_only = Op(
 
 
 def _weight(weights: Tensor, token: int) -> float:
-    """Weight of a proposed token; 0 for one outside the vocabulary."""
+    """Return the weight of a proposed token; 0 if it is outside the vocabulary."""
     return float(weights[token]) if 0 <= token < weights.shape[0] else 0.0
 
 
 def _draw(weights: Tensor, rejected: list[int], noise_value: float) -> int:
-    """The first id whose cumulative weight, without `rejected`, exceeds the noise."""
+    """Return the first id whose cumulative weight, without `rejected`, exceeds the
+    noise."""
     rest = weights.double().clone()
     rest[[token for token in rejected if 0 <= token < len(rest)]] = 0.0
     if not float(rest.sum()) > 0:
@@ -187,16 +188,16 @@ def gather_accepted_ref(
     node_rows: Tensor,
     bonus_tokens: Tensor,
 ) -> None:
-    """Bring what belongs to the accepted path to the front.
+    """Move everything that belongs to the accepted path to the front.
 
     Args:
-        result: of the verification; b requests.
-        tokens: [b, W] int64, W >= S + 1, written: the tokens gained in order, filled up
-            with the last of them, so that every entry is in the vocabulary.
-        node_rows: [b, S + 1] int64, written: places of the accepted path among all
-            b * D nodes, filled up with the last; the rows of hidden states that the
-            draft extend reads.
-        bonus_tokens: [b] int64, written: the last token gained, the next root.
+        result: result of the verification, for b requests.
+        tokens: [b, W] int64, W >= S + 1, written: tokens gained, in order, padded with
+            the last one so that every entry is in the vocabulary.
+        node_rows: [b, S + 1] int64, written: indices of the accepted path among all b *
+            D nodes, padded with the last one. The draft extend reads these rows of
+            hidden states.
+        bonus_tokens: [b] int64, written: the last token gained, which is the next root.
     """
     last = result.accept_lens[:, None] - 1
     column = torch.arange(tokens.shape[1], device=tokens.device)

@@ -1,7 +1,7 @@
 """Triton kernels of greedy tree verification and of the accepted path: a program walks
 each request's tree.
 
-Semantics and oracles are in `op.py`.
+`op.py` describes the semantics and has the oracles.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -31,9 +31,9 @@ class Walk(NamedTuple):
     """Sizes of the trees that a walk kernel is compiled for; its argument WALK.
 
     Fields:
-        nodes, steps: of a tree; topk: the most children of a node.
-        nodes_block, path_block, topk_block: the powers of two that hold the nodes, the
-            root with `steps` nodes, and the children.
+        nodes, steps: sizes of a tree; topk: most children of a node.
+        nodes_block, path_block, topk_block: powers of two that hold the nodes, the root
+            with `steps` nodes, and the children.
     """
 
     nodes: int
@@ -91,7 +91,7 @@ def greedy_kernel(
         path = tl.where((column == length) & goes_on, first + child, path)
         current = tl.where(goes_on, child, current)
         length = tl.where(goes_on, length + 1, length)
-    # An accepted child's token is the target's choice at its parent, too.
+    # An accepted child's token is also the target's choice at its parent.
     on_path = tl.max(((first + node)[:, None] == path[None, :]).to(tl.int32), axis=1)
     following = tl.where(on_path > 0, target, 0)
     tl.store(predict + first + node, following, mask=is_node)
@@ -122,8 +122,8 @@ def verify_tree_greedy(
 
 
 def require_result(op: str, tree: DraftTree, result: VerifyResult) -> int:
-    """Drafts that can be accepted. Raises ValueError unless tree and result have the
-    layouts that the kernels index."""
+    """Return how many drafts can be accepted. Raises ValueError unless tree and result
+    have the layouts that the kernels index."""
     rows, nodes = tree.tokens.shape
     require(
         op,

@@ -1,7 +1,7 @@
-"""Triton kernels of sampling verification: a program walks each request's tree, the
-bonus is drawn by programs that share the vocabulary.
+"""Triton kernels of sampling verification: a program walks each request's tree, and
+programs that share the vocabulary draw the bonus.
 
-Semantics and oracles are in `op.py`.
+`op.py` describes the semantics and has the oracles.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -154,7 +154,7 @@ def bonus_kernel(
         mine = tl.load(
             partials + slots, mask=part < SPLITS, other=0.0, cache_modifier=".cg"
         )
-        # Without the rejected nothing may be left, by rounding: then they count.
+        # Without the rejected ids rounding may leave nothing; then they count.
         has_rest = tl.sum(mine, axis=0) > 0.0
         if has_rest == 0:
             mine = tl.load(
@@ -174,8 +174,8 @@ def bonus_kernel(
         if has_rest:
             weight = _without(weight, index, rejected + q * K, K)
         sums = tl.cumsum(weight.to(tl.float64), axis=0)
-        # Both sums of the split differ by their rounding; the bounds keep the target
-        # between the first and the last id that has weight.
+        # The two sums of a split differ by rounding. The bounds keep the target between
+        # the first and the last id with a weight.
         target = tl.maximum(target - before, 0.0)
         target = tl.minimum(target, tl.max(sums, axis=0) * (1.0 - 2.0**-53))
         within = tl.sum((sums <= target).to(tl.int32), axis=0)
@@ -185,7 +185,7 @@ def bonus_kernel(
 
 @triton.jit
 def _without(weight, index, rejected, K: tl.constexpr):
-    """`weight` with 0 at the rejected ids."""
+    """Return `weight` with 0 at the rejected ids."""
     for j in range(K):
         weight = tl.where(index == tl.load(rejected + j), 0.0, weight)
     return weight
