@@ -1,8 +1,8 @@
 """Attention between the captured segments of a layer stack.
 
-A segment ends by storing K and V; attention itself runs eagerly on the live batch and
-writes where the next segment reads. Or it is captured with them, on the static batch.
-Knows buffers and views; knows no sizes of graphs and makes no choices.
+A segment ends by storing K and V. Attention itself then runs eagerly on the live batch
+and writes to the next segment's input. Alternatively it is captured with the segments,
+on the static batch. Knows buffers and views, but no graph sizes, and makes no choices.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class _Shared:
-    """Buffers of all layers of one shape, which use them one after the other.
+    """Buffers shared by all layers of one shape, which use them one after the other.
 
     Fields:
         layer: any layer of the shape.
-        qkv: [max_tokens, qkv_width]; a segment's last result.
-        out: [max_tokens, Hq, v_head_dim]; the next segment's input.
+        qkv: [max_tokens, qkv_width]; result of a segment.
+        out: [max_tokens, Hq, v_head_dim]; input of the next segment.
         q, k, v, live_out: views of the live tokens, made once per forward.
     """
 
@@ -47,7 +47,7 @@ class _Shared:
 class LiveAttention:
     """The `AttentionBreaks` of one model.
 
-    It owns the buffers, outside of the graphs' pool, so that no capture can reuse them
+    It owns the buffers, outside the graphs' pool, so that no capture can reuse them
     while a break still holds them.
 
     Args:
@@ -68,7 +68,7 @@ class LiveAttention:
         self._dtype = dtype
         self._device = device
         self._by_shape: dict[tuple[int, int, int], _Shared] = {}
-        # None while nothing is replayed: a break then leaves `out` as it is.
+        # None while nothing is replayed; a break then leaves `out` unchanged.
         self._live: ForwardBatch | None = None
         self._is_captured = False
 
@@ -80,7 +80,7 @@ class LiveAttention:
 
     @contextmanager
     def on(self, live: ForwardBatch, *, padded: int) -> Iterator[None]:
-        """Scope in which breaks work on `live`, in a graph of `padded` tokens."""
+        """Scope where breaks work on `live`, in a graph of `padded` tokens."""
         tokens = live.num_tokens
         for shared in self._by_shape.values():
             shared.q, shared.k, shared.v = shared.layer.split(shared.qkv[:tokens])
@@ -93,15 +93,15 @@ class LiveAttention:
             self._live = None
 
     def clear_padding(self, tokens: int, padded: int) -> None:
-        """Zero the outputs of padding before a replay. Attention writes the live tokens
-        alone, in every layer, so that the zeros stay."""
+        """Zero the outputs of padding before a replay. Every layer's attention writes
+        only live tokens, so the zeros stay."""
         if tokens < padded:
             for shared in self._by_shape.values():
                 shared.out[tokens:padded].zero_()
 
     @contextmanager
     def captured(self) -> Iterator[None]:
-        """Scope in which attention is captured with its segment, not as a break."""
+        """Scope where attention is captured with its segment, not as a break."""
         self._is_captured = True
         try:
             yield

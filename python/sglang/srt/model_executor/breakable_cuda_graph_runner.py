@@ -1,9 +1,8 @@
 """Prefill forwards as breakable graphs: one per padded token count.
 
-The layer stack is captured with attention outside of its segments; the head, the KV
-canary and attention see the live batch with all its requests. A short prefill of one
-request is a graph without breaks, where the backend's attention can be captured. Knows
-no scheduling.
+The layer stack is captured without its attention. The head, the KV canary and attention
+see the live batch with all its requests. A short prefill of one request is one graph
+without breaks, if the backend's attention can be captured. Knows no scheduling.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 
 WARM_UPS = 1
-# Above it the device computes longer than the host launches: padding beyond a percent
-# would cost all that a graph saves.
+# Above this count the device computes longer than the host launches, so padding by more
+# than a percent would cost all that a graph saves.
 HOST_BOUND_TOKENS = 1024
 MAX_PADDING = 0.01
 FALLBACK_REASONS = (
@@ -54,8 +53,8 @@ class GraphKey(NamedTuple):
     """A graph of this runner.
 
     Fields:
-        tokens: padded count.
-        is_whole: for one request, attention captured with the rest.
+        tokens: padded token count.
+        is_whole: for one request, with attention captured too.
     """
 
     tokens: int
@@ -63,20 +62,20 @@ class GraphKey(NamedTuple):
 
 
 class BreakableCudaGraphRunner:
-    """Replays EXTEND forwards; those that fit no graph run eagerly.
+    """Replays EXTEND forwards. Forwards that fit no graph run eagerly.
 
     Args:
-        model_runner: whose EXTEND forwards are captured.
-        token_counts: padded token counts, a graph for each.
-        capture_hidden_mode: of the forwards that are replayed; others run eagerly.
-        draft_hidden_dim: channels of the hidden states that a draft model reads, None
+        model_runner: runs the EXTEND forwards to capture.
+        token_counts: padded token counts, one graph each.
+        capture_hidden_mode: mode of the forwards that are replayed; others run eagerly.
+        draft_hidden_dim: width of the hidden states that a draft model reads, or None
             for a target.
-        limit_padding: run eagerly where padding costs more than a graph gains.
+        limit_padding: run eagerly if padding costs more than a graph gains.
         make_backend: captures segments; tests pass a recorder that needs no GPU.
 
     Attributes:
-        segmented, whole: its graphs with attention between the segments, for any
-            batch, and those with attention captured, for one request.
+        segmented, whole: graphs with attention between the segments, for any batch, and
+            graphs that include attention, for one request.
         fallbacks: EXTEND forwards that ran eagerly, by reason.
         static_draft_hidden_states: [largest count, draft_hidden_dim], or None.
     """
@@ -97,8 +96,8 @@ class BreakableCudaGraphRunner:
         self._limit_padding = limit_padding
         self._backend = make_backend()
         self._aux_layers = model_runner.model.aux_layers
-        # Results of the segments' stacks, [largest count, channels] each, shared by all
-        # of them: allocated by the first warm-up.
+        # Results of the segments' stacks, [largest count, channels] each. All graphs
+        # share them; the first warm-up allocates them.
         self._outputs: StackOutput | None = None
         self.fallbacks: Counter[str] = Counter()
         self._init_buffers(draft_hidden_dim)
@@ -131,7 +130,7 @@ class BreakableCudaGraphRunner:
         return self.segmented.num_replays + self.whole.num_replays
 
     def reset_counts(self) -> None:
-        """Forget the replays and the forwards that had none."""
+        """Reset the counts of replays and of forwards without one."""
         self.segmented.reset_counts()
         self.whole.reset_counts()
         self.fallbacks.clear()
@@ -139,8 +138,8 @@ class BreakableCudaGraphRunner:
     # -- choosing ------------------------------------------------------------------
 
     def refusal(self, forward_batch: ForwardBatch) -> str | None:
-        """Why an EXTEND forward must run eagerly, one of `FALLBACK_REASONS`; None: a
-        graph can replay it."""
+        """Return why an EXTEND forward must run eagerly, one of `FALLBACK_REASONS`, or
+        None if a graph can replay it."""
         tokens = forward_batch.num_tokens
         if forward_batch.capture_hidden_mode is not self.capture_hidden_mode:
             return "hidden_mode"
@@ -164,7 +163,7 @@ class BreakableCudaGraphRunner:
         return None
 
     def _has_draft_states(self, forward_batch: ForwardBatch) -> bool:
-        """Whether the batch has the hidden states of a draft model, in the captured
+        """Whether the batch has hidden states for a draft model, in the captured
         width."""
         static, given = self.static_draft_hidden_states, forward_batch.spec_info
         if static is None:
@@ -180,7 +179,7 @@ class BreakableCudaGraphRunner:
     # -- replay --------------------------------------------------------------------
 
     def try_replay(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput | None:
-        """Replay, or return None where it must run eagerly, which is counted."""
+        """Replay, or return None if the forward must run eagerly, and count it."""
         if forward_batch.forward_mode is not ForwardMode.EXTEND:
             return None
         reason = self.refusal(forward_batch)
@@ -205,7 +204,7 @@ class BreakableCudaGraphRunner:
         )
 
     def _own(self, hidden: Tensor | None, graph: BreakableGraph) -> Tensor | None:
-        """The same values in memory that is not the graph's."""
+        """Return the same values in memory outside the graph."""
         is_static = hidden is not None and self._is_static(hidden, graph.outputs)
         return hidden.clone() if hidden is not None and is_static else hidden
 
@@ -251,7 +250,7 @@ class BreakableCudaGraphRunner:
     # -- capture -------------------------------------------------------------------
 
     def _whole_counts(self, token_counts: list[int]) -> list[int]:
-        """Those of graphs with attention captured."""
+        """Return the token counts of graphs that include attention."""
         captures_whole = self._runner.attn_backend.capabilities.captures_prefill
         return whole_token_counts(token_counts) if captures_whole else []
 
@@ -282,7 +281,7 @@ class BreakableCudaGraphRunner:
         return graph
 
     def _run_forward(self, key: GraphKey) -> StackOutput:
-        """Run the stack over the static batch; its output is kept until a replay."""
+        """Run the stack over the static batch. Its output is kept until a replay."""
         tokens = key.tokens
         static = self._inputs.static_batch(tokens, self.capture_hidden_mode)
         with forward_context(self._capture_context):
@@ -290,7 +289,7 @@ class BreakableCudaGraphRunner:
                 static.input_ids, static.positions, static
             )
         if key.is_whole:
-            # Few tokens: each graph may keep its own.
+            # With few tokens each graph may keep its own.
             return output
         if self._outputs is None:
             largest = self._max_tokens

@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 WARM_UPS = 2
 NO_LIVE_ROWS = HostLens(prefix_lens=[], extend_lens=[])
 
-# All graph runners of a process capture into one memory pool: they never run at once.
+# All graph runners of a process capture into one memory pool, as they never run at
+# once.
 _global_graph_memory_pool: GraphMemoryPool | None = None
 
 
@@ -38,14 +39,14 @@ def set_global_graph_memory_pool(pool: GraphMemoryPool) -> None:
 
 
 def cuda_graph_backend() -> SegmentBackend:
-    """A backend that captures into the pool of all runners."""
+    """Return a backend that captures into the shared pool of all runners."""
     backend = CudaGraphBackend(get_global_graph_memory_pool())
     set_global_graph_memory_pool(backend.pool)
     return backend
 
 
 class CapturedRunner(Protocol):
-    """Runs the forwards that are captured: `ModelRunner`."""
+    """Runs the forwards to capture: `ModelRunner`."""
 
     device: str
     dtype: torch.dtype
@@ -64,18 +65,18 @@ class CapturedRunner(Protocol):
 
 
 class CudaGraphRunner:
-    """Replays forwards of a fixed number of tokens per request.
+    """Replays forwards with a fixed number of tokens per request.
 
     Args:
-        model_runner: whose forwards are captured.
-        inputs: their static inputs; None: plain decode.
-        batch_sizes: padded sizes, a graph for each.
-        capture_hidden_mode: of these forwards. It is fixed here, so that nothing is
-            captured again at run time.
+        model_runner: runs the forwards to capture.
+        inputs: their static inputs. Defaults to those of plain decode.
+        batch_sizes: padded sizes, one graph each.
+        capture_hidden_mode: mode of these forwards, fixed here so that nothing has to
+            be captured again at run time.
         make_backend: captures segments; tests pass a recorder that needs no GPU.
 
     Attributes:
-        tokens_per_row: new tokens of each request.
+        tokens_per_row: new tokens per request.
     """
 
     def __init__(
@@ -116,8 +117,8 @@ class CudaGraphRunner:
     def replay(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run the smallest graph that fits.
 
-        The result is views of the graph's memory, valid until the next replay on this
-        stream: whatever must outlive it is copied by work enqueued before that.
+        The result is a set of views of the graph's memory, valid until the next replay
+        on this stream. Work enqueued before that must copy whatever should outlive it.
         """
         bs, lens_cpu = forward_batch.batch_size, forward_batch.lens_cpu
         size, graph = self._graphs.serving(bs)
@@ -153,7 +154,7 @@ class CudaGraphRunner:
         return self._warm_up.capture(run, self._backend)
 
     def _prepare(self, size: int) -> Callable[[], LogitsProcessorOutput]:
-        """The forward to capture."""
+        """Return the forward to capture."""
         static = self._inputs.static_batch(
             size, self.capture_hidden_mode, lens_cpu=NO_LIVE_ROWS
         )

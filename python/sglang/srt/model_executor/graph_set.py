@@ -1,6 +1,6 @@
 """The captured graphs of one kind of forward, and the choice among them.
 
-Every graph runner owns one or two sets. Knows keys, padded sizes and graphs; knows no
+Every graph runner owns one or two sets. Knows keys, padded sizes and graphs, but no
 models, batches or attention.
 """
 
@@ -29,18 +29,18 @@ K = TypeVar("K")
 
 
 class GraphSet(Generic[K]):
-    """One graph per key, all captured when the set is made.
+    """One graph per key, all captured on construction.
 
     Args:
-        name: of the forwards, for the log.
+        name: name of the forwards, for the log.
         keys: one per graph, in any order.
-        size_of: rows or tokens that the graph of a key computes, padding included.
+        size_of: rows or tokens that the graph of a key computes, including padding.
         capture: makes the graph of a key. The largest is captured first, so that the
             smaller graphs fit into its memory.
-        level: of what the log says about it.
+        level: log level of its messages.
 
     Attributes:
-        graphs: by ascending size.
+        graphs: graphs by ascending size.
         largest: rows or tokens of the largest graph; 0 without graphs.
     """
 
@@ -80,8 +80,8 @@ class GraphSet(Generic[K]):
             )
 
     def serving(self, count: int) -> tuple[K, BreakableGraph]:
-        """The smallest graph for `count` rows or tokens, at most `largest`, and its
-        key."""
+        """Return the smallest graph for `count` (at most `largest`) rows or tokens, and
+        its key."""
         return self._entries[bisect.bisect_left(self._sizes, count)]
 
     @property
@@ -99,18 +99,18 @@ class GraphSet(Generic[K]):
 
 
 def level_of(backend: SegmentBackend) -> int:
-    """How loud the log is about captures of `backend`."""
+    """Return the log level for captures of `backend`."""
     return logging.DEBUG if isinstance(backend, RehearsalBackend) else logging.INFO
 
 
 def capture_warm(
     run: Callable[[], object], *, backend: SegmentBackend, warm_ups: int
 ) -> BreakableGraph:
-    """Capture a call of `run`; the graph's outputs are its result.
+    """Capture a call of `run`, whose result becomes the graph's outputs.
 
     Args:
-        warm_ups: calls before the capture. They load the kernels and allocate memory
-            that is kept for good; a capture may do neither.
+        warm_ups: calls before the capture. They load kernels and allocate permanent
+            memory, neither of which is allowed during a capture.
     """
     for _ in range(warm_ups):
         run()
@@ -125,8 +125,9 @@ class ShallowModel(Protocol):
 
 
 class WarmUp:
-    """Captures graphs of one set, each warm: the first, which is the largest, after
-    `calls` of all layers, the others after one of few layers, which has their kernels.
+    """Captures the graphs of one set, each warm. The first, which is the largest, comes
+    after `calls` calls of all layers; the others after one call of a few layers, which
+    use the same kernels.
     """
 
     def __init__(self, calls: int, model: ShallowModel) -> None:

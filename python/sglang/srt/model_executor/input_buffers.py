@@ -16,8 +16,8 @@ from sglang.srt.forward.batch import (
     HostLens,
 )
 
-# Decode fields and their values in a padded row, which reads and writes the scratch
-# page as row 0.
+# Decode fields and their values in a padding row, which reads and writes the scratch
+# page as row 0 does.
 _DECODE_FIELDS: dict[str, int] = {
     "input_ids": 0,
     "positions": 0,
@@ -33,9 +33,9 @@ _DECODE_FIELDS: dict[str, int] = {
 
 # Prefill fields with a value per token; padding is 0 in all of them.
 _TOKEN_FIELDS = ("input_ids", "positions", "out_cache_loc")
-# Prefill fields that captured attention reads of its one row, and the words of each.
-# Offsets, prefix and row begin at even words, as they do in other forwards, so that the
-# same compiled kernels serve.
+# Prefill fields that captured attention reads for its one row, and their words.
+# Offsets, prefix and row begin at even words, as in other forwards, so that the same
+# compiled kernels can be used.
 _ROW_FIELDS = {
     "qo_indptr": 2,
     "prefix_lens": 1,
@@ -47,11 +47,11 @@ _ROW_WORDS = sum(_ROW_FIELDS.values())
 
 
 class GraphInputs(Protocol):
-    """Static inputs of all graphs of a runner; each reads the first rows.
+    """Static inputs of all graphs of a runner. Each graph reads the first rows.
 
     Attributes:
-        forward_mode: of the forwards.
-        tokens_per_row: new tokens of each row.
+        forward_mode: mode of the forwards.
+        tokens_per_row: new tokens per row.
     """
 
     forward_mode: ForwardMode
@@ -64,11 +64,11 @@ class GraphInputs(Protocol):
         *,
         lens_cpu: HostLens | None = None,
     ) -> ForwardBatch:
-        """The static batch of `bs` rows; `lens_cpu` of the live ones is padded with
-        those of the others."""
+        """Return the static batch of `bs` rows. `lens_cpu` of the live rows is padded
+        to that size."""
 
     def populate(self, forward_batch: ForwardBatch) -> None:
-        """Copy a live batch in; the other rows are padding. The host does not wait."""
+        """Copy a live batch in; other rows become padding. The host does not wait."""
 
 
 class GraphInputBuffers:
@@ -125,12 +125,12 @@ class PrefillInputs:
     ```
     n tokens:  | input_ids [n] | positions [n] | out_cache_loc [n] | row fields |
     ```
-    The row fields describe the one request of a graph with captured attention. Segments
+    The row fields describe the one request of a graph with captured attention; segments
     do not read them.
 
     Attributes:
         block: int64 [3 * max_tokens + row words].
-        hidden_states: [max_tokens, width], those that a draft model reads, or None.
+        hidden_states: [max_tokens, width], read by a draft model, or None.
     """
 
     def __init__(
@@ -152,10 +152,10 @@ class PrefillInputs:
         position 0 and write the scratch page.
 
         Args:
-            has_row: copy the row fields of the one request, too.
+            has_row: also copy the row fields of the one request.
         """
         tokens, words = forward_batch.num_tokens, len(_TOKEN_FIELDS) * padded
-        # One launch: until the graph is launched, the device waits for the host.
+        # One launch, because the device is idle until the graph is launched.
         parts = []
         for name in _TOKEN_FIELDS:
             parts.append(getattr(forward_batch, name))
@@ -175,7 +175,7 @@ class PrefillInputs:
     def static_batch(
         self, tokens: int, capture_hidden_mode: CaptureHiddenMode
     ) -> ForwardBatch:
-        """The static batch of the graph of `tokens` tokens; one row."""
+        """Return the static batch of the graph of `tokens` tokens; one row."""
         words = dict.fromkeys(_TOKEN_FIELDS, tokens) | _ROW_FIELDS
         parts = self.block[: sum(words.values())].split_with_sizes(list(words.values()))
         views: dict[str, Any] = dict(zip(words, parts, strict=True))

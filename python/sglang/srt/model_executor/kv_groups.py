@@ -1,6 +1,6 @@
-"""The KV groups of a model: which layers, how many slots, which tensors.
+"""The KV groups of a model: which layers, how many slots, and which tensors.
 
-The registry of secondary groups is here: a new kind of KV is an entry of `SECONDARY`.
+The registry of secondary groups is here. A new kind of KV is an entry in `SECONDARY`.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Steps in flight, and tokens that a finished request may have too many.
+# Steps in flight, and tokens by which a finished request may overshoot.
 MIN_SLACK = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotPlan:
-    """What the slots of a secondary group are made for.
+    """Requirements on the slots of a secondary group.
 
     Fields:
-        size, page_size: of the primary group.
+        size, page_size: size and page size of the primary group.
         reserve: slots that a request takes beyond its tokens (speculation).
         region_size: slots of a draft region.
     """
@@ -59,45 +59,45 @@ class SlotPlan:
 
 
 class SecondaryGroup(ABC):
-    """A kind of KV beside the primary slots.
+    """A kind of KV in addition to the primary slots.
 
     Attributes:
-        name: of its `GroupSlots`.
+        name: name of its `GroupSlots`.
     """
 
     name: str
 
     @abstractmethod
     def is_wanted(self, config: ModelConfig, args: ServerArgs) -> bool:
-        """Whether a target gets the group; logs why not where a user may wonder."""
+        """Whether a target gets the group. Logs why not if a user may wonder."""
 
     @abstractmethod
     def share(self, args: ServerArgs) -> float:
-        """Slots of the group per primary slot."""
+        """Return the slots of the group per primary slot."""
 
     @abstractmethod
     def create_slots(
         self, config: ModelConfig, args: ServerArgs, plan: SlotPlan
     ) -> GroupSlots:
-        """Its slots.
+        """Create its slots.
 
         Raises:
-            ValueError: they do not hold one request; names the flags.
+            ValueError: they cannot hold one request. The message names the flags.
         """
 
     @abstractmethod
     def layers(
         self, config: ModelConfig, slots: GroupSlots | None = None
     ) -> tuple[int, ...]:
-        """Layers of a model that the group can serve.
+        """Return the layers of a model that the group can serve.
 
         Args:
-            slots: made for the target, whose draft this model may be.
+            slots: slots of the target; this model may be its draft.
         """
 
 
 class WindowGroup(SecondaryGroup):
-    """Sliding layers of a model that also has full ones."""
+    """Sliding layers of a model that also has full-attention layers."""
 
     name = WindowSlots.name
 
@@ -105,7 +105,7 @@ class WindowGroup(SecondaryGroup):
         window = config.sliding_window
         if args.disable_hybrid_swa_memory or window is None or not self.layers(config):
             return False
-        # No context leaves such a window.
+        # A context never leaves such a window.
         if window >= config.context_len:
             return False
         reason = _refusal(args)
@@ -163,7 +163,7 @@ class WindowGroup(SecondaryGroup):
 
 
 def _refusal(args: ServerArgs) -> str:
-    """The flag because of which there are no window slots; empty: there is none."""
+    """Return the flag that rules out window slots, or an empty string."""
     assert args.attention_backend is not None
     if not ATTENTION_BACKENDS[args.attention_backend].supports_window_slots:
         return f"--attention-backend {args.attention_backend}"
@@ -176,18 +176,18 @@ SECONDARY: dict[str, SecondaryGroup] = {kind.name: kind for kind in (WindowGroup
 
 
 def wanted_groups(config: ModelConfig, args: ServerArgs) -> list[SecondaryGroup]:
-    """The secondary groups that a target gets."""
+    """Return the secondary groups that a target gets."""
     return [kind for kind in SECONDARY.values() if kind.is_wanted(config, args)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSpec:
-    """What one layer stores of one token, on this rank.
+    """What one layer stores for one token, on this rank.
 
     Fields:
-        layer_bytes: of one slot in one layer.
-        heads: KV heads whose bytes the canary may keep sums of; 0: it does not.
-        create: makes tensors of some layers; takes `size`, `layer_num`, `page_size`
+        layer_bytes: bytes of one slot in one layer.
+        heads: KV heads whose bytes the canary may keep sums of; 0 if it keeps none.
+        create: makes tensors for some layers; takes `size`, `layer_num`, `page_size`
             and `device`.
     """
 
@@ -199,7 +199,7 @@ class TensorSpec:
     def of(
         cls, config: ModelConfig, *, dtype: torch.dtype, kv_heads: int
     ) -> TensorSpec:
-        """The spec of a model, `kv_heads` of whose KV heads this rank has."""
+        """Return the spec of a model; this rank has `kv_heads` of its KV heads."""
         latent = config.latent
         if latent is not None:
             return cls(
@@ -236,17 +236,17 @@ def create_kv_pool(
     region_size: int,
     device: str,
 ) -> KVCache:
-    """The KV bytes of a model for the slots of the allocator and, of a draft, for those
-    of its region.
+    """Create the KV bytes of a model for the allocator's slots and, for a draft, for
+    the slots of its region.
 
     Args:
         size: primary slots of the allocator.
-        secondary: its other groups; those that can serve none of this model's layers
-            get no bytes.
+        secondary: the allocator's other groups. Groups that serve none of this model's
+            layers get no bytes.
         region_size: slots of a draft's region; 0 for a target.
 
     Raises:
-        ValueError: a layer is in two groups; names them.
+        ValueError: a layer is in two groups. The message names them.
     """
     served = [
         (slots, layers)

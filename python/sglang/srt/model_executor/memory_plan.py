@@ -1,9 +1,8 @@
-"""Estimates of the device memory beside weights and KV slots: graphs, copies of KV.
+"""Estimates of device memory besides weights and KV slots: graphs and copies of KV.
 
 `--mem-fraction-static` covers weights, captured graphs, workspaces and the KV pool; the
-rest stays free for the other activations of prefill. The graphs are captured after the
-pool is built, so their size is estimated here; the log gives their real size
-afterwards.
+rest stays free for the other activations of prefill. Graphs are captured after the pool
+is built, so their size is estimated here. The log gives their real size afterwards.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ if TYPE_CHECKING:
 
 # Kernels that load with the first forward, and the libraries' own workspaces.
 KERNEL_BYTES = 512 << 20
-# One captured decode graph of up to some forty layers (measured: 40 MiB, H200).
+# One captured decode graph with up to some forty layers (measured: 40 MiB, H200).
 GRAPH_BYTES = 48 << 20
-# One graph of a draft's phase or extend: fewer launches than a third of those.
+# One graph of a draft phase or extend, with fewer than a third as many launches.
 DRAFT_GRAPH_BYTES = 16 << 20
 # One captured segment of a prefill graph: a layer without its attention.
 SEGMENT_BYTES = 1 << 20
-# Residual, hidden, attention output and products that live at once, per channel.
+# Residual, hidden, attention output and products that are live at once, per channel.
 LIVE_HIDDEN, LIVE_INNER = 8, 3
 
 CPU_POOL_CONTEXTS = 32
 CPU_POOL_BYTES = 2 << 30
 
 MAX_WHOLE_TOKENS = 256
-"""Largest prefill of one request that is one graph, its attention captured, too. Beyond
-it the device computes longer than the host launches the pieces."""
+"""Largest single-request prefill that is also captured as one graph, with its
+attention. Beyond it the device computes longer than the host launches the pieces."""
 
 MAX_HEAD_GRAPH_TOKENS = 512
 """Largest prefill graph of a head that drafts from hidden states. With 2,048 tokens the
@@ -50,11 +49,11 @@ device is the limit, and copying the states into the graph's buffer makes a repl
 def decode_graph_sizes(
     *, max_running_requests: int, max_bs: int | None, wanted: Sequence[int] | None
 ) -> list[int]:
-    """Padded batch sizes of the decode graphs, ascending.
+    """Return padded batch sizes of the decode graphs, ascending.
 
     Args:
         max_bs: --cuda-graph-max-bs, or None.
-        wanted: --cuda-graph-bs, or None: the default sizes.
+        wanted: --cuda-graph-bs, or None for the default sizes.
     """
     largest = min(max_bs or max_running_requests, max_running_requests)
     sizes = wanted or default_batch_sizes(largest)
@@ -62,7 +61,7 @@ def decode_graph_sizes(
 
 
 def default_batch_sizes(max_rows: int) -> list[int]:
-    """1, 2, 4, then every 8 up to 256, then every 32, up to and including
+    """Return 1, 2, 4, then every 8 up to 256, then every 32, up to and including
     `max_rows`."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_rows + 1, 32)]
     return sorted({size for size in sizes if size < max_rows} | {max_rows})
@@ -75,10 +74,10 @@ def graph_bytes(
     dtype: torch.dtype,
     tokens_per_row: int = 1,
 ) -> int:
-    """Memory that the decode graphs of these sizes will take.
+    """Estimate the memory of decode graphs of these sizes.
 
-    Each keeps its logits; other tensors of a forward share memory, the largest size's
-    being the largest.
+    Each keeps its logits. Other tensors of a forward share memory, as much as the
+    largest size needs.
     """
     if not sizes:
         return 0
@@ -89,7 +88,7 @@ def graph_bytes(
 
 
 def _live_channels(config: ModelConfig) -> int:
-    """Elements per token that live at once."""
+    """Return the elements per token that are live at once."""
     inner = LIVE_INNER * config.intermediate_size
     if config.moe is not None:
         inner = max(inner, config.moe.num_active_channels(config.hidden_size))
@@ -97,7 +96,8 @@ def _live_channels(config: ModelConfig) -> int:
 
 
 def prefill_token_counts(max_tokens: int) -> list[int]:
-    """Token counts of the prefill graphs, ascending, up to and including `max_tokens`.
+    """Return token counts of the prefill graphs, ascending, up to `max_tokens`
+    inclusive.
 
     Steps grow with the size: 4, 16, 32, 64, 256, then 512.
     """
@@ -113,7 +113,7 @@ def prefill_token_counts(max_tokens: int) -> list[int]:
 
 
 def whole_token_counts(token_counts: Sequence[int]) -> list[int]:
-    """The prefill graphs' counts that have a graph of one request, too."""
+    """Return the prefill graphs' counts that also have a single-request graph."""
     return [count for count in token_counts if count <= MAX_WHOLE_TOKENS]
 
 
@@ -124,13 +124,13 @@ def prefill_graph_bytes(
     dtype: torch.dtype,
     captures_attention: bool = False,
 ) -> int:
-    """Memory that the prefill graphs of these token counts will take.
+    """Estimate the memory of prefill graphs of these token counts.
 
-    Each has a segment per layer and one more; the tensors of a forward share memory,
-    and so do the inputs and outputs of attention and of the stack.
+    Each has one segment more than there are layers. The tensors of a forward share
+    memory, and so do the inputs and outputs of attention and of the stack.
 
     Args:
-        captures_attention: there are those of `whole_token_counts`, too, each as large
+        captures_attention: count the graphs of `whole_token_counts` too, each as large
             as the segments.
     """
     if not token_counts:
@@ -153,11 +153,11 @@ def draft_graph_bytes(
     dtype: torch.dtype,
     rows_per_request: int,
 ) -> int:
-    """Memory that the graphs of a draft's phase and of its extends will take, one of
-    each per size.
+    """Estimate the memory of the graphs of a draft's phase and extends, one of each per
+    size.
 
-    Their results are written to the workspace; logits and activations exist during a
-    step and are shared.
+    Their results are written to the workspace; logits and activations live for one step
+    and are shared.
 
     Args:
         rows_per_request: branches of a step, or tokens of an extend.
@@ -173,11 +173,11 @@ def draft_graph_bytes(
 def expansion_bytes(
     latent: LatentConfig, *, heads: int, tokens: int, dtype: torch.dtype
 ) -> int:
-    """Memory of attention over expanded latents: a block of latents, of keys and of
-    values, and float32 results of the cached elements.
+    """Estimate the memory of attention over expanded latents: a block of latents, keys
+    and values, and float32 results of the cached elements.
 
     Args:
-        heads: of this rank.
+        heads: heads on this rank.
         tokens: new tokens of a forward.
     """
     width = latent.width + heads * (latent.nope_dim + latent.value_dim)
@@ -188,11 +188,11 @@ def expansion_bytes(
 def gathered_bytes(
     *, context_len: int, kv_heads: int, head_dim: int, dtype: torch.dtype
 ) -> int:
-    """Memory of the copy of cached K and V that a long prefill attends: a context of
-    one layer.
+    """Estimate the memory of the copy of cached K and V that a long prefill attends:
+    one context in one layer.
 
     Args:
-        kv_heads: of this rank.
+        kv_heads: KV heads on this rank.
     """
     return 2 * context_len * kv_heads * head_dim * dtype.itemsize
 
@@ -200,11 +200,11 @@ def gathered_bytes(
 def cpu_pool_slots(
     *, context_len: int, max_running_requests: int, bytes_per_slot: int
 ) -> int:
-    """The most KV slots that a pool on the CPU has without --max-total-tokens.
+    """Return the most KV slots that a pool on the CPU has without --max-total-tokens.
 
-    No more than the running requests can fill, and `CPU_POOL_BYTES`, but one whole
-    context: memory of the machine's other programs would be zeroed at start for
-    nothing.
+    At most what the running requests can fill and what `CPU_POOL_BYTES` allows, but at
+    least one whole context. Anything more would take memory from other programs and be
+    zeroed at start for nothing.
     """
     useful = min(max_running_requests, CPU_POOL_CONTEXTS) * context_len
     return min(useful, max(CPU_POOL_BYTES // bytes_per_slot, context_len))
@@ -212,12 +212,12 @@ def cpu_pool_slots(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DraftMemory:
-    """Device memory that a draft worker will take beside its target.
+    """Device memory that a draft worker will take in addition to its target's.
 
     Fields:
         bytes_per_slot: KV and its check records.
         graph_bytes: an estimate of its graphs.
-        region_bytes: of the slots that its pool has and the target's has not.
+        region_bytes: bytes of the slots that only the draft's pool has.
     """
 
     bytes_per_slot: int = 0
@@ -231,7 +231,7 @@ NO_DRAFT_MEMORY = DraftMemory()
 def no_room_for_a_page(
     args: ServerArgs, *, free_bytes: int, bytes_per_slot: int
 ) -> ValueError:
-    """The error where --mem-fraction-static leaves less than a page."""
+    """Return the error for a --mem-fraction-static that leaves less than a page."""
     beside, fix = "the weights", "raise it, or lower --page-size"
     if args.device != "cpu":
         beside += " and the CUDA graphs"
@@ -245,7 +245,7 @@ def no_room_for_a_page(
 
 @contextmanager
 def explain_out_of_memory(doing: str, server_args: ServerArgs) -> Iterator[None]:
-    """Turn an allocation that fails inside into an error that names the flags.
+    """Turn a failing allocation inside into an error that names the flags.
 
     Raises:
         ValueError: the device ran out of memory while `doing`.
@@ -274,6 +274,6 @@ def explain_out_of_memory(doing: str, server_args: ServerArgs) -> Iterator[None]
 def _is_out_of_host_memory(error: Exception) -> bool:
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    # torch's allocator of the CPU has no class of error for it.
+    # torch's CPU allocator has no error class for it.
     is_allocator = "can't allocate memory" in str(error)
     return is_allocator or isinstance(error, MemoryError)

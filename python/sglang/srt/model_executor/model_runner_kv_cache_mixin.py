@@ -45,13 +45,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Columns of a row beyond the context that every configuration gets.
+# Extra columns of a row, beyond the context, in every configuration.
 ROW_HEADROOM = 4
 
 
 class SharedPools(NamedTuple):
-    """Pools that a draft worker shares with its target: the same slot id addresses a
-    row of either KV pool."""
+    """Pools that a draft worker shares with its target. The same slot id addresses a
+    row in either KV pool."""
 
     req_to_token_pool: ReqToTokenPool
     allocator: BaseAllocator
@@ -74,7 +74,7 @@ class ModelRunnerKVCacheMixin:
     token_to_kv_pool: KVCache
     allocator: BaseAllocator
     max_total_num_tokens: int
-    # Of the target, which decides it; a draft's slots are counted as primary ones.
+    # Set by the target, which decides it; a draft's slots count as primary ones.
     _secondary: Sequence[SecondaryGroup] = ()
 
     def row_width(self) -> int:
@@ -90,7 +90,7 @@ class ModelRunnerKVCacheMixin:
         return context_len + max(narrow, decode_reserve(args) + self.page_size - 1)
 
     def graph_sizes(self) -> list[int]:
-        """Batch sizes of the decode graphs; empty where the flags or the backend rule
+        """Batch sizes of the decode graphs; empty if the flags or the backend rule
         graphs out."""
         args = self.server_args
         assert args.attention_backend is not None
@@ -105,7 +105,7 @@ class ModelRunnerKVCacheMixin:
         )
 
     def decode_graph_bytes(self) -> int:
-        """Memory set aside for the decode graphs, those of verifications included."""
+        """Memory reserved for decode graphs, including verification graphs."""
         args = self.server_args
         tokens = args.tree_shape.num_draft_tokens if args.speculative_algorithm else 1
         return graph_bytes(
@@ -116,7 +116,7 @@ class ModelRunnerKVCacheMixin:
         )
 
     def prefill_graph_bytes(self) -> int:
-        """Memory set aside for the prefill graphs."""
+        """Memory reserved for prefill graphs."""
         backend = self.server_args.attention_backend
         assert backend is not None
         return prefill_graph_bytes(
@@ -127,7 +127,7 @@ class ModelRunnerKVCacheMixin:
         )
 
     def expansion_bytes(self) -> int:
-        """Memory kept free for latents that a prefill expands."""
+        """Memory kept free for the latents that a prefill expands."""
         latent, args = self.model_config.latent, self.server_args
         assert args.attention_backend is not None
         capabilities = ATTENTION_BACKENDS[args.attention_backend]
@@ -156,14 +156,14 @@ class ModelRunnerKVCacheMixin:
         )
 
     def prefill_graph_token_counts(self) -> list[int]:
-        """Token counts of the prefill graphs; empty where the flags or the backend rule
+        """Token counts of the prefill graphs; empty if the flags or the backend rule
         them out."""
         args = self.server_args
         if not args.has_prefill_graphs:
             return []
         assert args.chunked_prefill_size is not None
         limits = [args.max_prefill_tokens, args.chunked_prefill_size]
-        # No forward writes more tokens than there are slots.
+        # A forward never writes more tokens than there are slots.
         limits.append(args.max_total_tokens or 0)
         if isinstance(self.model, DraftModel):
             limits.append(MAX_HEAD_GRAPH_TOKENS)
@@ -175,7 +175,7 @@ class ModelRunnerKVCacheMixin:
         """Build rows, slots and KV bytes; with `shared`, the KV bytes only.
 
         Raises:
-            ValueError: the memory does not hold one page; names the flags.
+            ValueError: the memory cannot hold one page. The message names the flags.
         """
         config, args = self.model_config, self.server_args
         assert args.max_running_requests is not None
@@ -219,14 +219,14 @@ class ModelRunnerKVCacheMixin:
         )
 
     def region_size(self) -> int:
-        """KV slots of the draft region, in whole pages; 0: there is none."""
+        """KV slots of the draft region, in whole pages; 0 if there is none."""
         rows = self.server_args.max_running_requests
         assert rows is not None
         columns = region_columns(self.server_args)
         return region_size(rows=rows, columns=columns, page_size=self.page_size)
 
     def _draft_region(self, size: int) -> DraftRegion | None:
-        """The draft region after the `size` slots of the allocator."""
+        """Return the draft region after the `size` slots of the allocator."""
         args = self.server_args
         columns = region_columns(args)
         if not columns:
@@ -246,7 +246,7 @@ class ModelRunnerKVCacheMixin:
 
     def _check_rows(self) -> None:
         """Raises:
-        ValueError: the tables of the requests' tokens are larger than the memory.
+        ValueError: the tables of the requests' tokens do not fit into memory.
         """
         running = self.server_args.max_running_requests
         assert running is not None
@@ -269,7 +269,7 @@ class ModelRunnerKVCacheMixin:
         return divide_kv_heads(self.model_config.num_kv_heads, get_tp_group()).size
 
     def _available_bytes(self) -> int:
-        """Free memory of the device; ranks on the CPU share it evenly."""
+        """Return the device's free memory. Ranks on the CPU share it evenly."""
         available = available_device_bytes(self.device)
         return available // get_tp_group().size if self.device == "cpu" else available
 
@@ -279,8 +279,8 @@ class ModelRunnerKVCacheMixin:
         )
 
     def bytes_per_kv_slot(self) -> int:
-        """Device memory of one primary slot: its KV and the canary's records of it,
-        and its share of the slots of other groups."""
+        """Return the device memory of one primary slot: its KV, the canary's records of
+        it, and its share of the other groups' slots."""
         config, spec = self.model_config, self._tensor_spec()
         per_layer = spec.layer_bytes + spec.heads * self.watcher_bytes_per_head
         primary, total = config.num_layers, 0.0
@@ -292,7 +292,7 @@ class ModelRunnerKVCacheMixin:
         return math.ceil(total + primary * per_layer + self.watcher_bytes_per_slot)
 
     def _pool_size(self, draft_memory: DraftMemory) -> int:
-        """KV slots, a multiple of the page size."""
+        """Return the number of KV slots, a multiple of the page size."""
         args = self.server_args
         per_token = self.bytes_per_kv_slot() + draft_memory.bytes_per_slot
         available = self._available_bytes() - draft_memory.region_bytes
@@ -305,7 +305,7 @@ class ModelRunnerKVCacheMixin:
                 )
             return args.max_total_tokens
         assert args.mem_fraction_static is not None
-        # The rest stays free for the activations of prefill.
+        # The rest stays free for prefill activations.
         kept_free = int(self.free_bytes_at_start * (1 - args.mem_fraction_static))
         kept_free += self.decode_graph_bytes() + self.prefill_graph_bytes()
         kept_free += draft_memory.graph_bytes
@@ -322,7 +322,7 @@ class ModelRunnerKVCacheMixin:
         return size
 
     def _cap(self, size: int, bytes_per_slot: int) -> int:
-        """The default of a pool on the CPU, of `size` slots that the memory has."""
+        """Return the default size of a CPU pool for which memory has `size` slots."""
         args = self.server_args
         assert args.max_running_requests is not None
         cap = cpu_pool_slots(
