@@ -1,6 +1,6 @@
 """DeepSeek V2 and V3: latent attention, dense first layers, experts in groups.
 
-The two differ in the routing of tokens alone, which is data of their config.json.
+They only differ in how tokens are routed, and config.json describes that.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ if TYPE_CHECKING:
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.moe.feed_forward import MoeFeedForward
 
-# Of the norms of compressed queries and latents, whatever rms_norm_eps is.
+# Epsilon of the norms of compressed queries and latents, whatever rms_norm_eps is.
 LATENT_EPS = 1e-6
 
 
 def require_latent(config: ModelConfig) -> LatentConfig:
-    """The latents of a model that cannot be without.
+    """Return the latents of a model that requires them.
 
     Raises:
-        ValueError: config.json has none; names the file and the key.
+        ValueError: config.json has none. The message names the file and the key.
     """
     if config.latent is None:
         raise ValueError(f"{config.file}: {config.architecture} needs kv_lora_rank")
@@ -49,7 +49,7 @@ def require_latent(config: ModelConfig) -> LatentConfig:
 
 
 class DeepseekAttention(Module):
-    """Multi-head latent attention, in the form that the forward's backend chooses.
+    """Multi-head latent attention, in the form that the backend of the forward chooses.
 
     Both compressions are one product, which every rank computes whole; the heads are
     split over the ranks.
@@ -110,7 +110,8 @@ class DeepseekAttention(Module):
         return self.o_proj.forward_into(heads, residual)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """(queries [T, Hq, query_dim], key [T, latent.width]), neither rotated."""
+        """Return (queries [T, Hq, query_dim], key [T, latent.width]), neither
+        rotated."""
         latent = self._latent
         compressed = self.qkv_a_proj(x)
         if latent.query_rank is None:
@@ -124,7 +125,7 @@ class DeepseekAttention(Module):
     def _attend_absorbed(
         self, queries: Tensor, key: Tensor, forward_batch: ForwardBatch
     ) -> Tensor:
-        """Results of the heads, [T, Hq * value_dim]."""
+        """Return the results of the heads, [T, Hq * value_dim]."""
         latent, tokens = self._latent, queries.shape[0]
         qkv = self.attn.qkv_buffer(tokens)
         if qkv is None:
@@ -146,7 +147,7 @@ class DeepseekAttention(Module):
 
     def split_rotated_halves(self) -> None:
         """Reorder the rotated channels, which the checkpoint has in interleaved pairs,
-        as the rotation takes them."""
+        into the order that the rotation takes."""
         latent = self._latent
         order = half_split_order(latent.rope_dim)
         projection = self.q_proj if latent.query_rank is None else self.q_b_proj
@@ -157,7 +158,8 @@ class DeepseekAttention(Module):
 
 
 def _rows(linear: Linear, size: int | None) -> list[Tensor]:
-    """Weight and bias as [blocks of `size` rows, size, ...]; None: one block."""
+    """View weight and bias as [blocks of `size` rows, size, ...]; None means one
+    block."""
     found = [p.data for p in (linear.weight, linear.bias) if p is not None]
     return [tensor.unflatten(0, (-1, size or tensor.shape[0])) for tensor in found]
 
@@ -165,11 +167,11 @@ def _rows(linear: Linear, size: int | None) -> list[Tensor]:
 def deepseek_feed_forward(
     config: ModelConfig, layer_id: int, *, is_sigmoid: bool
 ) -> DecoderMLP | MoeFeedForward:
-    """Shared experts without a gate, and experts of the best groups.
+    """Build shared experts without a gate, and experts from the best groups.
 
     Args:
-        is_sigmoid: scores are sigmoids that are corrected for the choice (V3), else a
-            softmax (V2).
+        is_sigmoid: scores are sigmoids with a correction for the choice (V3); otherwise
+            a softmax (V2).
     """
     moe = require_experts(config)
     if layer_id not in moe.layers:

@@ -29,10 +29,10 @@ class DraftModel(LoadableModel):
     """A head that drafts from a target's hidden states.
 
     Attributes:
-        algorithm: the --speculative-algorithm that it serves.
-        embed_tokens, lm_head: None until the checkpoint or the target gives them.
-        hot_token_ids: int64 [draft vocabulary], the target's id of each draft id; None
-            if both vocabularies are the same.
+        algorithm: the --speculative-algorithm it supports.
+        embed_tokens, lm_head: None until the checkpoint or the target provides them.
+        hot_token_ids: int64 [draft vocabulary], the target's id of each draft id, or
+            None if both vocabularies are the same.
     """
 
     algorithm: ClassVar[str]
@@ -47,9 +47,9 @@ class DraftModel(LoadableModel):
         self.logits_processor = LogitsProcessor()
 
     def set_embed_and_head(self, embed_tokens: VocabEmbedding, lm_head: LMHead) -> None:
-        """Use the target's modules where the checkpoint has none.
+        """Use the target's modules if the checkpoint has none.
 
-        To be called before graphs are captured: they keep the addresses.
+        Call it before graphs are captured, because graphs keep the addresses.
 
         Raises:
             ValueError: the target's embedding has another width or vocabulary.
@@ -77,7 +77,7 @@ class DraftModel(LoadableModel):
     def forward_head(
         self, output: StackOutput, forward_batch: ForwardBatch
     ) -> LogitsProcessorOutput:
-        """Return the logits of `hidden` [T, H]; the next step reads `aux`, if any."""
+        """Return the logits of `hidden` [T, H]. The next step reads `aux`, if any."""
         assert self.lm_head is not None, "set_embed_and_head was not called"
         return self.logits_processor(
             output.hidden, self.lm_head, forward_batch, aux_hidden=output.aux or None
@@ -97,7 +97,7 @@ def strip_prefix(name: str) -> str:
 
 
 class StateProjection(Linear):
-    """`fc`: every rank computes all outputs."""
+    """`fc`; every rank computes all outputs."""
 
     def __init__(self, input_size: int, output_size: int) -> None:
         weight = LoadableParameter.create(torch.empty(output_size, input_size))
@@ -105,5 +105,5 @@ class StateProjection(Linear):
         self._output_size = output_size
 
     def add_bias(self) -> None:
-        """Add a bias for a checkpoint that has one; before its weights are loaded."""
+        """Add a bias for a checkpoint that has one. Call it before loading weights."""
         self.bias = LoadableParameter.create(torch.empty(self._output_size))

@@ -1,6 +1,6 @@
 """Gemma 2 and 3: norms before and after each block, scaled embeddings.
 
-Gemma 3 may be the text part of a multimodal checkpoint, whose other parts are not read.
+Gemma 3 may be the text part of a multimodal checkpoint; the other parts are not read.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class SandwichLayer(Module):
         forward_batch: ForwardBatch,
         closing: RMSNorm | None,
     ) -> tuple[Tensor, Tensor]:
-        """As `DecoderLayer.forward`; `x` is never None."""
+        """Like `DecoderLayer.forward`; `x` is never None."""
         if residual is None:
             residual, x = x, self.input_layernorm(x)
         else:

@@ -1,4 +1,4 @@
-"""gpt-oss: the Llama decoder with sinks in attention, biases, and experts in every
+"""gpt-oss: the Llama decoder with attention sinks, biases, and experts in every
 layer."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def gpt_oss_feed_forward(config: ModelConfig, layer_id: int) -> MoeFeedForward:
-    """Softmax over the chosen experts, whose gates are clamped."""
+    """Build a softmax over the chosen experts, whose gates are clamped."""
     moe, hidden = require_experts(config), config.hidden_size
     rule = RoutingRule(top_k=moe.top_k, renormalise=True)
     values = config.values

@@ -1,4 +1,4 @@
-"""Which layers of a stack are alike: they launch the same kernels."""
+"""Finds layers of a stack that are alike, that is, launch the same kernels."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Hashable, Sequence
 
 from torch import Tensor, nn
 
-# Tells layers apart that are alike.
+# A trait that tells apart layers that are otherwise alike.
 _NUMBER = "layer_id"
 
 
 def one_of_each_kind(layers: Sequence[nn.Module]) -> frozenset[int]:
-    """The first layer, which nothing precedes, and the first of each kind among the
-    others."""
+    """Return the first layer, which nothing precedes, and the first of each kind among
+    the others."""
     kinds: dict[Hashable, int] = {}
     for i, layer in enumerate(layers[1:], start=1):
         kinds.setdefault(_kind(layer), i)
@@ -20,7 +20,7 @@ def one_of_each_kind(layers: Sequence[nn.Module]) -> frozenset[int]:
 
 
 def _kind(layer: nn.Module) -> Hashable:
-    """All that a layer is made of, values of tensors left out."""
+    """Return everything a layer is made of, except the values of tensors."""
     return tuple(
         (name, type(module), tuple(_traits(module)))
         for name, module in layer.named_modules()

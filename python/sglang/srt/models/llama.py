@@ -70,17 +70,17 @@ def grouped_attention(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderTraits:
-    """Properties of a family that config.json lacks.
+    """Properties of a family that config.json does not contain.
 
     Fields:
-        qkv_bias: biases of q, k, v; None: config.attention_bias, for o_proj too.
-        qk_norm: head norms of q and k.
+        qkv_bias: biases of q, k, v. Defaults to config.attention_bias, also for o_proj.
+        qk_norm: q and k have per-head norms.
         sinks: attention has a sink per head.
-        norm_offset: of all norms (see `RMSNorm`).
+        norm_offset: offset of all norms (see `RMSNorm`).
         scales_embedding: embeddings are multiplied by sqrt(hidden_size).
-        attention: makes the attention, called like a `DecoderAttention`.
-        feed_forward: makes the block after attention, called like a `DecoderMLP`.
-        layer: makes a layer, called like a `DecoderLayer`; None: such a one.
+        attention: makes the attention, called like `DecoderAttention`.
+        feed_forward: makes the block after attention, called like `DecoderMLP`.
+        layer: makes a layer, called like and defaulting to `DecoderLayer`.
     """
 
     qkv_bias: bool | None = None
@@ -150,7 +150,8 @@ class DecoderAttention(Module):
 
 
 def _head_vector(num_heads: int) -> LoadableParameter:
-    """A number per head, of which a rank has those of its heads."""
+    """Create a parameter with one number per head; a rank holds those of its own
+    heads."""
     part = divide(num_heads, get_tp_group(), what="num_attention_heads")
     return LoadableParameter.create(torch.empty(part.size), {None: part})
 
@@ -158,8 +159,8 @@ def _head_vector(num_heads: int) -> LoadableParameter:
 class DecoderBlock(Module):
     """Attention and MLP.
 
-    The layer determines the input of attention, of `input_size` channels (None:
-    hidden_size).
+    The layer determines the input of attention, which has `input_size` channels
+    (hidden_size by default).
     """
 
     def __init__(
@@ -187,8 +188,8 @@ class DecoderBlock(Module):
     ) -> tuple[Tensor | None, Tensor]:
         """Apply attention to x [T, input_size], then the MLP.
 
-        `residual` [T, H] is the residual stream and is changed in place. Returns as
-        `DecoderLayer.forward`.
+        `residual` [T, H] is the residual stream and is changed in place. Returns the
+        same as `DecoderLayer.forward`.
         """
         out = self.self_attn(x, residual, forward_batch)
         x = self.post_attention_layernorm.add_and_norm(out, residual)
@@ -211,8 +212,8 @@ class DecoderLayer(DecoderBlock):
 
     @property
     def closing_norm(self) -> RMSNorm | None:
-        """Norm of what `forward` returns before it is added to the stream; None: it is
-        added as it is."""
+        """Norm applied to the result of `forward` before it is added to the stream, or
+        None."""
         return None
 
     def forward(
@@ -224,8 +225,8 @@ class DecoderLayer(DecoderBlock):
     ) -> tuple[Tensor | None, Tensor]:
         """Return (x, residual) [T, H], whose sum is the stream after this layer.
 
-        `x` None: `residual` is the stream. `residual` None: `x` is, in the first layer.
-        `closing` is the `closing_norm` of the layer before, if any.
+        If `x` is None, `residual` is the stream. If `residual` is None, as in the first
+        layer, `x` is. `closing` is the previous layer's `closing_norm`, if any.
         """
         if residual is None:
             assert x is not None
@@ -263,7 +264,8 @@ class DecoderModel(Module):
             for i, layer_type in enumerate(config.layer_types)
         ]
         self.layers = nn.ModuleList(layers)
-        # Of what a layer is handed; the last is of what the final norm is.
+        # Norms closing the input of each layer; the last one closes the final norm's
+        # input.
         self._closing: list[RMSNorm | None] = [None]
         self._closing += [layer.closing_norm for layer in layers]
         self.norm = traits.norm(config.hidden_size, config)
@@ -271,7 +273,7 @@ class DecoderModel(Module):
 
     @cached_property
     def _like_others(self) -> frozenset[int]:
-        """The layers that a shallow stack leaves out."""
+        """Return the layers that a shallow stack leaves out."""
         every = frozenset(range(len(self.layers)))
         return every - one_of_each_kind(list(self.layers))
 
@@ -293,7 +295,7 @@ class DecoderModel(Module):
     def forward_layers(
         self, x: Tensor, forward_batch: ForwardBatch, *, is_shallow: bool = False
     ) -> tuple[Tensor, list[Tensor]]:
-        """Run the layer stack alone, on embeddings [T, H], which are overwritten."""
+        """Run only the layer stack, on embeddings [T, H], which are overwritten."""
         whole = self._run_whole(x, forward_batch)
         if whole is not None:
             return whole
@@ -316,7 +318,7 @@ class DecoderModel(Module):
 
     @cached_property
     def _plan(self) -> StackPlan | None:
-        """For the one-operator form of the stack; made at the first forward, when the
+        """Plan the one-operator form of the stack. Made at the first forward, once
         weights are loaded and packed."""
         layers: list[Any] = list(self.layers)
         plain = [
@@ -329,8 +331,8 @@ class DecoderModel(Module):
         return plan_of(plain, self.norm) if len(plain) == len(layers) else None
 
     def _run_whole(self, x: Tensor, forward_batch: ForwardBatch) -> StackRun | None:
-        """`forward_layers` by one operator; None: the backend, the model or this
-        forward needs the layers one by one."""
+        """Run `forward_layers` as one operator, or return None if the backend, the
+        model or this forward needs the layers one by one."""
         plan, captured = self._plan, tuple(sorted(self.layers_to_capture))
         if plan is None:
             return None
@@ -352,7 +354,7 @@ class LoadableModel(StackedModel):
     """A model whose weights come from a checkpoint, as the loader needs it.
 
     Attributes:
-        is_text_part: checkpoints hold other parts than this language model.
+        is_text_part: checkpoints hold other parts besides this language model.
     """
 
     config: ModelConfig
@@ -367,17 +369,20 @@ class LoadableModel(StackedModel):
     }
 
     def add_optional_parts(self, names: Iterable[str]) -> None:
-        """Build modules that only some checkpoints hold; `names` are this one's."""
+        """Build modules that only some checkpoints have; `names` are this
+        checkpoint's."""
 
     def own_name(self, name: str) -> str | None:
-        """Return the model's name of a checkpoint tensor; None: it is not needed."""
+        """Return the model's name for a checkpoint tensor, or None if it is not
+        needed."""
         return name
 
     def finish_loading(self, source: str) -> None:
         """Check the weights and derive values from them.
 
         Raises:
-            ValueError: the weights contradict the configuration; names `source`.
+            ValueError: the weights contradict the configuration. The message names
+                `source`.
         """
 
 
@@ -387,7 +392,7 @@ def check_activation(
     """Check that the activation is implemented.
 
     Raises:
-        ValueError: it is not; names the file and the implemented ones.
+        ValueError: it is not. The message names the file and the implemented ones.
     """
     if config.hidden_act not in implemented:
         raise ValueError(
@@ -400,7 +405,7 @@ def check_captured_layers(layers: Sequence[int], target: ModelConfig) -> None:
     """Check the layers whose hidden states are captured.
 
     Raises:
-        ValueError: `layers` do not ascend, or go beyond the number of layers.
+        ValueError: `layers` do not ascend, or exceed the number of layers.
     """
     count = target.num_layers
     ascending = sorted(set(layers))
@@ -417,7 +422,7 @@ class LlamaForCausalLM(LoadableModel):
     """Llama-type decoder with a language-model head (Touvron et al., 2023).
 
     `model.embed_tokens` and `lm_head` may be replaced after construction (a draft model
-    uses the target's). `rope_rows` positions are tabulated.
+    uses the target's). Positions up to `rope_rows` have rotary tables.
     """
 
     traits = DecoderTraits()
@@ -447,10 +452,11 @@ class LlamaForCausalLM(LoadableModel):
 
     def capture_layers(self, layers: Sequence[int]) -> None:
         """Return the inputs of these layers as hidden states, in ascending order.
-        To be called before graphs are captured: they keep the layers of that time.
+        Call it before graphs are captured, because a graph keeps the layers it was
+        captured with.
 
         Raises:
-            ValueError: not ascending, or beyond the number of layers.
+            ValueError: `layers` do not ascend, or exceed the number of layers.
         """
         check_captured_layers(layers, self.config)
         self.model.layers_to_capture = frozenset(layers)

@@ -1,4 +1,4 @@
-"""EAGLE's draft model of Llama-type targets (Li et al., 2024).
+"""EAGLE's draft model for Llama-type targets (Li et al., 2024).
 
 Decoder layers over a mix of the next token and the target's final hidden state,
 followed by the target's head.
@@ -31,17 +31,17 @@ if TYPE_CHECKING:
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.ops.decoder_stack import StackPlan
 
-# Published heads may carry copies of the target's.
+# Published heads may carry copies of the target's modules.
 TARGET_PARTS = ("embed_tokens.weight", "lm_head.weight")
 
 
 class EagleFirstLayer(DecoderBlock):
-    """Decoder layer that reads `fc`'s output directly: there is no input norm."""
+    """Decoder layer that reads `fc`'s output directly; it has no input norm."""
 
     def forward(
         self, x: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
     ) -> tuple[Tensor | None, Tensor]:
-        """As `DecoderLayer.forward`; x [T, H] is overwritten, `residual` is None."""
+        """Like `DecoderLayer.forward`; x [T, H] is overwritten, `residual` is None."""
         assert residual is None
         return self.run(x, x, forward_batch)
 
@@ -49,9 +49,9 @@ class EagleFirstLayer(DecoderBlock):
 class LlamaForCausalLMEagle(DraftModel):
     """EAGLE draft model.
 
-    Forward: token p + 1 and the target's normalised hidden state [T, H] of position p
-    (`forward_batch.spec_info`) -> logits of token p + 2, and an estimate of the
-    target's next state.
+    The forward maps token p + 1 and the target's normalised hidden state [T, H] at
+    position p (`forward_batch.spec_info`) to the logits of token p + 2 and an estimate
+    of the target's next state.
     """
 
     algorithm = "EAGLE"
@@ -100,7 +100,7 @@ class LlamaForCausalLMEagle(DraftModel):
 
     @cached_property
     def _plan(self) -> StackPlan | None:
-        """For the one-operator form of the layers; made at the first forward."""
+        """Plan the one-operator form of the layers. Made at the first forward."""
         layers: list[Any] = list(self.layers)
         norms = [None, *(layer.input_layernorm for layer in layers[1:])]
         plain = [

@@ -1,7 +1,7 @@
-"""EAGLE3's draft model of Llama-type targets (Li et al., 2025).
+"""EAGLE3's draft model for Llama-type targets (Li et al., 2025).
 
-One layer over the next token and hidden states of three layers of the target, with a
-head of its own over the most frequent tokens.
+One layer over the next token and hidden states of three of the target's layers, with
+its own head over the most frequent tokens.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Eagle3Layer(DecoderBlock):
         self.hidden_norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def both(self, embedded: Tensor, hidden: Tensor) -> Tensor:
-        """[T, H] each -> what attention reads, [T, 2 * H]."""
+        """Combine [T, H] each into the input of attention, [T, 2 * H]."""
         return torch.cat(
             (self.input_layernorm(embedded), self.hidden_norm(hidden)), dim=-1
         )
@@ -74,10 +74,10 @@ class Eagle3Layer(DecoderBlock):
 class LlamaForCausalLMEagle3(DraftModel):
     """EAGLE3 draft model.
 
-    Forward: token p + 1 and hidden states of position p (`forward_batch.spec_info`),
-    either the target's [T, sources * H] or those that this model returned [T, H] ->
-    logits over the draft vocabulary of token p + 2, and the stream before the final
-    norm, which the next step reads.
+    The forward maps token p + 1 and hidden states at position p
+    (`forward_batch.spec_info`), either the target's [T, sources * H] or this model's
+    own [T, H], to the logits of token p + 2 over the draft vocabulary and to the stream
+    before the final norm, which the next step reads.
     """
 
     algorithm = "EAGLE3"
@@ -125,7 +125,7 @@ class LlamaForCausalLMEagle3(DraftModel):
 
     def own_name(self, name: str) -> str | None:
         own = strip_prefix(name)
-        if own == "t2d":  # redundant: the tokens that d2t reaches
+        if own == "t2d":  # redundant: lists the tokens that d2t reaches
             return None
         if own.startswith(FIRST_LAYER):
             return MIDLAYER + own.removeprefix(FIRST_LAYER)
@@ -167,7 +167,7 @@ class LlamaForCausalLMEagle3(DraftModel):
 
     @cached_property
     def _plan(self) -> StackPlan | None:
-        """For the one-operator form of layer and norm; made at the first forward."""
+        """Plan the one-operator form of layer and norm. Made at the first forward."""
         layer: Any = self.midlayer
         plain = PlainLayer(layer, layer.self_attn, layer.mlp, None)
         return plan_of([plain], self.norm, first=2 * self.config.hidden_size)

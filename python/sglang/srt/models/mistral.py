@@ -1,5 +1,5 @@
-"""Mistral dense: the Llama decoder without biases, with a window over all layers where
-the checkpoint has one."""
+"""Mistral dense: the Llama decoder without biases, with a sliding window over all
+layers if the checkpoint has one."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The mock model: its next token is an exact function of the KV that attention reads.
 
 It has no trained weights and runs through the real backends, pools, scheduler and
-graphs. One wrong, stale or missing KV slot changes its output, and the oracle of the
-tests computes the right one. The construction, and why sparse signs survive bf16, is in
-`docs/mock_model.md`.
+graphs. One wrong, stale or missing KV slot changes its output, and the tests' oracle
+computes the right one. `docs/mock_model.md` describes the construction, and why sparse
+signs survive bf16.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def load_codes(module: VocabEmbedding | LMHead, codes: Tensor) -> None:
 class MockAttention(Module):
     """Two layers of attention with a uniform softmax over all written keys.
 
-    `windows` are the layers' sliding windows, None: everything.
+    `windows` are the layers' sliding windows, or None for layers that read everything.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class MockForCausalLM(StackedModel):
         """Return these of the three `mock_math.aux_states` as hidden states.
 
         Raises:
-            ValueError: not ascending, or not within 0 to 2.
+            ValueError: `layers` do not ascend, or are not within 0 to 2.
         """
         check_captured_layers(layers, self.config)
         self.captured_layers = tuple(layers)

@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 class MockForCausalLMEagle(DraftModel):
     """EAGLE head of the mock model.
 
-    Forward: token p + 1 and the hidden state [T, 512] of position p, the target's or
-    one that this model returned -> logits of token p + 2, and the hidden state of
+    The forward maps token p + 1 and the hidden state [T, 512] at position p, the
+    target's or this model's own, to the logits of token p + 2 and the hidden state at
     position p + 1.
 
-    A row has position p and reads p + 1 slots, but its token is number p + 1: its keys
+    A row at position p reads p + 1 slots, but its token is number p + 1, so its keys
     use that position, and the term of the target's position 0 does not depend on its
-    token. A hidden state that does not consist of +1 and -1 corrupts the proposal.
+    token. A hidden state with values other than +1 and -1 corrupts the proposal.
 
-    config.json: as the target's, and optionally `mock_draft_source` and
+    config.json: as for the target, and optionally `mock_draft_source` and
     `mock_acceptance` (see `mock_draft_math.DraftSettings`).
     """
 
@@ -53,7 +53,7 @@ class MockForCausalLMEagle(DraftModel):
         self.attn = MockAttention()
 
     def fill_weights(self) -> None:
-        """Fill this model's own tables; the others are the target's."""
+        """Fill this model's own tables; the others belong to the target."""
 
     def forward_stack(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
@@ -93,9 +93,10 @@ class MockForCausalLMEagle(DraftModel):
 class MockForCausalLMEagle3(MockForCausalLMEagle):
     """EAGLE3 head of the mock model.
 
-    Reads all three captured states of the target, which must agree, or one state that
-    this model returned. config.json: optionally `draft_vocab_size`, with which draft
-    id i means the target's id (i * odd) mod vocab_size.
+    Reads all three captured states of the target, which must agree, or one state of its
+    own.
+    config.json: optionally `draft_vocab_size`; draft id i then means the target's id
+    (i * odd) mod vocab_size.
     """
 
     algorithm = "EAGLE3"

@@ -33,16 +33,16 @@ class DraftSettings:
     """Settings of a mock draft head.
 
     Fields:
-        vocab_size: of the target.
-        draft_vocab_size: number of draft ids, each the target's id (i * odd) mod
-            vocab_size; None: draft ids are the target's.
-        source: origin of the state of the history: "attention" over the draft's own
-            KV, or the "hidden" state that the head is given.
-        acceptance: probabilities that the target's next token has rank 0, has a rank
-            of 1 to 7, or is missed.
+        vocab_size: vocabulary of the target.
+        draft_vocab_size: number of draft ids, each meaning the target's id (i * odd)
+            mod vocab_size, or None if draft ids are the target's.
+        source: where the state of the history comes from: "attention" over the draft's
+            own KV, or the "hidden" state passed to the head.
+        acceptance: probabilities that the target's next token has rank 0, has a rank of
+            1 to 7, or is missed.
 
     Raises:
-        ValueError: settings that no head has; names the field of config.json.
+        ValueError: impossible settings. The message names the field of config.json.
     """
 
     vocab_size: int
@@ -74,7 +74,7 @@ class DraftSettings:
         """Read the settings from config.json.
 
         Raises:
-            ValueError: as the class, prefixed with the file.
+            ValueError: as in the class, prefixed with the file.
         """
         raw = config.raw
         try:
@@ -88,16 +88,15 @@ class DraftSettings:
             raise ValueError(f"{config.file}: {error}") from error
 
     def draw_limits(self) -> tuple[int, int]:
-        """Return the draws of `_DRAW_BITS` bits below which the proposed code is the
-        target's token, and below which it is that with one bit flipped."""
+        """Return two limits for draws of `_DRAW_BITS` bits. Below the first the
+        proposed code is the target's token, below the second it has one bit flipped."""
         first, second, _ = self.acceptance
         scale = 1 << _DRAW_BITS
         return round(first * scale), round((first + second) * scale)
 
     def hot_token_ids(self) -> Tensor | None:
-        """Return the target's id of each draft id, int64 [draft vocabulary].
-
-        None: both vocabularies are the same.
+        """Return the target's id of each draft id, int64 [draft vocabulary], or None if
+        both vocabularies are the same.
         """
         if self.draft_vocab_size is None:
             return None
@@ -118,7 +117,8 @@ class DraftSettings:
 
 @cache
 def first_terms() -> tuple[int, int]:
-    """Return the terms of position 0 in X_0 and X_1, which no token changes."""
+    """Return the terms of position 0 in X_0 and X_1, which do not depend on the
+    token."""
     zero = torch.zeros(1, dtype=torch.int64)
     fold0 = mock_math.term(mock_math.key_layer0(zero, zero), 0)
     fold1 = mock_math.term(mock_math.key_layer1(fold0, zero), 1)
@@ -128,16 +128,16 @@ def first_terms() -> tuple[int, int]:
 def proposal(
     fold0: Tensor, fold1: Tensor, positions: Tensor, settings: DraftSettings
 ) -> tuple[Tensor, Tensor]:
-    """Return the proposal of a head after tokens with the target's folds [T].
+    """Return a head's proposal after tokens with the target's folds [T].
 
     Args:
-        positions: [T] int64, of the newest of these tokens.
+        positions: [T] int64, position of the newest of these tokens.
 
     Returns:
         The code that scores best, int64 [T] (it may lie outside the vocabulary), and
         the weight of each of its bits, float32 [T, 12]: multiples of 1/128 from 1 to 2
-        that grow by at least 5/128 from bit to bit. They differ from row to row, so
-        that paths of a tree hardly ever tie.
+        that grow by at least 5/128 from bit to bit. They differ between rows, so that
+        paths of a tree hardly ever tie.
     """
     vocab = settings.vocab_size
     truth = mock_math.next_token(fold0, fold1, positions, vocab)

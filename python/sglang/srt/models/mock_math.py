@@ -30,21 +30,21 @@ MAX_VOCAB = 1 << TOKEN_BITS
 SIGNS_PER_HEAD = 4
 BLOCK = HEAD_DIM // SIGNS_PER_HEAD
 HEAD_STEP = 1000003
-# A written slot of layer l scores QUERY * -(1 + l) * SM_SCALE = -30 (1 + l): equal for
-# all of them, so the softmax is uniform, while a slot never written (zeros) scores 0
-# and wins.
+# A written slot of layer l scores QUERY * -(1 + l) * SM_SCALE = -30 (1 + l). This is
+# the same for all of them, so the softmax is uniform, while a slot never written
+# (zeros) scores 0 and wins.
 QUERY = 240.0
 SM_SCALE = 0.125
 MAX_SUM = 128
 FOLD_BITS = 64
 # Channels of the hidden state that hold the bits of X_0 and X_1.
 FOLD_CHANNELS = (64, 128)
-# Each captured hidden state is rotated by this many channels more than the last.
+# Each captured hidden state is rotated by this many channels more than the one before.
 AUX_TURN = 192
 
 
 def check_shape(config: ModelConfig) -> None:
-    """Raise ValueError where config.json does not describe the mock model."""
+    """Raise ValueError if config.json does not describe the mock model."""
     expected = {
         "num_hidden_layers": (config.num_layers, NUM_LAYERS),
         "num_attention_heads": (config.num_heads, NUM_HEADS),
@@ -63,8 +63,8 @@ def check_shape(config: ModelConfig) -> None:
 
 
 def _kept_on_a_host(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Make a table once on a CPU, where the number of operations is what costs; one
-    on a GPU may lie in the memory of the graph that is being captured."""
+    """Make a table only once on a CPU, where the number of operations is what costs. A
+    table on a GPU may lie in the memory of the graph that is being captured."""
     kept = cache(make)
 
     @wraps(make)
@@ -120,7 +120,7 @@ def decode_token(embedded: Tensor) -> Tensor:
 
 
 def key_layer0(tokens: Tensor, positions: Tensor) -> Tensor:
-    """Return x_0 [T]; it ignores the token of position 0, which drafts do not know."""
+    """Return x_0 [T]. It ignores the token at position 0, which drafts do not know."""
     known = torch.where(positions == 0, 0, tokens + 1)
     return mix64(known + (positions << 32))
 
@@ -153,7 +153,7 @@ def qkv(x: Tensor, layer: int, dtype: torch.dtype) -> Tensor:
         rows, NUM_HEADS + 2 * NUM_KV_HEADS, HEAD_DIM, dtype=dtype, device=x.device
     )
     out[:, :NUM_HEADS, -1] = QUERY
-    # One signature of both: on a CPU the number of operations is what costs.
+    # One signature for both, because on a CPU the number of operations is what costs.
     out[:, NUM_HEADS:] = sig(torch.stack((mix64(x + 99), x), dim=1).view(-1)).view(
         rows, 2 * NUM_KV_HEADS, HEAD_DIM
     )

@@ -1,7 +1,7 @@
 """Native implementations of the mock model's ops: allocate results, order arguments.
 
-Each has the parameters of its torch reference and is imported at its first call, as the
-kernels may not be installed.
+Each has the parameters of its torch reference and is imported at its first call,
+because the kernels may not be installed.
 """
 
 from __future__ import annotations

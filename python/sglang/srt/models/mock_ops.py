@@ -1,7 +1,7 @@
 """Ops of the mock model and its draft heads: its arithmetic in few launches.
 
-The references are made of `mock_math` and `mock_draft_math`, from which the oracles
-compute, so that an oracle never shares a kernel with the model that it checks.
+The references are built from `mock_math` and `mock_draft_math`, like the oracles, so an
+oracle never shares a kernel with the model that it checks.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ fold = Op(reference=mock_math.fold, native=_NATIVE + "fold")
 
 
 def keep_whole_ref(fold: Tensor, is_whole: Tensor) -> Tensor:
-    """Return folds [T], where `is_whole` is false a number that no oracle predicts."""
+    """Return folds [T], with a number that no oracle predicts where not `is_whole`."""
     return fold.where(is_whole, mix64(fold ^ _SPOILT))
 
 
@@ -46,17 +46,17 @@ def fold_onto_ref(
 ) -> Tensor:
     """Return folds `before` [T] plus the term of keys x [T].
 
-    Where attention read a slot that was never written, or NaN, judged by its means
-    [T, 512] over `count` elements, the result is a number that no oracle predicts.
+    If attention read NaN or a slot that was never written, judging by its means [T,
+    512] over `count` elements, the result is a number that no oracle predicts.
     """
     folds = before + mock_math.term(x, layer)
     return keep_whole_ref(folds, _is_plausible(mean, count))
 
 
 def _is_plausible(mean: Tensor, count: Tensor) -> Tensor:
-    """Whether attention read written slots only, judged by its mean: bool [T].
+    """Return whether attention read only written slots, judging by its mean: bool [T].
 
-    A slot never written outweighs all others and leaves a mean of zero; sums of
+    A slot never written outweighs all others and leaves a mean of zero. Sums of
     signatures are zero in every channel of every head with a chance below 2^-40.
     """
     sums = (mean.float() * count[:, None]).round()
@@ -82,8 +82,8 @@ def read_folds_ref(states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return X_0 and X_1 [T] of hidden states, and whether they are valid, bool [T].
 
     Args:
-        states: hidden states [T, 512], or all three captured ones, [T, 3 * 512]; these
-            are valid where they agree.
+        states: hidden states [T, 512], or all three captured ones, [T, 3 * 512], which
+            are valid if they agree.
     """
     parts = states.split(mock_math.HIDDEN_SIZE, dim=-1)
     assert len(parts) in (1, mock_math.NUM_LAYERS + 1), states.shape

@@ -1,4 +1,4 @@
-"""Feed-forward blocks of decoders with experts, as their config.json describes them."""
+"""Feed-forward blocks with experts, as config.json describes them."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
 
 
 def require_experts(config: ModelConfig) -> MoeConfig:
-    """The experts of a model that cannot be without.
+    """Return the experts of a model that requires them.
 
     Raises:
-        ValueError: config.json has none, or another activation than silu; names the
-            file and the keys.
+        ValueError: config.json has none, or an activation other than silu. The message
+            names the file and the keys.
     """
     if config.moe is None:
         raise ValueError(
@@ -40,12 +40,12 @@ def moe_feed_forward(
     shared_what: str,
     gates_shared: bool,
 ) -> MoeFeedForward:
-    """The experts of a layer and the shared expert, if there is one.
+    """Build a layer's experts and the shared expert, if there is one.
 
     Args:
         has_correction: as in `Router`.
         shared_what: the fields of config.json that give the shared expert's size.
-        gates_shared: it has a gate of its own.
+        gates_shared: the shared expert has its own gate.
     """
     hidden, shared = config.hidden_size, moe.shared_intermediate_size
     return MoeFeedForward(
@@ -67,7 +67,7 @@ def moe_feed_forward(
 def qwen_feed_forward(
     config: ModelConfig, layer_id: int
 ) -> DecoderMLP | MoeFeedForward:
-    """Softmax over all experts; the shared expert, if any, has a gate of its own."""
+    """Build a softmax over all experts; the shared expert, if any, has its own gate."""
     moe = require_experts(config)
     if layer_id not in moe.layers:
         return DecoderMLP(config)

@@ -1,5 +1,5 @@
-"""Qwen2 with experts: the Qwen2 decoder with sparse feed-forward blocks, in which a
-shared expert takes every token."""
+"""Qwen2 with experts: the Qwen2 decoder with sparse feed-forward blocks and a shared
+expert that every token takes."""
 
 from __future__ import annotations
 

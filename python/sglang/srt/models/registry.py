@@ -88,7 +88,8 @@ def draft_architectures(algorithm: str) -> list[str]:
 
 
 def num_layer_weights(config: ModelConfig) -> int:
-    """Return the weights of the layers' matrices: at least so many has the model."""
+    """Return the weights in the layers' matrices, a lower bound of the model's
+    weights."""
     model = _MODELS.get(config.architecture)
     has_experts = model is not None and model.has_experts
     return (config if has_experts else config.without_experts()).num_layer_weights
@@ -98,8 +99,8 @@ def create_model(config: ModelConfig, *, rope_rows: int) -> CausalLM:
     """Build the module with uninitialised weights.
 
     Raises:
-        ValueError: the architecture is not supported, or has no use for latents that
-            config.json describes; names it and the supported ones.
+        ValueError: the architecture is not supported, or has no use for the latents
+            that config.json describes. The message names it and the supported ones.
     """
     model = _MODELS.get(config.architecture) or _DRAFT_MODELS.get(config.architecture)
     if model is None:

@@ -1,6 +1,6 @@
 """A model as a layer stack and a head.
 
-The stack, embedding included, works on tokens one by one and can be replayed as a
+The stack, including the embedding, works on tokens one by one and can be replayed as a
 graph; the head reads the real rows of a batch. Knows neither layers nor graphs.
 """
 
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class StackOutput(NamedTuple):
     """Output of the layer stack.
 
-    `hidden` [T, H] is the input of the head. `aux`, [T, H] each, are the captured
-    layer inputs; if there are any, a caller gets them instead of `hidden`.
+    `hidden` [T, H] is the input of the head. `aux`, [T, H] each, holds the captured
+    layer inputs; if there are any, the caller gets them instead of `hidden`.
     """
 
     hidden: Tensor
@@ -40,8 +40,8 @@ class StackedModel(Module):
     Attributes:
         takes_input_embeds: whether the stack honours `ForwardBatch.input_embeds`.
         has_experts: whether layers have the experts of `ModelConfig.moe`.
-        keeps_latents: whether its KV are the latents of `ModelConfig.latent`.
-        is_shallow: whether it is in the scope of `shallow`.
+        keeps_latents: whether its KV consists of the latents of `ModelConfig.latent`.
+        is_shallow: whether it is in a `shallow` scope.
     """
 
     takes_input_embeds = False
@@ -56,8 +56,8 @@ class StackedModel(Module):
 
     @contextmanager
     def shallow(self) -> Iterator[None]:
-        """Scope in which the stack runs few layers, one of each kind at least: it
-        launches all kernels, and its results are good for nothing."""
+        """Scope where the stack runs few layers, at least one of each kind. It launches
+        all kernels, but its results are useless."""
         before, self.is_shallow = self.is_shallow, True
         try:
             yield

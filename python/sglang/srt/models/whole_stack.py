@@ -1,4 +1,4 @@
-"""Which layer stacks the one-operator form covers, and its plan of their weights."""
+"""Which layer stacks the one-operator form supports, and the plan of their weights."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class PlainLayer(NamedTuple):
-    """A layer whose attention and MLP are the usual ones."""
+    """A layer with the usual attention and MLP."""
 
     block: Any  # a DecoderBlock, DecoderAttention and DecoderMLP of `llama`
     attention: Any
@@ -29,10 +29,10 @@ class PlainLayer(NamedTuple):
 def plan_of(
     layers: Sequence[PlainLayer], final_norm: RMSNorm | None, *, first: int = 0
 ) -> StackPlan | None:
-    """The plan of a stack of plain decoder layers; None: the operator lacks something
-    that they need, and they run one by one.
+    """Plan a stack of plain decoder layers, or return None if the operator lacks
+    something they need and they have to run one by one.
 
-    Covered are whole models (no tensor parallelism) in float32 on the CPU, with full
+    Supported are whole models (no tensor parallelism) in float32 on the CPU, with full
     attention and a plain softmax.
 
     Args:
