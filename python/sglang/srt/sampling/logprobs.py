@@ -1,7 +1,7 @@
 """Log-probabilities of tokens and of the most likely alternatives, for rows that ask.
 
 Owns the numbers and their way to the host. Knows nothing of requests, penalties or
-grammars: it takes the logits that the token was drawn from.
+grammars; it takes the logits that the token was drawn from.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ TokenIds = tuple[int, ...]
 class HostLogprob(NamedTuple):
     """One row on the host: its token's logprob and the top alternatives, best first.
 
-    `top` holds at most as many (logprob, token id) pairs as the row asked for; ids that
-    the row could not have produced (logprob -inf) are left out. `named` holds a pair
-    for each token id that the row named, in its order.
+    `top` holds at most as many (logprob, token id) pairs as the row asked for, without
+    ids that the row could not have produced (logprob -inf). `named` holds a pair for
+    each token id that the row named, in its order.
     """
 
     logprob: float
@@ -37,9 +37,9 @@ class LogprobRequest:
 
     Fields:
         rows: [R'] int64 on the device, or None for every row.
-        top_ks: host; alternatives wanted, for each of these rows.
-        named: host; token ids wanted, for each of these rows.
-        named_ids: [R', M] int64 on the device, `named` padded with id 0; None where no
+        top_ks: on the host; alternatives wanted for each of these rows.
+        named: on the host; token ids wanted for each of these rows.
+        named_ids: [R', M] int64 on the device, `named` padded with id 0, or None if no
             row names any.
     """
 
@@ -57,8 +57,8 @@ class LogprobRequest:
         device: torch.device | str,
         named: Sequence[TokenIds] = (),
     ) -> LogprobRequest:
-        """A request from host row indices, their top-k and the token ids that they
-        name; once per composition."""
+        """Build a request from host row indices, their top-k and the token ids they
+        name; once per batch composition."""
         if rows is not None and len(rows) != len(top_ks):
             raise ValueError(f"{len(rows)} rows but {len(top_ks)} top_ks")
         return cls(
@@ -74,12 +74,12 @@ class LogprobResult:
     """Logprobs of R' rows in one tensor, so that one copy brings them to the host.
 
     Fields:
-        packed: int32 [R', 1 + 2 K + M]; the bits of the token's logprob, of the K best
-            logprobs, then the K ids, then the bits of the logprobs of the named ids.
+        packed: int32 [R', 1 + 2 K + M]: the bits of the token's logprob, the bits of
+            the K best logprobs, the K ids, and the bits of the named ids' logprobs.
             K is the largest of `top_ks`.
         num_top: K.
-        top_ks: host; alternatives that each row asked for.
-        named: host; token ids that each row named.
+        top_ks: on the host; alternatives that each row asked for.
+        named: on the host; token ids that each row named.
     """
 
     packed: torch.Tensor
@@ -104,15 +104,15 @@ class LogprobResult:
 
     @property
     def named_values(self) -> torch.Tensor:
-        """[R', M] float32; those beyond a row's own ids are meaningless."""
+        """[R', M] float32; entries past a row's own ids are meaningless."""
         return self.packed[:, 1 + 2 * self.num_top :].view(torch.float32)
 
     def with_packed(self, packed: torch.Tensor) -> LogprobResult:
-        """The same result after the caller copied `packed` elsewhere."""
+        """Return the same result after the caller copied `packed` elsewhere."""
         return replace(self, packed=packed)
 
     def to_host(self) -> list[HostLogprob]:
-        """Python numbers, one entry per row. Waits for the device."""
+        """Return Python numbers, one entry per row. Waits for the device."""
         host = self.with_packed(self.packed.cpu())
         return [
             HostLogprob(
@@ -139,12 +139,12 @@ class LogprobResult:
 def compute_logprobs(
     logits: torch.Tensor, token_ids: torch.Tensor, request: LogprobRequest
 ) -> LogprobResult:
-    """Log-softmax of the chosen rows, at their tokens, at their best ids and at those
-    that they name.
+    """Compute log-softmax of the chosen rows at their tokens, their best ids and the
+    ids they name.
 
     Args:
-        logits: [R, V] float32: bias, penalties, mask and temperature applied; top-p,
-            top-k and min-p not applied.
+        logits: [R, V] float32, with bias, penalties, mask and temperature applied, but
+            not top-p, top-k and min-p.
         token_ids: [R] int64.
         request: the chosen rows.
     """
@@ -174,7 +174,7 @@ def prompt_logprobs(
     top_k: int = 0,
     named: TokenIds = (),
 ) -> LogprobResult:
-    """Logprobs of the tokens that follow prompt positions, a chunk of rows at a time.
+    """Compute logprobs of the tokens after prompt positions, a chunk of rows at a time.
 
     Args:
         logits: [T, V] of T prompt positions; any float dtype.
@@ -203,8 +203,8 @@ def prompt_logprobs(
 
 
 def concat_logprobs(parts: Sequence[LogprobResult]) -> LogprobResult:
-    """One result with the rows of all `parts`, which have the same columns (chunks of
-    one prompt); no parts give an empty result."""
+    """Concatenate the rows of all `parts`, which have the same columns (chunks of one
+    prompt). No parts give an empty result."""
     if not parts:
         empty = torch.empty((0, 1), dtype=torch.int32)
         return LogprobResult(packed=empty, num_top=0, top_ks=(), named=())
@@ -221,7 +221,7 @@ def concat_logprobs(parts: Sequence[LogprobResult]) -> LogprobResult:
 def _padded(
     named: Sequence[TokenIds], device: torch.device | str
 ) -> torch.Tensor | None:
-    """[len(named), M] int64 on the device, padded with id 0; None where all are
+    """Return [len(named), M] int64 on the device, padded with id 0, or None if all are
     empty."""
     width = max(map(len, named), default=0)
     if width == 0:

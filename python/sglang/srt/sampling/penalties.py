@@ -1,8 +1,8 @@
 """Logit edits that depend on a request's tokens: bias, penalties, minimum length.
 
-Stateless: counts are built from the token table when a step needs them, so that nothing
-has to be kept in step with retractions, speculation or overlap. Knows nothing of
-requests or grammars.
+Stateless: counts are built from the token table when a step needs them, so nothing has
+    to
+follow retractions, speculation or overlap. Knows nothing of requests or grammars.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenHistory:
-    """Where the known tokens of each row are.
+    """Where each row's known tokens are.
 
     Tokens of row r are `token_table[req_pool_indices[r], :lens[r]]`: the prompt
     (`prompt_lens[r]` of them), then the output.
@@ -27,8 +27,8 @@ class TokenHistory:
         token_table: int32 [table rows, width].
         req_pool_indices: [R] int64.
         lens: [R] int64.
-        max_len: a host-side upper bound of `lens`, so that less than the whole width is
-            read; None reads the width.
+        max_len: a host-side upper bound of `lens`, so that not the whole width is read.
+            None reads the whole width.
     """
 
     token_table: torch.Tensor
@@ -50,8 +50,8 @@ def apply_penalties(
     """Apply repetition, then frequency and presence penalties in place.
 
     Repetition (over prompt and output): a seen token's logit is divided by the penalty
-    where it is positive and multiplied where it is not. Frequency and presence (over
-    the output only): `logit -= count * frequency + (count > 0) * presence`.
+    if it is positive, otherwise multiplied. Frequency and presence (only over the
+    output): `logit -= count * frequency + (count > 0) * presence`.
 
     `logits` [R, V] float32. Rows without a penalty keep their bits.
     """
@@ -101,7 +101,8 @@ def ban_stop_tokens(
 def _history_block(
     history: TokenHistory, rows: torch.Tensor | None, prompt_lens: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Token ids [P, W] int64 (0 where unknown) and the masks known, output [P, W]."""
+    """Return token ids [P, W] int64 (0 if unknown) and the masks known, output [P,
+    W]."""
     table_rows, lens = history.req_pool_indices, history.lens
     if rows is not None:
         table_rows, lens = table_rows[rows], lens[rows]
@@ -118,5 +119,6 @@ def _history_block(
 def _count(
     tokens: torch.Tensor, valid: torch.Tensor, *, like: torch.Tensor
 ) -> torch.Tensor:
-    """[P, V] float32: how often each id occurs among the valid `tokens` [P, W]."""
+    """Return [P, V] float32: how often each id occurs among the valid `tokens` [P,
+    W]."""
     return torch.zeros_like(like).scatter_add_(1, tokens, valid.to(like.dtype))

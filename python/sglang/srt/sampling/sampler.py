@@ -1,9 +1,9 @@
 """Turns logits into token ids: edits, filters, one draw, logprobs.
 
-A plain step samples through `Sampler`. A verification of draft trees takes
-`node_choices` or `target_weights` of the tree's nodes and decides the rest itself.
-Everything runs on the device of the logits without waiting for it. Knows nothing of
-requests, schedulers or grammars beyond the rows of `SamplingBatchInfo`.
+A plain step samples through `Sampler`. Verification of draft trees uses `node_choices`
+or `target_weights` on the tree's nodes and decides the rest itself. Everything runs on
+the logits' device without waiting for it. Knows nothing of requests, schedulers or
+grammars beyond the rows of `SamplingBatchInfo`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class SamplerOutput(NamedTuple):
-    """`token_ids` [R] int64 on the device; `logprobs` where they were asked for."""
+    """`token_ids` [R] int64 on the device; `logprobs` if they were requested."""
 
     token_ids: torch.Tensor
     logprobs: LogprobResult | None
@@ -57,7 +57,7 @@ class Sampler:
             logits: [R, V]; left unmodified.
             info: R rows.
             positions: [R] int64, index of the token to be sampled (= tokens known).
-            history: tokens of each row; required where a row has a penalty.
+            history: tokens of each row; required if a row has a penalty.
             logprobs: the rows that want logprobs.
 
         Raises:
@@ -84,11 +84,11 @@ def process_logits(
     positions: torch.Tensor,
     history: TokenHistory | None = None,
 ) -> torch.Tensor:
-    """The logits that tokens are drawn from, before top-k, top-p and min-p.
+    """Return the logits that tokens are drawn from, before top-k, top-p and min-p.
 
-    In this order: logit bias, penalties, ban of stop ids below `min_new_tokens`,
-    grammar mask, temperature (1 for greedy rows). Returns `logits` itself where nothing
-    applies, else a new tensor.
+    Applied in this order: logit bias, penalties, ban of stop ids below
+    `min_new_tokens`, grammar mask, temperature (1 for greedy rows). Returns `logits`
+    itself if nothing applies, otherwise a new tensor.
     """
     if info.is_plain_greedy:
         return logits
@@ -116,8 +116,8 @@ def _restrict(
         return logits
     if not info.has_min_new_tokens:
         return apply_vocab_mask(logits, mask)
-    # A complete grammar allows nothing but EOS. Where the minimum length bans that too,
-    # the grammar wins: a row without any allowed token could not be sampled.
+    # A complete grammar only allows EOS. If the minimum length bans that too, the
+    # grammar wins, because a row without any allowed token could not be sampled.
     by_grammar = apply_vocab_mask(logits, mask)
     restricted = by_grammar.clone()
     ban_stop_tokens(restricted, info, positions)
@@ -130,12 +130,12 @@ def select_tokens(
 ) -> torch.Tensor:
     """Take the argmax of greedy rows; draw by inverse CDF with noise for the others.
 
-    The CDF follows the order of the ids, whatever the filters of the batch, so that a
-    row's token does not depend on the other rows.
+    The CDF follows the order of the ids, whatever filters the batch has, so a row's
+    token does not depend on the other rows.
 
     Args:
         logits: [R, V] from `process_logits`, left unmodified: float32, or in the
-            model's dtype where every row is greedy.
+            model's dtype if every row is greedy.
         positions: [R] int64, which key the noise together with the rows' seeds.
 
     Returns:
@@ -155,7 +155,7 @@ def select_tokens(
 def _choose_unfiltered(
     logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor
 ) -> torch.Tensor:
-    """Do the work of `select_tokens` where nothing filters: one launch on CUDA."""
+    """Do the work of `select_tokens` if nothing filters; one launch on CUDA."""
     if info.is_all_greedy:
         return choose_tokens(logits)
     return choose_tokens(
@@ -174,15 +174,14 @@ def node_choices(
     positions: torch.Tensor,
     history: TokenHistory | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The token after each node of b trees, as a plain step would choose it: with the
-    noise of that position, which all nodes of one depth share.
+    """Choose the token after each node of b trees as a plain step would: with the noise
+    of that position, which all nodes of one depth share.
 
     Args:
         logits: [b * nodes, V] in any float dtype; left unmodified.
-        info: of the b requests; a mask, if any, has a row per node.
+        info: sampling state of the b requests; a mask, if any, has one row per node.
         positions: [b * nodes] int64, index of the token after each node.
-        history: tokens on the path to each node; required where a request has a
-            penalty.
+        history: tokens on the path to each node; required if a request has a penalty.
 
     Returns:
         The processed logits [b * nodes, V] and the tokens [b * nodes] int64.
@@ -205,9 +204,9 @@ def target_weights(
     positions: torch.Tensor,
     history: TokenHistory | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distribution of the token after each node of b trees.
+    """Return the distribution of the token after each node of b trees.
 
-    Args as for `node_choices`.
+    Args: as for `node_choices`.
 
     Returns:
         The processed logits [b * nodes, V] float32, and weights of the same shape that
@@ -226,12 +225,12 @@ def target_weights(
 
 
 def filtered_probs(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
-    """[R, V] float32: softmax with 0 for the ids that top-k, top-p or min-p removes.
+    """Return [R, V] float32: softmax with 0 for ids that top-k, top-p or min-p removes.
 
-    The three filters look at the same distribution, sorted by falling probability
-    (ties: lower id first), and each keeps a prefix: top-k the first k; top-p the
-    shortest whose sum reaches p; min-p those with at least min_p times the best
-    probability. The kept probabilities are not rescaled.
+    All three filters use the same distribution, sorted by falling probability (ties:
+    lower id first), and each keeps a prefix: top-k the first k; top-p the shortest
+    whose sum reaches p; min-p the ids with at least min_p times the best probability.
+    The kept probabilities are not rescaled.
     """
     probs = torch.softmax(logits, dim=-1)
     rows = info.filter_rows
@@ -247,7 +246,7 @@ def filtered_probs(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tenso
             )
             probs = probs.index_copy(0, rows, block)
     if info.needs_min_p:
-        # The best id survives top-k and top-p, so the floor is that of the original.
+        # The best id survives top-k and top-p, so the floor is the original one.
         floor = probs.amax(dim=-1, keepdim=True) * info.min_ps[:, None]
         probs = row_ops.zero_below(probs, floor)
     return probs
@@ -256,9 +255,10 @@ def filtered_probs(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tenso
 def _keep_prefix(
     probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, max_top_k: int
 ) -> torch.Tensor:
-    """`probs` [F, V] with 0 for what top-k `top_ks` [F] and top-p `top_ps` [F] remove.
+    """Return `probs` [F, V] with 0 for ids that top-k `top_ks` [F] or top-p `top_ps`
+    [F] removes.
 
-    Finds the value of the last kept id and how many of its ties stay: then neither the
+    Finds the value of the last kept id and how many of its ties stay. Then neither the
     order in which a sort leaves equal values nor the choice between sort and top-k
     matters, and nothing has to be scattered back.
     """
@@ -267,15 +267,15 @@ def _keep_prefix(
     n_best = min(max_top_k + 1, probs.shape[1])
     negated = row_ops.negated_best(probs, n_best)
     sums = negated.double().neg_().cumsum(dim=-1)
-    # Sums before the last id may already round to 1: p = 1 must not cut there.
+    # Sums before the last id may already round to 1, and p = 1 must not cut there.
     limits = top_ps.double().masked_fill(top_ps >= 1.0, float("inf"))[:, None]
     n_kept = torch.searchsorted(sums, limits) + 1
     n_kept = torch.minimum(n_kept, top_ks[:, None]).clamp_(max=n_best)
     negated_last = negated.gather(1, n_kept - 1)
     last = -negated_last
     kept = row_ops.zero_below(probs, last)
-    # Ties at the cut are rare; looking costs a wait on an accelerator, so it always
-    # cuts.
+    # Ties at the cut are rare, but looking for them costs a wait on an accelerator, so
+    # it always cuts.
     n_tied = torch.searchsorted(negated, negated_last, right=True)
     if row_ops.on_host(probs) and not bool((n_tied > n_kept).any()):
         return kept

@@ -1,8 +1,8 @@
 """Sampling parameters of the rows of a batch, as tensors and host flags.
 
-Built from one host row per request, so that filtering and merging are rebuilds and
-cannot drift from a fresh batch. Knows nothing of logits, requests or grammars (it only
-carries the grammars' token mask).
+Built from one host row per request, so filtering and merging are rebuilds and cannot
+drift from a fresh batch. Knows nothing of logits, requests or grammars (it only carries
+the grammars' token mask).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from sglang.srt.sampling.ops.noise import mix_seed
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-# Needs of a row, as bits, so that a batch's needs are one OR over its rows.
+# What a row needs, as bits, so that a batch's needs are one OR over its rows.
 _GREEDY = 1
 _SAMPLED = 2
 _SORT = 4
@@ -39,7 +39,7 @@ class SamplingRow:
 
     Fields:
         params: validated sampling parameters.
-        seed: the request's seed (drawn by the scheduler where the user gave none).
+        seed: the request's seed (the scheduler draws one if the user gave none).
         prompt_len: tokens before the first output token.
         stop_ids: EOS and stop token ids, banned until `min_new_tokens` are out.
     """
@@ -102,7 +102,8 @@ class SparseTokens:
     values: torch.Tensor | None = None
 
     def repeat(self, times: int) -> SparseTokens:
-        """Each entry of row r once for each copy of that row, as in `repeat_rows`."""
+        """Repeat the entries of row r for each copy of that row, as in
+        `repeat_rows`."""
         values = self.values
         return SparseTokens(
             rows=_repeat_indices(self.rows, times),
@@ -113,11 +114,11 @@ class SparseTokens:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingBatchInfo:
-    """Sampling state of R rows. Nothing in it changes from step to step but the mask.
+    """Sampling state of R rows. Only the mask changes from step to step.
 
-    Where every row is greedy and asks for nothing else (`is_plain_greedy`) the per-row
-    tensors are shared neutral constants: a reader must look at the flag of a feature
-    before it reads the tensors of that feature.
+    If every row is greedy and asks for nothing else (`is_plain_greedy`), the per-row
+    tensors are shared neutral constants. A reader must check the flag of a feature
+    before it reads the feature's tensors.
 
     Fields:
         rows: host rows, in batch order.
@@ -126,13 +127,13 @@ class SamplingBatchInfo:
             properties.
         floats: [6, R] float32 and ints [5, R] int64 on the device; read them through
             the named properties.
-        filter_rows: [F] int64, the rows with top-k or top-p; None where there are none.
-        max_top_k: the largest top-k of those rows, `vocab_size` where one of them
-            filters by top-p alone; 0 where there are none.
-        penalty_rows: [P] int64, the rows with a penalty; None where there are none.
-        logit_bias, stop_tokens: sparse entries; None where no row has any.
-        vocab_mask: int32 bit mask [R, ceil(vocab_size / 32)] on the device, bit set =
-            allowed; None where no row has a grammar. Set for each step with
+        filter_rows: [F] int64, the rows with top-k or top-p, or None if there are none.
+        max_top_k: the largest top-k of those rows; `vocab_size` if one of them only
+            filters by top-p, 0 if there are none.
+        penalty_rows: [P] int64, the rows with a penalty, or None if there are none.
+        logit_bias, stop_tokens: sparse entries, or None if no row has any.
+        vocab_mask: int32 bit mask [R, ceil(vocab_size / 32)] on the device; a set bit
+            allows the id. None if no row has a grammar. Set for each step with
             `with_vocab_mask`.
     """
 
@@ -156,7 +157,7 @@ class SamplingBatchInfo:
         vocab_size: int,
         device: torch.device | str,
     ) -> SamplingBatchInfo:
-        """Build the batch of `rows`, in their order; there is no mask yet."""
+        """Build the batch of `rows`, in order. It has no mask yet."""
         rows = tuple(rows)
         device = torch.device(device)
         needs = reduce(or_, [row.needs for row in rows], 0)
@@ -182,22 +183,23 @@ class SamplingBatchInfo:
         )
 
     def filter(self, keep: Sequence[int]) -> SamplingBatchInfo:
-        """The rows at the host indices `keep`, in that order, without the mask."""
+        """Return the rows at host indices `keep`, in that order, without the mask."""
         rows = self.rows
         return self.from_rows(
             [rows[i] for i in keep], vocab_size=self.vocab_size, device=self.device
         )
 
     def merge(self, other: SamplingBatchInfo) -> SamplingBatchInfo:
-        """These rows followed by the rows of `other`, without the masks."""
+        """Return these rows followed by the rows of `other`, without the masks."""
         return self.from_rows(
             self.rows + other.rows, vocab_size=self.vocab_size, device=self.device
         )
 
     def repeat_rows(self, times: int, *, keep_mask: bool = False) -> SamplingBatchInfo:
-        """Each row `times` times in succession: a request becomes its tree nodes.
+        """Repeat each row `times` times in succession: a request becomes its tree
+        nodes.
 
-        `keep_mask`: the mask has a row for each of the copies already.
+        `keep_mask`: the mask already has a row for each copy.
         """
         mask, filtering, penal = self.vocab_mask, self.filter_rows, self.penalty_rows
         return dataclasses.replace(
@@ -217,7 +219,7 @@ class SamplingBatchInfo:
         )
 
     def with_vocab_mask(self, mask: torch.Tensor | None) -> SamplingBatchInfo:
-        """The same rows under the grammar masks of this step."""
+        """Return the same rows under the grammar masks of this step."""
         return dataclasses.replace(self, vocab_mask=mask)
 
     def __len__(self) -> int:
@@ -233,7 +235,7 @@ class SamplingBatchInfo:
 
     @property
     def is_plain_greedy(self) -> bool:
-        """Whether an argmax of the raw logits is all that is asked for."""
+        """Whether nothing but an argmax of the raw logits is asked for."""
         return not self.needs & ~_GREEDY and self.vocab_mask is None
 
     @property
@@ -328,7 +330,7 @@ class SamplingBatchInfo:
 def _upload(
     values: Sequence[float] | Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """A device tensor of host values, without waiting for the device."""
+    """Copy host values to the device without waiting for it."""
     host = torch.tensor(values, dtype=dtype)
     if device.type == "cpu":
         return host
@@ -339,7 +341,8 @@ def _upload(
 def _plain_constants(
     n_rows: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Neutral `floats` and `ints`, shared by all plain greedy batches of a size."""
+    """Return neutral `floats` and `ints`, shared by all plain greedy batches of a
+    size."""
     row = SamplingRow(params=SamplingParams(temperature=0.0))
     return _row_tensors((row,) * n_rows, 1, device)
 
@@ -347,7 +350,7 @@ def _plain_constants(
 def _row_tensors(
     rows: tuple[SamplingRow, ...], vocab_size: int, device: torch.device
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`floats` [6, R] and `ints` [5, R] of SamplingBatchInfo."""
+    """Return `floats` [6, R] and `ints` [5, R] of SamplingBatchInfo."""
     floats: list[float] = []
     ints: list[int] = []
     for float_column in zip(*(row.floats for row in rows), strict=True):
@@ -373,7 +376,7 @@ def _max_top_k(rows: tuple[SamplingRow, ...], vocab_size: int) -> int:
 def _rows_with(
     need: int, rows: tuple[SamplingRow, ...], needs: int, device: torch.device
 ) -> torch.Tensor | None:
-    """[n] int64: indices of the rows with `need`; None where no row has it."""
+    """Return [n] int64: indices of the rows with `need`, or None if no row has it."""
     if not needs & need:
         return None
     indices = [i for i, row in enumerate(rows) if row.needs & need]
@@ -381,7 +384,7 @@ def _rows_with(
 
 
 def _repeat_indices(rows: torch.Tensor, times: int) -> torch.Tensor:
-    """[n * times]: indices r become r * times .. r * times + times - 1."""
+    """Return [n * times]: index r becomes r * times .. r * times + times - 1."""
     copies = torch.arange(times, device=rows.device)
     return (rows[:, None] * times + copies).flatten()
 

@@ -17,15 +17,15 @@ from sglang.srt.utils.stop_patterns import compile_stop_patterns
 
 GREEDY_TEMPERATURE = 1e-5
 MAX_SEED = 2**63 - 1
-# Integers travel, and become tensors, with 64 bits.
+# Integers have 64 bits on the wire and as tensors.
 MAX_INT = 2**63 - 1
 MAX_STOPS = 128
 MAX_STOP_CHARS = 4096
 # Compared with the end of the output for every piece of text that is shown.
 MAX_ALL_STOP_CHARS = 4 * MAX_STOP_CHARS
-# Entries of `logit_bias` and of `stop_token_ids`.
+# Most entries of `logit_bias` and of `stop_token_ids`.
 MAX_TOKEN_ENTRIES = 1 << 16
-# A logit of this size stays finite in float32 whatever penalty and temperature do.
+# A logit of this size stays finite in float32 under any penalty and temperature.
 MAX_LOGIT_BIAS = 1e30
 MAX_TEMPERATURE = 1e30
 MAX_N = 1 << 16
@@ -35,10 +35,10 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     """SGLang's sampling parameters, with SGLang's defaults.
 
     `temperature` 0 (or below 1e-5) means greedy. `top_k` -1 means the whole vocabulary.
-    `stop` and `stop_regex` are lists here; the wire also accepts a single string. The
-    syntax of `stop_regex` is RE2's (see `utils.stop_patterns`). A stop that is complete
-    before `min_new_tokens` is ignored; later ones count. `sampling_seed` None means
-    that the scheduler draws one.
+    `stop` and `stop_regex` are lists here; the wire also accepts a single string.
+    `stop_regex` uses RE2 syntax (see `utils.stop_patterns`). A stop that is complete
+    before `min_new_tokens` is ignored; later ones count. If `sampling_seed` is None the
+    scheduler draws one.
     """
 
     max_new_tokens: int = 128
@@ -88,7 +88,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def is_bound_from_the_start(self) -> bool:
-        """Whether a grammar leaves no room for other text before what it binds."""
+        """Whether a grammar leaves no room for other text before the part it binds."""
         key = self.grammar_key
         return key is not None and key[0] != "structural_tag"
 
@@ -98,9 +98,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
     ) -> SamplingParams:
         """Parse and validate a client's fields; None means the default.
 
-        Numbers may be written as texts, and integers as floats. Values that ask for
-        nothing are accepted (`_NEUTRAL`, empty stops). Stops that occur twice count
-        once.
+        Numbers may be strings, and integers may be floats. Values that ask for nothing
+        are accepted (`_NEUTRAL`, empty stops). Duplicate stops count once.
 
         Args:
             defaults: values of fields that the client leaves out.
@@ -172,7 +171,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True):
         compile_stop_patterns(self.stop_regex)
 
     def within_vocab(self, vocab_size: int) -> SamplingParams:
-        """Return these parameters without stop tokens that no output can hold."""
+        """Return these parameters without stop tokens that no output can contain."""
         known = [token for token in self.stop_token_ids if 0 <= token < vocab_size]
         if len(known) == len(self.stop_token_ids):
             return self
@@ -230,7 +229,7 @@ RULES: tuple[tuple[str, Any, str], ...] = (
 
 
 def _check_sizes(values: dict[str, Any]) -> None:
-    """Refuse lists that are too large, by their sizes alone: no entry is read yet."""
+    """Refuse lists that are too large, by size alone: no entry has been read yet."""
     for name, limit in (
         ("stop", MAX_STOPS),
         ("stop_regex", MAX_STOPS),
@@ -259,7 +258,7 @@ def _check_lengths(name: str, lengths: list[int]) -> None:
 
 
 def _int_keys(bias: dict[Any, Any]) -> dict[Any, Any]:
-    """JSON object keys are strings: turn digit strings into token ids."""
+    """Turn digit strings into token ids, because JSON object keys are strings."""
     converted: dict[Any, Any] = {}
     for key, value in bias.items():
         try:

@@ -1,4 +1,5 @@
-"""Token masks of grammars as bit masks: bit i % 32 of word i // 32 set = id i allowed.
+"""Token masks of grammars as bit masks: bit i % 32 of word i // 32 is set if id i is
+allowed.
 
 The only module that knows the bit layout on the tensor side. Knows nothing of grammars.
 """
@@ -11,7 +12,7 @@ import torch
 
 
 def mask_words(vocab_size: int) -> int:
-    """Number of int32 words of one row's mask."""
+    """Return the number of int32 words of one row's mask."""
     return (vocab_size + 31) // 32
 
 
@@ -24,11 +25,11 @@ def allocate_vocab_mask(
 
 
 def apply_vocab_mask(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """Return `logits` [R, V] float32, -inf where the bit of `mask` [R, W] is clear.
+    """Return `logits` [R, V] float32 with -inf where the bit of `mask` [R, W] is clear.
 
     Returns a new tensor. 32 W must be at least V. NaN stays NaN.
     """
-    # A table of the 256 masks of a byte: several times faster on the CPU than shifting
+    # A table of a byte's 256 masks is several times faster on the CPU than shifting
     # bits and filling where they are clear. Byte b of a little-endian word holds ids
     # 8b .. 8b + 7, lowest bit first, so the bytes lie in id order.
     as_bytes = mask.contiguous().view(torch.uint8).flatten().int()
@@ -38,7 +39,8 @@ def apply_vocab_mask(logits: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _byte_biases(device: torch.device) -> torch.Tensor:
-    """[256, 8] float32: 0 where the bit of the byte is set, -inf where it is clear."""
+    """Return [256, 8] float32: 0 where the bit of the byte is set, -inf where it is
+    clear."""
     biases = [
         [0.0 if byte >> bit & 1 else float("-inf") for bit in range(8)]
         for byte in range(256)

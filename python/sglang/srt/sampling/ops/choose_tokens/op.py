@@ -1,4 +1,4 @@
-"""The op that chooses a token per row where no filter applies."""
+"""The op that chooses a token per row if no filter applies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def choose_tokens_ref(
     positions: Tensor | None = None,
     greedy_rows: Tensor | None = None,
 ) -> Tensor:
-    """One token id per row, [R] int64 on the device, without waiting for it.
+    """Choose one token id per row, [R] int64 on the device, without waiting for it.
 
     A greedy row takes the first id of the largest logit, NaN counting as the largest.
     Any other row takes the first id whose cumulative softmax weight exceeds
@@ -26,9 +26,9 @@ def choose_tokens_ref(
 
     Args:
         logits: [R, V] float32, bfloat16 or float16; rows contiguous.
-        temperatures: [R] float32 by which the logits of drawn rows are divided; None:
-            they are already.
-        seeds, positions: [R] int64; None: all rows are greedy.
+        temperatures: [R] float32 divisors of drawn rows' logits, or None if these are
+            already divided.
+        seeds, positions: [R] int64, or None if all rows are greedy.
         greedy_rows: [R] bool; required with `seeds`.
 
     Raises:
@@ -47,7 +47,7 @@ def choose_tokens_ref(
 
 
 def require_together(*given: Tensor | None) -> None:
-    """Raise ValueError unless all or none of the arguments of a draw are there."""
+    """Raise ValueError unless a draw has all of its arguments or none."""
     there = [x is not None for x in given]
     if any(there) != all(there):
         raise ValueError("seeds, positions and greedy_rows must be given together")

@@ -1,8 +1,8 @@
 """Triton kernel that chooses a token per row without waiting for the device.
 
-One launch reads the logits once: argmax for greedy rows, for the others an inverse-CDF
-draw in the order of the ids with the (seed, position) noise of `sampling/ops/noise.py`.
-Knows nothing of top-k, top-p and min-p.
+One launch reads the logits once: argmax for greedy rows, and for the others an
+inverse-CDF draw in the order of the ids with the (seed, position) noise of
+`sampling/ops/noise.py`. Knows nothing of top-k, top-p and min-p.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -39,9 +39,10 @@ _LOWEST = tl.constexpr(-(2**63))
 
 @triton.jit
 def _best(value, index, inside):
-    """int64 that grows with the largest value and, among equals, falls with its index.
+    """Return an int64 that grows with the largest value and, among equals, falls with
+    its index.
 
-    NaN is above all. Where `inside` is false there is nothing, not even -inf.
+    NaN ranks above everything. Entries not `inside` rank below everything, even -inf.
     """
     bits = (value + 0.0).to(tl.int32, bitcast=True)
     key = bits ^ ((bits >> 31) & 0x7FFFFFFF)
@@ -53,7 +54,7 @@ def _best(value, index, inside):
     return (largest.to(tl.int64) << 32) | (0x7FFFFFFF - first).to(tl.int64)
 
 
-# Rows of a matrix with a column per request begin anywhere.
+# Rows of a matrix with one column per request may begin anywhere.
 @triton.jit(
     do_not_specialize_on_alignment=[
         "temperatures",
@@ -146,7 +147,8 @@ def _draw(
     BLOCK: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr,
 ):
-    """The first id whose cumulative weight exceeds `noise` times the row's total."""
+    """Return the first id whose cumulative weight exceeds `noise` times the row's
+    total."""
     inside = splits < SPLITS
     largest = tl.load(maxima, mask=inside, other=float("-inf"), cache_modifier=".cg")
     weight = tl.load(sums, mask=inside, other=0.0, cache_modifier=".cg")
@@ -164,8 +166,8 @@ def _draw(
         value = value / tl.load(temperature)
     weights = tl.exp(value - top).to(tl.float64)
     cumulative = tl.cumsum(weights, axis=0)
-    # Both sums of the split differ by their rounding; the bounds keep the target
-    # between the first and the last id that has weight.
+    # The two sums of a split differ by rounding. The bounds keep the target between the
+    # first and the last id with a weight.
     total = tl.max(cumulative, axis=0)
     target = tl.minimum(tl.maximum(target - before, 0.0), total * (1.0 - 2.0**-53))
     within = tl.sum((cumulative <= target).to(tl.int32), axis=0)
@@ -180,11 +182,11 @@ def choose_tokens(
     positions: Tensor | None = None,
     greedy_rows: Tensor | None = None,
 ) -> Tensor:
-    """`sampling.ops.choose_tokens`: one launch.
+    """`sampling.ops.choose_tokens` in one launch.
 
     Raises:
-        ValueError: as the reference, or the logits have more rows or ids than the
-            kernel's scratch was laid out for.
+        ValueError: as in the reference, or the logits have more rows or ids than the
+            kernel's scratch can hold.
     """
     rows, vocab = logits.shape
     require_together(seeds, positions, greedy_rows)
@@ -207,7 +209,7 @@ def choose_tokens(
     sums = partial[12 * third :].view(torch.float32)
     pdl = supports_dependent_launch(logits.device)
     options: dict[str, Any] = {"launch_pdl": True} if pdl else {}
-    # Absent tensors are replaced by some pointer that is never read.
+    # Absent tensors are replaced by any pointer; it is never read.
     choose_kernel[(splits, rows)](
         logits,
         maxima if temperatures is None else temperatures,
@@ -234,7 +236,8 @@ def choose_tokens(
 
 
 def split_size(rows: int, vocab: int) -> int:
-    """Ids per program: small where few rows must fill the device."""
+    """Return the ids per program: few if a small number of rows must fill the
+    device."""
     block: int = 2048 if rows <= 8 else 4096
     while block < _MAX_BLOCK and vocab > block * _MAX_SPLITS:
         block *= 2
