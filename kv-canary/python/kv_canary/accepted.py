@@ -1,4 +1,4 @@
-"""Sampled tokens, and accepted paths of draft trees, as the canary notes them.
+"""Sampled tokens, and accepted paths of draft trees, as the canary records them.
 
 Holds tensors; launches nothing.
 """
@@ -18,8 +18,9 @@ from kv_canary.view import ForwardView
 class SampledTokens(NamedTuple):
     """Tokens that were drawn for R rows; int64 [R] each, contiguous.
 
-    `tokens`: of each row, at position prefix_lens + extend_lens; negative: none, so
-    that its next input is not known. The others as in `ForwardView`.
+    `tokens`: each row's token at position prefix_lens + extend_lens, or negative if
+        there is
+    none and the next input is unknown. The others are as in `ForwardView`.
     """
 
     req_rows: Tensor
@@ -35,14 +36,14 @@ class AcceptedPath:
 
     Fields:
         req_rows, serials, prefix_lens: [b], as in `ForwardView`.
-        tokens, parent_index: [b, D], of the nodes; a parent is a place among all b * D
-            nodes, -1: none.
+        tokens, parent_index: [b, D], of the nodes; a parent is an index among all b * D
+            nodes, or -1.
         predict: [b, D], the token that follows each node of the path.
-        accept_index: [b, W], places of the path among all nodes, the root first.
-        accept_lens: [b], nodes of the path, 1 .. W.
+        accept_index: [b, W], indices of the path among all nodes, the root first.
+        accept_lens: [b], number of nodes on the path, 1 .. W.
         gained: [b, W], the tokens that requests gain, in order.
-        choices: [b, D] | None, the target's choice after each node, where it alone
-            decides.
+        choices: [b, D], the target's choice after each node if it alone decides, or
+            None.
     """
 
     req_rows: Tensor
@@ -58,7 +59,7 @@ class AcceptedPath:
 
     @property
     def tensors(self) -> list[Tensor | None]:
-        """All of them, in order."""
+        """Return all tensors, in order."""
         return [getattr(self, f.name) for f in fields(self)]
 
     @property
@@ -74,7 +75,7 @@ class AcceptedPath:
         return self.accept_index.shape[1]
 
     def last(self) -> SampledTokens:
-        """The last token that each row gained."""
+        """Return the last token that each row gained."""
         place = self.accept_lens.clamp(1, self.width)[:, None] - 1
         return SampledTokens(
             req_rows=self.req_rows,
@@ -85,8 +86,8 @@ class AcceptedPath:
         )
 
     def rows(self, salts: Tensor) -> ForwardView:
-        """The tokens whose KV stays, the root and the accepted drafts, as rows of
-        `width` tokens each; their slots are not known. `salts`: as in `ForwardView`."""
+        """Return the tokens whose KV stays, the root and the accepted drafts, as rows
+        of `width` tokens with unknown slots. `salts`: as in `ForwardView`."""
         steps = torch.arange(self.width, device=self.gained.device)
         inputs = torch.cat((self.tokens[:, :1], self.gained[:, :-1]), dim=1).view(-1)
         offsets = torch.arange(self.num_rows + 1, device=self.gained.device)
@@ -103,7 +104,7 @@ class AcceptedPath:
         )
 
     def check_layout(self) -> None:
-        """For kernels that index raw memory, where another layout would be misread.
+        """Check for kernels that index raw memory and would misread another layout.
 
         Raises:
             ValueError: a tensor has another shape, or is not contiguous int64.
@@ -130,12 +131,12 @@ class AcceptedPath:
 
 
 class AcceptedWords(NamedTuple):
-    """The words that a verification sends to the host: one vector of int64.
+    """The words that a verification sends to the host, as one int64 vector.
 
     ```
     words  | gained [b, W] | accept_lens [b] | findings | of the draft | marks [2, b] |
     ```
-    The others are its parts; findings are [STATUS_WORDS + b] each.
+    The other fields are its parts; findings are [STATUS_WORDS + b] each.
     """
 
     words: Tensor
@@ -147,7 +148,7 @@ class AcceptedWords(NamedTuple):
 
     @classmethod
     def of(cls, path: AcceptedPath) -> AcceptedWords:
-        """New words for a path."""
+        """Allocate words for a path."""
         rows = path.num_rows
         sizes = [rows * path.width, rows, *[STATUS_WORDS + rows] * 2, 2 * rows]
         words = path.gained.new_empty(sum(sizes))

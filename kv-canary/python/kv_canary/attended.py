@@ -1,7 +1,7 @@
-"""The bytes of a group of slots that attention compares itself, while it loads them.
+"""The bytes of a slot group that attention compares itself while it loads them.
 
-Verify then compares the records of a forward's reads alone (`PoolChecks`); the tail
-keeps the sums of what was written (`Fingerprint.sums`).
+Verify then compares only the records of a forward's reads (`PoolChecks`), and the tail
+keeps checksums of what was written (`Fingerprint.sums`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kv_canary.state import CanaryState
 
 SUM_BYTES = torch.int32.itemsize
-"""Bytes of the sum of a KV head in a slot and layer."""
+"""Bytes of one KV head's checksum per slot and layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +26,10 @@ class AttendedBytes:
     """A group of slots whose bytes attention compares.
 
     Fields:
-        state: of the group: where findings go.
+        state: state of the group, which receives the findings.
         sums: int32 [slots, layers, KV heads], as in `Fingerprint`.
-        in_turn: whether a forward compares one layer, its number modulo the layers,
-            and not every layer.
+        in_turn: whether a forward compares only one layer (its number modulo the
+            layers) instead of every layer.
     """
 
     state: CanaryState
@@ -38,7 +38,7 @@ class AttendedBytes:
 
 
 def attended_bytes(state: CanaryState, source: Fingerprint) -> AttendedBytes | None:
-    """None: no sums are kept, and attention compares nothing."""
+    """Return the bytes to compare, or None if no sums are kept."""
     if source.sums is None:
         return None
     in_turn = source.mode is FingerprintMode.ROTATE
@@ -46,7 +46,7 @@ def attended_bytes(state: CanaryState, source: Fingerprint) -> AttendedBytes | N
 
 
 def with_sums(source: Fingerprint, *, heads: int) -> Fingerprint:
-    """The same bytes, with sums for attention of so many KV heads.
+    """Return the same bytes with checksums for attention of `heads` KV heads.
 
     Raises:
         ValueError: the mode does not cover all bytes.

@@ -1,4 +1,4 @@
-"""The canary of one pool, for an engine that has no adapter of its own."""
+"""The canary of one pool, for engines without an adapter of their own."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ class Canary:
     """Records for every slot of a pool, checked by each forward.
 
     Args:
-        layout: of the pool.
+        layout: layout of the pool.
         req_to_token: int32 [requests + 1, W], slots by request row and position; row 0
-            is for padding.
-        mode: bytes that are fingerprinted.
+            is padding.
+        mode: which bytes are fingerprinted.
         options: how violations are reported.
         ring_capacity: violations that are kept between two calls of `violations`.
 
     Attributes:
-        serials: requests by serial; whoever admits a request adds it.
-        reporter: of everything found so far.
+        serials: requests by serial; callers add each request they admit.
+        reporter: reporter of everything found so far.
 
     Raises:
         ValueError: the pool's bytes cannot be fingerprinted, or a size is impossible.
@@ -70,30 +70,32 @@ class Canary:
 
     def expect_prefix(self, req_row: int, tokens: Sequence[int], salt: int = 0) -> None:
         """Announce that the next forward of `req_row` continues after these tokens,
-        written by another request or an earlier one of this row."""
+        which another request, or an earlier one in this row, has written."""
         row = torch.tensor([req_row], device=self._state.head.device)
         lineage = torch.tensor([lineage_of(list(tokens), salt)]).to(row.device)
         launches.set_lineage(self._state, row, lineage)
 
     @contextmanager
     def forward(self, view: ForwardView) -> Iterator[None]:
-        """Scope of a model forward without a tree: check the slots of `view.reads`
+        """Scope of a model forward without a tree. Check the slots of `view.reads`
         before it, then record the new tokens' slots over the bytes that it stored."""
         launches.before_model(self._state, view, self._checks)
         yield
         launches.write_tail(self._state, view, self._checks, advance=True)
 
     def free(self, slots: Tensor) -> None:
-        """Poison slots [n] int64: a read of them before the next write is reported."""
+        """Poison slots [n] int64. Reading them before the next write is then
+        reported."""
         launches.poison(self._state, slots)
 
     def move(self, *, dst: Tensor, src: Tensor) -> None:
-        """Move the records of slots `src` to `dst` ([n] int64 each), after their
+        """Move the records of slots `src` to `dst` ([n] int64 each), after moving their
         bytes."""
         launches.move_records(self._state, dst=dst, src=src)
 
     def violations(self) -> list[Violation]:
-        """All violations since the last call, logged and kept; waits for the device."""
+        """Return, log and keep all violations since the last call. Waits for the
+        device."""
         count, capacity = int(self._state.ring_count), self._state.ring.shape[0]
         entries = self._state.ring[: min(count, capacity)].tolist()
         self._state.ring_count.zero_()
@@ -103,7 +105,7 @@ class Canary:
         """Raise the violations since the last call, if there are any.
 
         Raises:
-            CanaryViolation: with the text of all of them.
+            CanaryViolation: its text has all of them.
         """
         found = self.violations()
         if found:

@@ -1,5 +1,6 @@
-"""Sums of the state that one forward leaves for a later one beside the KV, such as the
-hidden states and candidates of a draft: noted where it is made, compared where used.
+"""Checksums of state other than KV that one forward leaves for a later one, such as a
+draft's hidden states and candidates: recorded where it is made, compared where it is
+used.
 
 ```
 | hidden as 32-bit words | id 0 | bits of prob 0 | id 1 | ...      word w_j of a row
@@ -25,15 +26,15 @@ KEY = to_signed64(0xD6E8FEB86659FD93)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CarriedRows:
-    """State of R rows of b requests, `group` = R / b of each.
+    """State of R rows of b requests, `group` = R / b rows each.
 
     Fields:
-        places: int64 [R], of the rows in `sums`; negative: the row is left out.
-        req_rows, serials, positions: int64 [b], as in `ForwardView`; position: of the
-            newest token, for reports. Request row 0 is left out.
-        hidden: [R, width], a whole number of 32-bit words in a row, or None.
+        places: int64 [R], places of the rows in `sums`; negative to leave a row out.
+        req_rows, serials, positions: int64 [b], as in `ForwardView`; the position of
+            the newest token, for reports. Request row 0 is left out.
+        hidden: [R, width], a whole number of 32-bit words per row, or None.
         ids, probs: int64 and float32 [R, K], or None.
-        sums: int64 [N], noted or compared.
+        sums: int64 [N], recorded or compared.
     """
 
     places: Tensor
@@ -69,7 +70,7 @@ class CarriedRows:
         return [self.group, known, words.shape[1], words.stride(0)]
 
     def check_layout(self) -> None:
-        """For kernels that index raw memory, where another layout would be misread.
+        """Check for kernels that index raw memory and would misread another layout.
 
         Raises:
             ValueError: a tensor has another shape or layout.

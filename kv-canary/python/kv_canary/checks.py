@@ -1,7 +1,7 @@
 """Every check of the canary, declared once.
 
-From `CHECKS` follow the labels in logs, metrics and incident files, the diagnosis, what
-a healing gives up, the words of `explain`, the guide's tables
+`CHECKS` determines the labels in logs, metrics and incident files, the diagnosis, what
+healing gives up, the words of `explain`, the guide's tables
 (`scripts/generate_canary_docs.py`) and the enumeration of the C++ ops
 (`scripts/generate_canary_header.py`). Imports no torch.
 """
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 
 class Reason(IntFlag):
-    """Bits of the findings. A bit never changes: the C++ ops are built with it. The
-    names in lower case are the labels in logs, metrics and files."""
+    """Bits of the findings. A bit never changes, because the C++ ops are built with it.
+    The lower-case names are the labels in logs, metrics and files."""
 
     VERIFY_LINEAGE = 1 << 0
     VERIFY_POSITION = 1 << 1
@@ -68,16 +68,16 @@ EVERY_REASON = tuple(reason_labels(~0))
 
 
 class Severity(IntEnum):
-    """What a damage puts in doubt: only drafts, which the target still judges, or
-    tokens."""
+    """What damage puts in doubt: tokens, or only drafts, which the target still
+    judges."""
 
     DRAFTS = 1
     TOKENS = 2
 
 
 class Blames(Enum):
-    """Whom a healing recomputes besides the request, in the guide's words. READER: only
-    the request, whose slot is damaged if its row has it."""
+    """Whom healing recomputes besides the request, in the guide's words. READER: only
+    the request, whose slot is damaged if its row contains it."""
 
     READER = ""
     HOLDER = "whoever holds the slot"
@@ -85,8 +85,8 @@ class Blames(Enum):
 
 
 class Shows(Enum):
-    """The lines that `explain` adds; a violation of several reasons shows them in this
-    order, and records only where nothing else is shown."""
+    """The lines that `explain` adds. A violation with several reasons shows them in
+    this order, and records only if nothing else is shown."""
 
     PHASE = 0
     STATE = 1
@@ -97,7 +97,7 @@ class Shows(Enum):
 
 
 class Sources(NamedTuple):
-    """Where the two tokens that differ come from: the due one, and the one found."""
+    """Where two tokens that differ come from: the due one, and the one found."""
 
     due: str
     found: str
@@ -112,9 +112,9 @@ class Check:
         meaning: the words of `explain`.
         detail: what the guide adds to the meaning.
         found_by: the launches that report it.
-        diagnoses: the classes of fault that it points at. The first that applies is
+        diagnoses: the classes of fault that it points at. The first one that applies is
             reported, and one always applies.
-        blames: whom a healing recomputes.
+        blames: whom healing recomputes.
         severity: what a finding in the draft's pool puts in doubt. In the target's pool
             it is always tokens.
         shows: the lines that `explain` adds. sources: for `Shows.INPUT`.
@@ -461,7 +461,7 @@ CHECKS: tuple[Check, ...] = (
         ),
     ),
 )
-"""All checks. Of a violation with several reasons the first check tells the
+"""All checks. If a violation has several reasons, the first check decides the
 diagnosis."""
 
 CHECKS_BY_LABEL = {check.label: check for check in CHECKS}
@@ -474,14 +474,14 @@ DIAGNOSES: tuple[Diagnosis, ...] = tuple(
 
 def diagnose(violation: Evidence) -> Diagnosis:
     """Return the class of fault that a violation looks like."""
-    # A ring in damaged memory may hold bits that no check has.
+    # A ring in damaged memory may hold bits that belong to no check.
     last = CHECKS[-1]
     check = next((c for c in CHECKS if c.reason & violation.reasons), last)
     return next(kind for kind in check.diagnoses if kind.applies(violation))
 
 
 def reasons_where(condition: Callable[[Check], bool]) -> Reason:
-    """Return the bits of the checks that fulfil a condition."""
+    """Return the bits of the checks that meet a condition."""
     bits = Reason(0)
     for check in CHECKS:
         if condition(check):

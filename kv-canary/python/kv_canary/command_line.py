@@ -1,4 +1,4 @@
-"""Wrap the main functions of this repository's commands."""
+"""A wrapper for the main functions of this repository's commands."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import ParamSpec
 
 P = ParamSpec("P")
 
-# As a shell shows a process that SIGPIPE ended.
+# The exit code that a shell shows for a process ended by SIGPIPE.
 READER_GONE = 141
 
 
 def ends_with_its_reader(main: Callable[P, int]) -> Callable[P, int]:
-    """Make a command end quietly when nobody reads its output any more (`| head`)."""
+    """Make a command end quietly when its reader goes away (`| head`)."""
 
     @wraps(main)
     def command(*args: P.args, **kwargs: P.kwargs) -> int:
@@ -41,7 +41,7 @@ def _flush() -> None:
 
 
 def _has_lost_its_reader() -> bool:
-    """Whether a standard stream has nobody who reads it; then it goes nowhere."""
+    """Whether a standard stream has lost its reader; if so, redirect it to nowhere."""
     found = False
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and _is_broken(stream.fileno()):
@@ -52,7 +52,7 @@ def _has_lost_its_reader() -> bool:
 
 
 def _is_broken(descriptor: int) -> bool:
-    # A stream without a buffer has nothing left whose writing would tell.
+    # An unbuffered stream has nothing left to write that would show it.
     poll = select.poll()
     poll.register(descriptor, 0)
     return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))

@@ -1,6 +1,6 @@
 """Classes of fault, and the facts that tell them apart.
 
-`kv_canary.checks` says which class each check points at. This file knows no check.
+`kv_canary.checks` says which classes each check points at. This file knows no check.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def always(violation: Evidence) -> bool:
-    """Apply to whatever the diagnoses before this one left."""
+    """Apply to everything that the earlier diagnoses left."""
     return True
 
 
@@ -25,7 +25,7 @@ class Diagnosis:
     """A class of fault.
 
     Fields:
-        name: in words; `{writer}` is the request that wrote the record.
+        name: its name; `{writer}` is the request that wrote the record.
         look_at: where the fault may be.
         when: the guide's words for `applies`; empty if the reason alone decides.
         applies: whether a violation looks like it.
@@ -42,13 +42,13 @@ def is_never_written(violation: Evidence) -> bool:
 
 
 def wrote_it_itself(violation: Evidence) -> bool:
-    """Whether the record's request is the one that reads or writes."""
+    """Whether the reading or writing request wrote the record."""
     return violation.writer.serial == violation.serial & SERIAL_MASK
 
 
 def is_held_once(violation: Evidence) -> bool:
-    """Whether the host gave the slot to this request alone, or to the prefix cache
-    alone."""
+    """Whether the host gave the slot only to this request, or only to the prefix
+    cache."""
     owner = violation.owner
     due = () if owner.is_shared else (violation.serial,)
     return owner.is_allocated and owner.claims == due
@@ -57,8 +57,8 @@ def is_held_once(violation: Evidence) -> bool:
 def is_still_unwritten(violation: Evidence) -> bool:
     """Whether the slot was freed before its present owner got it.
 
-    A slot freed just before this forward cannot have a new owner yet, unless a draft
-    step reads it: slots are allocated for its copies after that.
+    A slot that was freed just before this forward cannot have a new owner yet, unless a
+    draft step reads it: slots for its copies are allocated after the free.
     """
     is_old = violation.writer.clock < violation.forward or violation.draft is not None
     return is_old and is_held_once(violation)
@@ -78,8 +78,8 @@ def is_padded(violation: Evidence) -> bool:
 
 
 def is_left_by_former_owner(violation: Evidence) -> bool:
-    """Whether a live record lies in a slot that the host gave to the writing request
-    alone: the former owner freed it."""
+    """Whether a live record lies in a slot that the host gave only to the writing
+    request, so that its former owner must have freed it."""
     kinds = (WriterKind.NONE, WriterKind.POISON)
     is_live = violation.writer.kind not in kinds
     return is_live and not violation.owner.is_shared and is_held_once(violation)
@@ -94,8 +94,8 @@ def is_own_prefix(violation: Evidence) -> bool:
 def is_aliased(violation: Evidence) -> bool:
     """Whether another request wrote the record, in a slot that the two do not share.
 
-    They share slots of the prefix cache, unless the record is of another position or
-    lies in another slot than the table names.
+    They share slots of the prefix cache, unless the record is for another position or
+    lies in a slot other than the table names.
     """
     if not (violation.serial and violation.writer.serial):
         return False

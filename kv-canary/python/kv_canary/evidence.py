@@ -1,4 +1,4 @@
-"""The facts of one failed check, from which its class of fault is told."""
+"""The facts of one failed check, which determine its class of fault."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _UNKNOWN_TOKEN = (1 << 32) - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordWord:
-    """Token and position of word 0; None where it is poison or not known."""
+    """Token and position of word 0, or None if it is poison or unknown."""
 
     token: int | None
     position: int | None
@@ -26,15 +26,15 @@ class RecordWord:
 
 
 class Owner(NamedTuple):
-    """The owner of a slot by the host's records.
+    """The owner of a slot according to the host's records.
 
     Fields:
-        text: in words.
-        is_shared: the prefix cache, for any request.
+        text: the owner in words.
+        is_shared: the prefix cache owns it, for any request.
         is_allocated: whether the allocator has given it out.
-        claims: serials of the requests that hold it beside the prefix cache, one for
-            each time that it is in their rows.
-        prefix_of: serials of the requests in whose cached prefix it lies.
+        claims: serials of the requests that hold it outside the prefix cache, one for
+            each time it occurs in their rows.
+        prefix_of: serials of the requests whose cached prefix contains it.
     """
 
     text: str
@@ -45,7 +45,7 @@ class Owner(NamedTuple):
 
 
 class DraftBranch(NamedTuple):
-    """A draft step, and a branch of a request in it."""
+    """A draft step, and one request's branch in it."""
 
     step: int
     branch: int
@@ -57,23 +57,24 @@ class Evidence:
 
     Fields:
         reasons: bits of `Reason`.
-        worker: "target" or "draft": whose pool; group: of slots, of
+        worker: "target" or "draft", whose pool it is; group: slot group, one of
             `violation.GROUPS`.
         launch: the canary's launch that found it.
-        req_row, serial, rid: the request that read or wrote; rid None: not known, or
+        req_row, serial, rid: the request that read or wrote; rid is None if unknown or
+            if there is none.
             none.
-        slot, page, position: where; -1 where it does not apply.
-        batch_row: row of the batch, requests x branches in a draft step; -1: none, as
-            in a sweep.
-        expected, found: token and position that were due and that the record holds.
+        slot, page, position: where; -1 if it does not apply.
+        batch_row: row of the batch (requests x branches in a draft step), or -1 if
+            there is none, as in a sweep.
+        expected, found: the token and position that were due, and those in the record.
         expected_lineage, found_lineage: prefix hashes.
         writer: provenance of the found record; writer_rid: its request, if still known.
         forward: the forward that found it.
-        expected_slot: by the device's table, or -1.
-        found_fingerprint, computed_fingerprint: of the slot's bytes.
-        owner: of the slot.
-        draft: in a draft step, which one and of which branch.
-        blames_write: whether attention reads the row's column, and the forward writes
+        expected_slot: slot by the device's table, or -1.
+        found_fingerprint, computed_fingerprint: fingerprints of the slot's bytes.
+        owner: owner of the slot.
+        draft: step and branch, in a draft step.
+        blames_write: whether attention reads the row's column, but the forward writes
             to another slot.
     """
 

@@ -86,7 +86,7 @@ _SAME = (
     *("rid", "worker", "launch", "batch_row", "branch", "reasons", "diagnosis"),
     *("owner", "writer"),
 )
-# Only some violations have these.
+# Fields that only some violations have.
 _SAME_IF_ANY = ("step", "group", "layer", "kv_head")
 
 
@@ -188,7 +188,7 @@ def _write_lines(violation: dict[str, Any]) -> _Lines:
     """Return the token that is written, and what its slot held before."""
     held = ("slot held", _found(violation, with_bytes=False))
     if any(check.shows is Shows.INPUT for check in _checks(violation)):
-        # Only the record's writer is known: its words hold the input instead.
+        # Only the record's writer is known; its words hold the input instead.
         return [("slot held", _writer(violation))]
     expected = violation["expected"]
     text = f"{_record(expected)}; by the row it belongs into {_slot(expected['slot'])}"
@@ -317,7 +317,7 @@ def _explain_file(file: Path) -> str:
     incident = read_incident(file)
     try:
         return explain(incident)
-    # A document of another shape fails at whatever field is read first.
+    # A document of another shape fails at the first field that it lacks.
     except (
         *(ValueError, KeyError, TypeError, IndexError, AttributeError),
         *(OverflowError, RecursionError),

@@ -1,4 +1,4 @@
-"""The findings of a forward, as they travel to the host.
+"""The findings of a forward, in the form that travels to the host.
 
 ```
 findings, int64 [STATUS_WORDS + R]
@@ -6,10 +6,10 @@ findings, int64 [STATUS_WORDS + R]
  0          RING          STATUS_WORDS           STATUS_WORDS + R
  | counters | in the ring | verdicts of the rows |
 ```
-Counters by `records.Counter`. In the ring: entries, dropped ones included. A verdict:
-reasons, 0 where nothing is wrong. From RING on all is 0 where nothing is wrong, so that
-findings of several groups or ranks are united there. On the host they are a list of
-words.
+Counters are indexed by `records.Counter`. The ring word counts its entries, including
+dropped ones. A verdict holds a row's reasons. From RING on everything is 0 if nothing
+is wrong, so the findings of several groups or ranks can be united there. On the host
+they are a list of words.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ STATUS_WORDS = RING + 1
 
 
 def counters_of(words: list[int]) -> list[int]:
-    """The device's counters as of the end of the forward."""
+    """Return the device's counters at the end of the forward."""
     return words[:RING]
 
 
 def verdicts_of(words: list[int]) -> list[int]:
-    """Reasons per row of the forward."""
+    """Return the reasons of each row of the forward."""
     return words[STATUS_WORDS:]
 
 

@@ -21,7 +21,7 @@ def mix64(x: Tensor) -> Tensor:
 
 
 def mix64_int(x: int) -> int:
-    """`mix64` of one host integer; the result is signed."""
+    """Return `mix64` of one host integer; the result is signed."""
     x &= MASK64
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & MASK64
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & MASK64
@@ -29,7 +29,7 @@ def mix64_int(x: int) -> int:
 
 
 def mix64_array(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """`mix64` of unsigned words on the host."""
+    """Return `mix64` of unsigned words on the host."""
     mixed: npt.NDArray[np.uint64] = x >> np.uint64(30)
     mixed ^= x
     mixed *= np.uint64(0xBF58476D1CE4E5B9)
@@ -46,5 +46,5 @@ def to_signed64(x: int) -> int:
 
 
 def _shift_right(x: Tensor, bits: int) -> Tensor:
-    """Logical shift: torch's `>>` on int64 copies the sign bit."""
+    """Shift logically: torch's `>>` on int64 copies the sign bit."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

@@ -1,4 +1,4 @@
-"""Files of the report folder: one incident each, as a JSON document."""
+"""Files of the report folder, each with one incident as a JSON document."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-# Far above any incident; a foreign file must not fill the memory.
+# Far larger than any incident; keeps foreign files from filling the memory.
 MAX_BYTES = 64 << 20
 
 
@@ -14,7 +14,7 @@ def read_incident(file: Path) -> dict[str, Any]:
     """Read an incident document.
 
     Raises:
-        ValueError: the file cannot be read, or holds no incident; names the file.
+        ValueError: the file cannot be read, or holds no incident. The message names it.
     """
     try:
         if file.exists() and not file.is_file():
@@ -30,7 +30,7 @@ def read_incident(file: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
-        raise ValueError(f"{file}: not an incident file: no UTF-8 text") from error
+        raise ValueError(f"{file}: not an incident file: not UTF-8 text") from error
     except RecursionError as error:
         raise ValueError(f"{file}: not an incident file: nested too deeply") from error
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The folder of incident files: one JSON document each, a bounded number."""
+"""The folder of incident files: a bounded number of JSON documents."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ logger = logging.getLogger(__name__)
 
 
 class IncidentFolder:
-    """Writes documents into `path`; a folder that takes none stops nothing.
+    """Writes documents into `path`. A folder that cannot be written to stops nothing.
 
     Args:
-        rank: of this process, for the names.
-        max_files: of this process; 0: no limit. max_files_option: its name for users.
-        replay_command: replays the incident whose file's name follows.
+        rank: rank of this process, for the names.
+        max_files: most files of this process; 0 for no limit. max_files_option: its
+            name for users.
+        replay_command: command that replays an incident, given its file's name.
     """
 
     def __init__(
@@ -46,11 +47,11 @@ class IncidentFolder:
         *,
         beside: Callable[[], bytes | None] = lambda: None,
     ) -> Path | None:
-        """Write one more file; None where there is none: too many, or no room.
+        """Write one more file. Returns None if there are too many, or no room.
 
         Args:
-            document: gets the name of the file beside it as `record`.
-            beside: makes that file's content; None: there is none.
+            document: its `record` is set to the name of the second file.
+            beside: makes the content of a second file, or returns None.
         """
         if not self._may_write():
             return None
@@ -66,7 +67,7 @@ class IncidentFolder:
                 document["replay"] = f"{self._replay_command} {name}"
             self._write(name, json.dumps(document, indent=2).encode())
         except OSError as error:
-            # Once: a full disk stays full for long.
+            # Warn once, because a full disk stays full for long.
             if not self._has_failed:
                 logger.error(
                     "kv_canary: cannot write %s: %s; goes on without incident files "
@@ -80,8 +81,8 @@ class IncidentFolder:
         return self._path / name
 
     def _may_write(self) -> bool:
-        """Whether one more file may be written: a damaged slot of the cache may be
-        reported for as long as the server runs."""
+        """Whether one more file may be written. A damaged slot of the cache may be
+        reported as long as the server runs."""
         limit = self._max_files
         self._num_asked += 1
         if limit and self._num_asked == limit + 1:
@@ -94,8 +95,8 @@ class IncidentFolder:
         return not limit or self._num_asked <= limit
 
     def _write(self, name: str, data: bytes) -> None:
-        """Write a file that is complete once it has its name: a reader may look
-        meanwhile, and the process may be killed."""
+        """Write a file that is complete once it has its name, because a reader may
+        look, or the process may be killed, in the meantime."""
         begun = self._path / f".{name}.part"
         try:
             descriptor = os.open(begun, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,7 +1,7 @@
-"""The canary's launches: each runs natively, as a Triton kernel, or in torch.
+"""The canary's launches. Each runs natively, as a Triton kernel, or in torch.
 
-Per forward: `before_model` (verify and head write), the model, `write_tail`; `verify`
-alone serves sweeps. None allocates memory that outlives it or waits for the device,
+A forward runs `before_model` (verify and head write), the model, and `write_tail`;
+sweeps only use `verify`. None of them allocates lasting memory or waits for the device,
 except in torch. Knows no requests and no pools.
 """
 
@@ -38,7 +38,7 @@ R = TypeVar("R")
 
 
 def _op(reference: Callable[P, R], *, is_native: bool = True) -> Op[P, R]:
-    """Make an op of the functions of one name: the Triton one lies in a file of the
+    """Make an op of the functions with one name: the Triton one lies in a file of the
     same name as the torch reference, the native one in `native.py`."""
     module, name = reference.__module__.rpartition(".")[-1], reference.__name__
     return Op(
@@ -64,8 +64,8 @@ _finish_accepted = _op(accepted.finish_accepted)
 
 
 def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
-    """Verify every one of `view.reads`, then write the head records; the first of the
-    reads and the head write are one launch, which steps the phase."""
+    """Verify every one of `view.reads`, then write the head records. The first read and
+    the head write are one launch, which steps the phase."""
     if len(view.reads) > 1:
         for table in view.reads[1:]:
             verify(state, view, checks, table, steps_phase=False)
@@ -73,16 +73,16 @@ def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> N
 
 
 def stamp(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
-    """Write the head records of all rows and announce them as tails: before any
-    `verify` of the forward, where rows may read what other rows of it write.
+    """Write the head records of all rows and announce them as tails. Call it before any
+    `verify` of a forward whose rows may read what its other rows write.
 
-    Until `write_tail` the tails of these slots have no fingerprint: compare bytes with
-    `SlotBytes`, which leaves them out, and give `checks` none. `view` belongs to no
-    manager.
+    Until `write_tail` the tails of these slots have no fingerprint, so compare bytes
+    with `SlotBytes`, which leaves them out, and pass no bytes in `checks`. `view` has
+    no manager.
     """
     write_head(state, view, checks)
     is_slot = (view.out_cache_loc >= 0) & (view.out_cache_loc < state.num_slots)
-    # Slot 0 is scratch, whose records are poison in both halves.
+    # Slot 0 is scratch; both halves of its records are poison.
     slots = view.out_cache_loc * is_slot
     state.tail.index_copy_(0, slots, state.head.index_select(0, slots))
 
@@ -95,40 +95,41 @@ def write_tail(
     advance: bool = False,
     findings: Tensor | None = None,
 ) -> None:
-    """Check that the head records are still this forward's, write the tail records with
-    fingerprints of the bytes, advance the clock: after the model.
+    """Check that the head records still belong to this forward, write the tail records
+    with fingerprints of the bytes, and advance the clock. Call it after the model.
 
-    `view` and `checks` must be those of `before_model`, and `expected_lineage`
-    unchanged since. The phase AFTER_HEAD becomes IDLE.
+    `view` and `checks` must be the ones given to `before_model`, and `expected_lineage`
+    unchanged since. The phase changes from AFTER_HEAD to IDLE.
 
     Args:
-        advance: whether the launch also advances the rows' lineages, as `finish_step`
-            does.
-        findings: int64 [>= STATUS_WORDS + R], filled by `gather_findings` after that;
-            the rows must differ. Without findings `finish_step` does both, as it must
-            for trees.
+        advance: also advance the rows' lineages, as `finish_step` does.
+        findings: int64 [>= STATUS_WORDS + R], filled as by `gather_findings`
+            afterwards; the rows must be distinct. Without findings `finish_step` does
+            both, which it must for trees.
 
     Raises:
         ValueError: `advance` with a tree, whose accepted path is not known yet, or
             findings without `advance`.
     """
     if advance and view.parent_index is not None:
-        raise ValueError("write_tail: lineages of a tree; use finish_step")
+        raise ValueError(
+            "write_tail: a tree's lineages cannot advance; use finish_step"
+        )
     if findings is not None and not advance:
-        raise ValueError("write_tail: findings are those of a forward that advances")
+        raise ValueError("write_tail: findings require advance")
     _write_tail(state, view, checks, advance, findings)
 
 
 def poison(state: CanaryState, slots: Tensor, *, n_live: Tensor | None = None) -> None:
-    """Poison slots [n] int64, or the first `n_live` [1] int64 of them. A slot that is
-    poisoned already keeps its first freeing step; ids outside the pool are skipped."""
+    """Poison slots [n] int64, or the first `n_live` [1] int64 of them. A poisoned slot
+    keeps its first freeing step; ids outside the pool are skipped."""
     if slots.numel():
         _poison(state, slots, n_live)
 
 
 def move_records(state: CanaryState, *, dst: Tensor, src: Tensor) -> None:
     """Set records[dst] = records[src], int64 [n] each, as if all were read first. dst
-    may repeat only with equal sources; ids must lie in the pool."""
+    may only repeat with equal sources; ids must lie in the pool."""
     if dst.numel():
         _move_records(state, dst, src)
 
@@ -141,24 +142,25 @@ def set_lineage(state: CanaryState, rows: Tensor, values: Tensor) -> None:
 def expect_rows(
     state: CanaryState, rows: Tensor, values: Tensor, seeds: Tensor | None = None
 ) -> None:
-    """Announce a prefill by the host's requests: the lineages that rows [R] int64 go on
-    from, and whose they are. Their next inputs are not known any more. Rows differ.
+    """Announce a prefill from the host's requests: the lineages that rows [R] int64
+    continue, and which requests they belong to. Their next inputs become unknown. Rows
+    are distinct.
 
     Args:
         values: int64 [len(Expected), R], contiguous.
-        seeds: int64 [req_rows], set where the pool has seeds; None: it has none.
+        seeds: int64 [req_rows], set if the pool has seeds, or None.
     """
     if rows.numel():
         _expect_rows(state, rows, values, seeds)
 
 
 def note_tokens(state: CanaryState, sampled: SampledTokens) -> Tensor:
-    """Note what was sampled, from the sampler's own result: the next forward's inputs
-    are compared with it. Rows other than 0 differ.
+    """Record what was sampled, from the sampler's own result. The next forward's inputs
+    are compared with it. Rows other than 0 are distinct.
 
     Returns:
         marks, int64 [2, R] on the device: serials, and words 0 of the tokens (`UNKNOWN`
-        where there is none), for the host to compare with what it keeps.
+        if there is none), for the host to compare with what it keeps.
     """
     marks = sampled.serials.new_empty((2, len(sampled.serials)))
     _note_tokens(state, sampled, marks)
@@ -171,15 +173,15 @@ def send_tokens(
     findings: Tensor,
     other_findings: Tensor | None = None,
 ) -> Tensor:
-    """Note what was sampled, as `note_tokens` does, and join all that a step sends to
-    the host.
+    """Record what was sampled, as `note_tokens` does, and join everything that a step
+    sends to the host.
 
     Args:
-        findings: int64 [STATUS_WORDS + R]; other_findings: of a second group of slots,
-            united with them from RING on.
+        findings: int64 [STATUS_WORDS + R]; other_findings: from a second group of
+            slots, united with them from RING on.
 
     Returns:
-        int64, the tokens, the findings and the marks, one after the other.
+        int64: the tokens, the findings and the marks, one after the other.
     """
     size = 3 * len(sampled.tokens) + len(findings)
     words = findings.new_empty(size)
@@ -195,20 +197,20 @@ def finish_accepted(
     salts: Tensor,
     checks: bool = True,
 ) -> AcceptedWords:
-    """End a verification: check what it accepted, and note the last token gained of
-    each row as `note_tokens` does; the first node in doubt of a row is an ACCEPT_PATH.
-    Then the rows' lineages advance over the tokens whose KV stays, and findings are
-    gathered in both pools.
+    """End a verification. Check what it accepted, and record each row's last token
+    gained as `note_tokens` does; a row's first node in doubt is an ACCEPT_PATH. Then
+    the rows' lineages advance over the tokens whose KV stays, and findings are gathered
+    in both pools.
 
-    Every node of the path must follow its predecessor in the tree and be the token
-    that this one's prediction names; tokens gained must be the predictions, and these
-    the target's choices where they are given; then no node may go on from the last one
-    by its choice.
+    Every node of the path must follow its predecessor in the tree and carry the token
+    that the predecessor predicts. Tokens gained must be the predictions, which must be
+    the target's choices if these are given. Then no child of the last node may carry
+    its choice.
 
     Args:
-        state: of the target's pool; draft: of the draft's.
+        state: state of the target's pool; draft: state of the draft's pool.
         salts: int64 [b], as in `ForwardView`.
-        checks: whether the path is checked; False where acceptance is made up.
+        checks: whether to check the path; False if acceptance is simulated.
     """
     words = AcceptedWords.of(path)
     _finish_accepted(state, draft, path, salts, checks, words)
@@ -216,22 +218,22 @@ def finish_accepted(
 
 
 def note_carried(state: CanaryState, rows: CarriedRows) -> None:
-    """Note the sums of rows that a later forward will use, where they are made; their
-    places differ."""
+    """Record the sums of rows that a later forward will use, where they are made. Their
+    places are distinct."""
     _carry(state, rows, False)
 
 
 def check_carried(state: CanaryState, rows: CarriedRows) -> None:
-    """Compare the sums of rows with those noted in their places, where they are used;
-    another sum is a CARRIED_STATE, with the sums as lineages."""
+    """Compare the sums of rows with the ones recorded in their places, where they are
+    used. A different sum is a CARRIED_STATE, with the sums as lineages."""
     _carry(state, rows, True)
 
 
 def finish_step(state: CanaryState, view: ForwardView) -> Tensor:
-    """Finish a forward whose `write_tail` did not advance: the rows' lineages advance
-    over their new tokens, or those that stay (from the seed where the prefix is empty),
-    then `gather_findings` of the rows. Called where tokens are published. No row may
-    read a lineage that another one writes.
+    """Finish a forward whose `write_tail` did not advance. The rows' lineages advance
+    over their new tokens, or those that stay (from the seed if the prefix is empty),
+    then `gather_findings` runs on the rows. Call it where tokens are published. No row
+    may read a lineage that another one writes.
 
     Raises:
         ValueError: `view` has a tree; only an accepted path has a lineage.
@@ -245,10 +247,10 @@ def finish_step(state: CanaryState, view: ForwardView) -> Tensor:
 
 def gather_findings(state: CanaryState, req_rows: Tensor) -> Tensor:
     """Gather findings about request rows [R] int64, and clear their verdicts. Row 0 may
-    repeat: it yields 0 and keeps its verdict. Other rows must differ.
+    repeat: it yields 0 and keeps its verdict. Other rows are distinct.
 
     Returns:
-        int64 [STATUS_WORDS + R] on the device; ring and counters stay.
+        int64 [STATUS_WORDS + R] on the device. Ring and counters do not change.
     """
     findings = _new_findings(state, len(req_rows))
     _gather_findings(state, req_rows, findings)

@@ -1,6 +1,6 @@
 """The pool as the canary sees it, and which of its bytes are fingerprinted.
 
-Knows tensors and their strides; knows no engine's pool class.
+Knows tensors and their strides. Knows no engine's pool class.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 16
-"""Bytes that `partial` samples, and of which a slot's bytes are made up."""
+"""Bytes that `partial` samples. A slot's bytes are a multiple of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,12 +21,12 @@ class LayerGroup:
     """Layers whose KV lies in the same slots.
 
     Fields:
-        name: of the group, for reports ("full", "swa", "latent").
-        k: [layers, slots, ...]; a slot's bytes of one layer are contiguous, other
-            strides are free. In a latent pool its only tensor.
-        v: like `k`; None: a latent pool.
-        window: tokens that a query of these layers sees; None: all. Views of their
-            reads begin there (`KVReadView.first_position`).
+        name: name of the group, for reports ("full", "swa", "latent").
+        k: [layers, slots, ...]; a slot's bytes in one layer are contiguous, other
+            strides are free. The only tensor of a latent pool.
+        v: like `k`, or None in a latent pool.
+        window: tokens that a query of these layers sees, or None for all. Views of
+            their reads begin there (`KVReadView.first_position`).
     """
 
     name: str
@@ -35,10 +35,10 @@ class LayerGroup:
     window: int | None = None
 
     def sources(self) -> tuple[Tensor, Tensor]:
-        """The tensors of both halves of a fingerprint; a latent is cut in two.
+        """Return the tensors of both halves of a fingerprint; a latent is cut in two.
 
         Raises:
-            ValueError: the tensors do not belong together, or a latent cannot be cut.
+            ValueError: the tensors do not match, or a latent cannot be cut.
         """
         if self.v is not None:
             if self.k.shape[:2] != self.v.shape[:2]:
@@ -48,7 +48,7 @@ class LayerGroup:
                 )
             return self.k, self.v
         size = self.k.shape[-1]
-        # Both halves are runs of whole chunks.
+        # Both halves consist of whole chunks.
         half = size * self.k.element_size() // CHUNK_BYTES // 2
         half = half * CHUNK_BYTES // self.k.element_size()
         if half == 0 or self.k.dim() != 3:
@@ -67,8 +67,8 @@ class PoolLayout:
     A slot is `page * page_size + offset`; page 0 is scratch, which padded rows use.
 
     Fields:
-        groups: layers by the slots that they share. One group at present.
-        page_size: slots of a page.
+        groups: layers by the slots that they share. Only one group is supported.
+        page_size: slots per page.
     """
 
     groups: Sequence[LayerGroup]
@@ -91,7 +91,7 @@ class PoolLayout:
 
     @property
     def num_slots(self) -> int:
-        """Slots of the pool, the scratch page included."""
+        """Slots of the pool, including the scratch page."""
         return self.groups[0].k.shape[1]
 
     @property
@@ -102,8 +102,9 @@ class PoolLayout:
 class FingerprintMode(IntEnum):
     """Which bytes of a slot its fingerprint covers, and when they are hashed again.
 
-    PARTIAL: 16 bytes of K and of V in one layer, on every read. ROTATE: all bytes, on
-    read those of slots whose turn it is. ALL: all bytes on every read.
+    PARTIAL: 16 bytes of K and of V in one layer, on every read. ROTATE: all bytes, but
+        a read
+    only compares slots whose turn it is. ALL: all bytes on every read.
     """
 
     NONE = 0
@@ -118,17 +119,17 @@ class Fingerprint:
     two dimensions.
 
     In ROTATE a row of prefix length L that can grow by n tokens rehashes the slots for
-    which (slot + L + i) % period is 0 for some i < n: while the row grows by `period`
-    tokens, whatever its steps, each slot's turn comes.
+    which (slot + L + i) % period is 0 for some i < n. So while the row grows by
+    `period` tokens, in steps of any size, each slot gets its turn.
 
     Fields:
-        k_places, v_places: int64 [layers], words from the first layer to each, where
-            layers lie at distances that differ; the stride of the first dimension then
-            says nothing. Both or neither; Triton's kernels alone read them.
-        sums: int32 [slots, layers, KV heads], contiguous, `head_sums` of what lies in
-            each slot since its record was written, for attention that compares them;
-            None: none does. They are then what bytes are compared with everywhere, and
-            records hold no fingerprints. Kept by the torch and Triton launches.
+        k_places, v_places: int64 [layers], words from the first layer to each, if
+            layers are not equally spaced; the stride of the first dimension is then
+            meaningless. Both or neither. Only Triton's kernels read them.
+        sums: int32 [slots, layers, KV heads], contiguous: `head_sums` of each slot's
+            content since its record was written, for attention that compares them, or
+            None. If given, all bytes are compared with them, and records hold no
+            fingerprints. The torch and Triton launches keep them.
     """
 
     mode: FingerprintMode = FingerprintMode.NONE
@@ -140,10 +141,10 @@ class Fingerprint:
     sums: Tensor | None = None
 
     def strided_words(self) -> tuple[Tensor | None, Tensor | None]:
-        """`k_words` and `v_words`, whose strides say where each layer is.
+        """Return `k_words` and `v_words`, whose strides say where each layer is.
 
         Raises:
-            ValueError: they do not.
+            ValueError: layers are not equally spaced.
         """
         if self.k_places is not None:
             raise ValueError(
@@ -158,10 +159,10 @@ NO_FINGERPRINT = Fingerprint()
 def create_fingerprint(
     mode: FingerprintMode, layout: PoolLayout, *, rotation_period: int = 1024
 ) -> Fingerprint:
-    """Fingerprints of a pool's bytes, viewed without a copy.
+    """Create the fingerprint of a pool's bytes, viewed without a copy.
 
     Raises:
-        ValueError: a slot's bytes of one layer are not one run of 16-byte chunks, K and
+        ValueError: a slot's bytes in one layer are not one run of 16-byte chunks, K and
             V differ in layers or slots, or the period is not positive.
     """
     if mode is FingerprintMode.NONE:
@@ -180,15 +181,16 @@ def create_fingerprint(
 def scattered_fingerprint(
     mode: FingerprintMode, halves: Sequence[Sequence[Tensor]], page_size: int, name: str
 ) -> Fingerprint:
-    """Fingerprints of a pool whose layers lie anywhere.
+    """Create the fingerprint of a pool whose layers lie anywhere.
 
     Args:
-        halves: layers of K and of V, or of a latent alone; each [slots, ...], all of a
-            half of one shape, strides and type.
-        name: of the group, for errors.
+        halves: layers of K and of V, or of a latent; each [slots, ...]. All layers of a
+            half have one shape, strides and dtype.
+        name: name of the group, for errors.
 
     Raises:
-        ValueError: as `create_fingerprint`, or layers are not 16 bytes apart.
+        ValueError: as in `create_fingerprint`, or layers are not a multiple of 16 bytes
+            apart.
     """
     stacks = [half[0].flatten(1).expand(len(half), -1, -1) for half in halves]
     group = LayerGroup(name=name, k=stacks[0], v=stacks[1] if stacks[1:] else None)
@@ -199,13 +201,13 @@ def scattered_fingerprint(
 
 
 def _places_of(layers: Sequence[Tensor]) -> Tensor:
-    """int64 [layers]: words from the first to each."""
+    """Return int64 [layers]: words from the first layer to each."""
     begin = layers[0].data_ptr()
     steps = [layer.data_ptr() - begin for layer in layers]
     odd = [step for step in steps if step % CHUNK_BYTES]
     if odd:
         raise ValueError(
-            f"layers lie {odd[0]} bytes apart, no multiple of {CHUNK_BYTES}"
+            f"layers lie {odd[0]} bytes apart, not a multiple of {CHUNK_BYTES}"
         )
     return torch.tensor([step // 8 for step in steps], device=layers[0].device)
 

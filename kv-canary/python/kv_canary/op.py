@@ -1,7 +1,7 @@
-"""One operation with up to three implementations, chosen by where its data lies.
+"""One operation with up to three implementations, chosen by the device of its data.
 
 The only module that knows whether the native kernels (`sglang_kernels`) and Triton are
-there. It knows nothing of any operation.
+installed. It knows nothing about any operation.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _TRITON_HINT = (
 
 
 class _Backend:
-    """A way to implement operations that may be absent.
+    """A way to implement operations, which may be unavailable.
 
     Attributes:
-        reason: why it is not used; empty where it is.
+        reason: why it is not used; empty if it is.
     """
 
     def __init__(self, name: str, probe: Callable[[], str], hint: str) -> None:
@@ -56,7 +56,7 @@ class _Backend:
         self._reason, self._probe = reason, None
 
     def warn(self) -> None:
-        """Say once why it is not used, where it is not."""
+        """Warn once why it is not used, if it is not."""
         if self.reason and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -64,7 +64,7 @@ class _Backend:
             )
 
     def load(self, path: str) -> Callable[..., Any] | None:
-        """The function at `module:function`, or None and one warning."""
+        """Return the function at `module:function`, or None after one warning."""
         if self.reason:
             self.warn()
             return None
@@ -100,20 +100,20 @@ _is_forced = False
 class Op(Generic[P, R]):
     """An operation with the signature and the docstring of its torch reference.
 
-    Data on the CPU goes to the native implementation, on a CUDA device to the Triton
-    one, and everything else to the reference; so does whatever has no implementation,
-    or one that is not installed, of which one warning tells.
+    Data on the CPU goes to the native implementation, data on a CUDA device to the
+    Triton one. Everything else goes to the reference, as does any data whose
+    implementation is missing or not installed, which one warning reports.
 
-    At run time it is a function with these attributes, generated from the signature:
-    an instance that passes `*args, **kwargs` on costs 0.26 us more per call, in all 2 %
-    of a small model's step on the CPU.
+    At run time an op is a function with these attributes, generated from the signature.
+    An instance that passes on `*args, **kwargs` costs 0.26 us more per call, which adds
+    up to 2 % of a small model's step on the CPU.
 
     Args:
-        reference: in torch: what the others must equal.
+        reference: the torch function that the others must equal.
         triton, native: `module:function` with the parameters of `reference`; imported
             at the first call, so that neither needs to be installed.
-        place: an expression in the parameters for the data whose device decides; None:
-            the first parameter.
+        place: an expression in the parameters for the data whose device decides.
+            Defaults to the first parameter.
     """
 
     reference: Callable[P, R]
@@ -157,8 +157,8 @@ class Op(Generic[P, R]):
 def _source(
     name: str, signature: inspect.Signature, place: str | None, scope: dict[str, Any]
 ) -> str:
-    """A function that hands its arguments to the implementation for their device;
-    defaults of parameters are put into `scope`."""
+    """Return the source of a function that passes its arguments to the implementation
+    for their device. Parameter defaults are put into `scope`."""
     declared: list[str] = []
     passed: list[str] = []
     for parameter in signature.parameters.values():
@@ -188,7 +188,7 @@ def _source(
 def _first_call(
     scope: dict[str, Any], slot: str, backend: _Backend, path: str | None
 ) -> Callable[..., Any]:
-    """Binds the implementation in `scope[slot]`, then runs it."""
+    """Return a function that binds the implementation in `scope[slot]` and runs it."""
 
     def bind(*args: Any, **kwargs: Any) -> Any:
         run = None
@@ -201,7 +201,7 @@ def _first_call(
 
 
 def all_ops() -> Sequence[Op[..., Any]]:
-    """The ops of all modules that were imported."""
+    """Return the ops of all modules that were imported."""
     return tuple(_ops)
 
 
@@ -220,14 +220,14 @@ def triton_available(*, warn: bool = False) -> bool:
 
 
 def switch_off_native(reason: str) -> None:
-    """Run CPU ops on their references; the warning says why."""
+    """Run CPU ops on their references. The warning says why."""
     _native.switch_off(reason)
     _unbind_all()
 
 
 @contextmanager
 def force_reference() -> Iterator[None]:
-    """Scope in which every op runs its torch reference. For tests and benchmarks."""
+    """Scope where every op runs its torch reference. For tests and benchmarks."""
     global _is_forced
     before, _is_forced = _is_forced, True
     _unbind_all()

@@ -1,4 +1,4 @@
-"""The tables of one pool that its launches compare a forward with."""
+"""The tables of one pool that its launches compare forwards with."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class PoolChecks:
     """The tables of a pool, the same for every forward; None leaves a check out.
 
     Fields:
-        page_size: slots below it are scratch; padded rows write nothing else.
+        page_size: slots below it are scratch, the only ones that padded rows may write.
         fingerprint: the bytes that are hashed.
-        compares_bytes: whether verify compares the bytes that are read; not where
+        compares_bytes: whether verify compares the bytes that are read; not if
             attention does (`attended.py`).
-        req_to_token: int32 [req_rows, W], slots by request row and position, with which
-            READ_SET and WRITE_FOREIGN compare. None, for a sweep: rows (any `req_rows`
-            but 0) belong to no request, so that columns and `expected_lineage` are not
-            compared and findings go to verdict 0.
-        tokens: int32 [req_rows, W'], tokens by position, negative: not known. The slot
+        req_to_token: int32 [req_rows, W], slots by request row and position, which
+            READ_SET and WRITE_FOREIGN compare with. None for a sweep, whose rows (any
+            `req_rows` but 0) belong to no request: columns and `expected_lineage` are
+            then not compared, and findings go to verdict 0.
+        tokens: int32 [req_rows, W'], tokens by position, negative if unknown. The slot
             of position p holds token p + `token_offset`.
-        published: int32 [req_rows, W'], tokens by position that inputs must be (of a
-            verification the roots); negative: not known.
+        published: int32 [req_rows, W'], tokens by position that inputs must be (in a
+            verification, its roots); negative if unknown.
     """
 
     page_size: int = 1
@@ -55,8 +55,8 @@ check_numbers_of = attrgetter(*CHECK_NUMBERS)
 
 
 class GroupForward(NamedTuple):
-    """A forward in a second group of slots of the same rows and new tokens: the state
-    of that group, with one read view, and the tables that it is compared with."""
+    """A forward in a second group of slots with the same rows and new tokens: that
+    group's state, with one read view, and the tables it is compared with."""
 
     state: CanaryState
     view: ForwardView

@@ -7,12 +7,12 @@ has the reasons. Imports no torch.
 A record is four int64 words (`Record`):
     0  token (low 32 bits) and position (high 32); -1: poison
     1  lineage of the row up to and including this token
-    2  fingerprint of the slot's bytes: K (low 32 bits), V (high 32), 0 where sums are
+    2  fingerprint of the slot's bytes: K (low 32 bits), V (high 32), or 0 if sums are
        kept instead (`Fingerprint.sums`); in `head` 0, or the last forward in which
        attention found that they had changed
     3  forward counter (36 bits, high), writer kind (4), request serial mod 2^24 (24)
-Poisoning changes words 0 and 3 only: word 3 keeps the serial of the last owner and
-takes the counter of the freeing forward and the kind POISON; words 1 and 2 stay, so
+Poisoning changes only words 0 and 3. Word 3 keeps the serial of the last owner and
+takes the counter of the freeing forward and the kind POISON. Words 1 and 2 stay, so
 that a report can still say whose history lay there.
 """
 
@@ -41,9 +41,9 @@ CLOCK_MASK = (1 << 36) - 1
 # Keeps an unsalted term from being a plain hash of the packed token.
 SALT_KEY = 0x5EEDCA11AB1E0B0E
 FIRST_CLOCK = 1
-# Tokens of which lineages are computed in one pass: a few arrays of them fit a cache.
+# Tokens whose lineages are computed in one pass: a few such arrays fit a cache.
 HASHED_AT_ONCE = 1 << 14
-# Of the high half of the fingerprints that attention reports: a head, below its layer.
+# In the high half of the fingerprints that attention reports: a head, below its layer.
 PLACE_LAYER_SHIFT = 16
 TAG_MANAGER_SHIFT = 8
 TAG_MANAGER_MASK = 255
@@ -63,16 +63,16 @@ RECORD_WORDS = len(Record)
 
 
 class Request(IntEnum):
-    """Words of what is known of the request in a row of the request table; -1: not
-    known. NEXT_WORD0 is word 0 of the token that the row must have next as its first
-    new one: the host's at prefill, later what the sampler drew."""
+    """Words about the request in a row of the request table; -1 if unknown. NEXT_WORD0
+    is word 0 of the row's next new token: the host's at prefill, later the one that the
+    sampler drew."""
 
     SERIAL = 0
     NEXT_WORD0 = 1
 
 
 class Expected(IntEnum):
-    """Rows of what the host announces of request rows before a prefill."""
+    """Rows that the host announces about request rows before a prefill."""
 
     LINEAGE = 0
     SEED = 1
@@ -80,11 +80,11 @@ class Expected(IntEnum):
 
 
 UNKNOWN = -1
-"""A word of `Request` that is not known."""
+"""An unknown word of `Request`."""
 
 SENTINEL = to_signed64(0xFFA5FFA5FFA5FFA5)
-"""Fills the bytes of new slots before the model where all bytes are covered: words of
-NaN in every float format but those of 8 bits, which no model computes."""
+"""Fills the bytes of new slots before the model runs if all bytes are covered. In every
+float format except 8-bit ones these words are NaN, which no model computes."""
 
 
 class WriterKind(IntEnum):
@@ -124,15 +124,15 @@ class Launch(IntEnum):
 
 
 class Ring(IntEnum):
-    """Columns of a ring entry; those that do not apply to a reason are 0, slots -1.
+    """Columns of a ring entry. Columns that do not apply to a reason are 0, slots -1.
 
-    EXPECTED_WORD0 has all ones in its token half where the token is not known.
-    EXPECTED_SLOT is that of the row's columns, or -1 where nothing says it.
-    Fingerprints of ATTENTION are a sum of a head's bytes and, in the high half, layer
+    EXPECTED_WORD0 has all ones in its token half if the token is unknown.
+    EXPECTED_SLOT is the slot of the row's columns, or -1 if unknown.
+    Fingerprints of ATTENTION hold a sum of a head's bytes and, in the high half, layer
     and head (`unpack_place`).
-    TAG is that of `ring_tag`.
-    A PHASE entry has the phase that was due in EXPECTED_WORD0, the phase found in
-    FOUND_WORD0, and -1 as SLOT, POSITION and BATCH_ROW.
+    TAG comes from `ring_tag`.
+    A PHASE entry has the due phase in EXPECTED_WORD0, the phase found in FOUND_WORD0,
+    and -1 as SLOT, POSITION and BATCH_ROW.
     """
 
     REASONS = 0
@@ -157,7 +157,7 @@ RING_WORDS = len(Ring)
 
 
 def ring_tag(launch: Launch, manager: int, pool: int) -> int:
-    """launch | manager << 8 | pool << 16; no manager is 255."""
+    """Return launch | manager << 8 | pool << 16, with 255 for no manager."""
     manager &= TAG_MANAGER_MASK
     return launch | manager << TAG_MANAGER_SHIFT | pool << TAG_POOL_SHIFT
 
@@ -165,9 +165,9 @@ def ring_tag(launch: Launch, manager: int, pool: int) -> int:
 class Counter(IntEnum):
     """Indices of `CanaryState.counters`, which only ever grow.
 
-    VERIFIED_SLOTS counts the prefix elements that were visited, whatever their slot;
-    REHASHED_SLOTS those whose bytes were compared whole, or, where layers take turns,
-    in the layer whose turn it was; sweeps count on their own.
+    VERIFIED_SLOTS counts the prefix elements that were visited, whatever their slot.
+    REHASHED_SLOTS counts elements whose bytes were compared whole or, if layers take
+    turns, in the layer whose turn it was. Sweeps have their own counters.
     """
 
     VERIFIED_SLOTS = 0
@@ -189,7 +189,7 @@ def pack_word0(token: int, position: int) -> int:
 
 
 def unpack_word0(word: int) -> tuple[int, int]:
-    """(token, position); the token is unsigned."""
+    """Return (token, position); the token is unsigned."""
     return word & TOKEN_MASK, word >> 32
 
 
@@ -201,7 +201,7 @@ def pack_word3(clock: int, kind: int, serial: int) -> int:
 
 
 class Provenance(NamedTuple):
-    """Word 3 in parts; `serial` is the request's modulo 2^24."""
+    """The parts of word 3; `serial` is the request's serial modulo 2^24."""
 
     clock: int
     kind: WriterKind | int
@@ -216,13 +216,13 @@ def unpack_word3(word: int) -> Provenance:
 
 
 def unpack_place(fingerprint: int) -> tuple[int, int]:
-    """(layer, KV head) of a fingerprint that attention reports."""
+    """Return (layer, KV head) of a fingerprint that attention reports."""
     place = fingerprint >> HALF_BITS
     return place >> PLACE_LAYER_SHIFT, place & ((1 << PLACE_LAYER_SHIFT) - 1)
 
 
 def salt_key(salt: int) -> int:
-    """The part of a salt in every term."""
+    """Return a salt's part of every term."""
     return mix64_int(salt ^ SALT_KEY)
 
 
@@ -232,7 +232,8 @@ def lineage_term(token: int, position: int, salt: int) -> int:
 
 
 def draft_seed(first_token: int, salt: int) -> int:
-    """Lineage before position 0 of a draft pool, whose slot p holds token p + 1."""
+    """Return the lineage before position 0 of a draft pool, whose slot p holds token
+    p + 1."""
     return lineage_term(first_token, -1, salt)
 
 
@@ -243,7 +244,8 @@ def extend_lineage(
     start_position: int,
     salt: int,
 ) -> int:
-    """Lineage after `tokens` at consecutive positions from `start_position`, signed."""
+    """Return the signed lineage after `tokens` at consecutive positions from
+    `start_position` on."""
     values = np.asarray(tokens, dtype=np.int64)
     positions = np.arange(start_position, start_position + len(values), dtype=np.int64)
     terms = _terms(values, positions, np.uint64(salt_key(salt) & MASK64))
@@ -255,7 +257,7 @@ def _terms(
     positions: npt.NDArray[np.int64],
     keys: npt.NDArray[np.uint64] | np.uint64,
 ) -> npt.NDArray[np.uint64]:
-    """`lineage_term` of each token; `keys`: of its salt."""
+    """Return `lineage_term` of each token; `keys`: keys of their salts."""
     words = (tokens & TOKEN_MASK) | (positions << HALF_BITS)
     mixed = mix64_array(words.view(np.uint64))
     mixed ^= keys
@@ -273,8 +275,8 @@ class TokenRun(NamedTuple):
 
 
 def extend_lineages(runs: Sequence[TokenRun]) -> list[int]:
-    """Lineages after each run, signed. Short runs are hashed together: the calls for
-    one of a thousand tokens cost as much as its tokens."""
+    """Return the signed lineages after each run. Short runs are hashed together,
+    because the calls for a run of a thousand tokens cost as much as its tokens."""
     found: list[int] = []
     begin = size = 0
     for end, run in enumerate(runs):
@@ -314,7 +316,7 @@ def _extend_lineages(runs: Sequence[TokenRun]) -> list[int]:
 
 
 def lineage_of(tokens: list[int] | npt.NDArray[np.int64], salt: int) -> int:
-    """Lineage of a request with these tokens at positions 0, 1, ..."""
+    """Return the lineage of a request with these tokens at positions 0, 1, ..."""
     return extend_lineage(0, tokens, start_position=0, salt=salt)
 
 
@@ -323,7 +325,7 @@ def pack_word0_tensor(tokens: Tensor, positions: Tensor) -> Tensor:
 
 
 def lineage_terms(tokens: Tensor, positions: Tensor, salts: Tensor) -> Tensor:
-    """`lineage_term` of int64 tensors that broadcast."""
+    """Return `lineage_term` of int64 tensors that broadcast."""
     words = pack_word0_tensor(tokens, positions)
     return mix64(mix64(words) ^ mix64(salts ^ SALT_KEY))
 
@@ -334,14 +336,15 @@ def pack_word3_tensor(clock: Tensor, kind: int, serials: Tensor) -> Tensor:
 
 
 def fingerprint_keys(layers: Tensor, indices: Tensor) -> Tensor:
-    """Keys that tell the words of a slot apart: mix64(layer << 32 | index)."""
+    """Return keys that tell the words of a slot apart: mix64(layer << 32 | index)."""
     return mix64((layers << 32) | indices)
 
 
 def sample_place(
     lineages: Tensor, *, layers: int, chunks: int
 ) -> tuple[Tensor, Tensor]:
-    """(layer, 16-byte chunk) that `partial` covers of the slots with these lineages."""
+    """Return the (layer, 16-byte chunk) that `partial` covers of slots with these
+    lineages."""
     spread = mix64(lineages)
     low, high = spread & TOKEN_MASK, (spread >> 32) & TOKEN_MASK
     return (low * layers) >> 32, (high * chunks) >> 32

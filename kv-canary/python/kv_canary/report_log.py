@@ -1,4 +1,4 @@
-"""Log lines about violations, enough to act on and never a flood."""
+"""Log lines about violations: enough to act on, but never a flood."""
 
 from __future__ import annotations
 
@@ -36,11 +36,12 @@ class _Kind:
 
 class ReportLog:
     """Logs the first incident of each diagnosis in full, then one line per
-    `QUIET_SECONDS` with the count: a slot that stays damaged is found at each step.
+    `QUIET_SECONDS` with the count, because a slot that stays damaged is found at every
+    step.
 
     Args:
-        with_tokens: whether lines hold token ids.
-        clock: seconds.
+        with_tokens: whether lines include token ids.
+        clock: returns the time in seconds.
     """
 
     def __init__(
@@ -51,9 +52,9 @@ class ReportLog:
         self._kinds: dict[str, _Kind] = {}
 
     def violations(self, fresh: Sequence[Violation]) -> bool:
-        """Log one line of each diagnosis for which one is due, and count the others.
+        """Log one line for each diagnosis that is due for one, and count the others.
 
-        Returns whether a diagnosis is new, so that the incident is to be explained.
+        Returns whether a diagnosis is new, so that the incident should be explained.
         """
         by_name: dict[str, list[Violation]] = {}
         for violation in fresh:

@@ -1,4 +1,4 @@
-"""Turns ring entries into log lines, incidents and counts, each damage once."""
+"""Turns ring entries into log lines, incidents and counts, once per damage."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEPT_INCIDENTS = 64
-# Further ones are only counted in the document; each has its line in the log.
+# More violations are only counted in the document; each has its line in the log.
 VIOLATIONS_PER_INCIDENT = 64
 REMEMBERED_KEYS = 65_536
 
-# The owner of a slot by the host's records.
+# Returns the owner of a slot according to the host's records.
 OwnerOf = Callable[[int], Owner]
-# A forward's mode by name, or "sweep"; None: not known any more.
+# Returns a forward's mode by name, or "sweep", or None if it is no longer known.
 ModeOf = Callable[[Violation], str | None]
-# The branch whose draft step found it; None: no draft step did.
+# Returns the branch whose draft step found it, or None outside draft steps.
 BranchOf = Callable[[Violation], DraftBranch | None]
 
 
 class RecordOf(Protocol):
     def __call__(self, *, is_new_kind: bool) -> bytes | None:
-        """The record of an incident that has just been found; None: none is due."""
+        """Return the record of an incident that has just been found, or None."""
 
 
 class Finding(NamedTuple):
-    """A violation, and what is known of it when it is found.
+    """A violation, and what is known about it when it is found.
 
     Fields:
-        forward_mode: mode of the forward that found it; None: not known any more.
-        details: fields that only the host can add to an incident.
+        forward_mode: mode of the forward that found it, or None if no longer known.
+        details: fields of an incident that only the host can add.
     """
 
     violation: Violation
@@ -62,12 +62,13 @@ class ReportOptions:
 
     Fields:
         mode, real_data: names for incident documents.
-        is_repaired: whether damage is repaired when it is found, so that none is found
+        is_repaired: whether damage is repaired when found, so that it is not found
             twice.
-        folder: one JSON file per incident, or None.
-        with_tokens: whether reports hold token ids.
-        max_files: of this process; 0: no limit. max_files_option: its name for users.
-        replay_command: replays the incident whose file's name follows.
+        folder: receives one JSON file per incident, or None.
+        with_tokens: whether reports include token ids.
+        max_files: most files of this process; 0 for no limit. max_files_option: its
+            name for users.
+        replay_command: command that replays an incident, given its file's name.
         ring_capacity: entries of the ring. ring_capacity_option: its name for users.
     """
 
@@ -83,7 +84,7 @@ class ReportOptions:
     ring_capacity_option: str = "ring_capacity"
 
     def incident_folder(self, rank: int) -> IncidentFolder | None:
-        """The folder as the process of `rank` writes to it."""
+        """Return the folder that the process of `rank` writes to, or None."""
         if self.folder is None:
             return None
         return IncidentFolder(
@@ -96,12 +97,12 @@ class ReportOptions:
 
 
 class CanaryViolation(RuntimeError):
-    """An error of the KV cache; the text is the report.
+    """An error of the KV cache. Its text is the report.
 
     Attributes:
-        public: the part that any client may see; empty where another rank found it.
-        is_alone: whether this rank failed by itself, in the middle of a step: the
-            others need not stop in the same one.
+        public: the part that any client may see; empty if another rank found it.
+        is_alone: whether this rank failed alone, in the middle of a step. The other
+            ranks then need not stop in the same step.
     """
 
     def __init__(self, text: str, *, public: str, is_alone: bool = False) -> None:
@@ -115,19 +116,19 @@ def _no_record(*, is_new_kind: bool) -> bytes | None:
 
 
 class ViolationReporter:
-    """Reports the violations of this process, each damage once.
+    """Reports the violations of this process, once per damage.
 
     Args:
         page_size: slots of a page.
-        serials: the requests by serial.
-        rank: of this process among those that serve one model.
-        groups: names of the groups of slots, by the numbers of their pools.
+        serials: requests by serial.
+        rank: rank of this process among those that serve one model.
+        groups: names of the slot groups, by the numbers of their pools.
 
     Attributes:
         counts: violations by reason label.
-        total: all of them.
+        total: number of all violations.
         incidents: the newest documents, newest last.
-        record: makes what is written beside an incident's file to replay it.
+        record: makes the record, written next to an incident's file, that replays it.
     """
 
     def __init__(
@@ -163,8 +164,8 @@ class ViolationReporter:
         branch_of: BranchOf = lambda violation: None,
         details: Callable[[Violation], dict[str, Any]] = lambda violation: {},
     ) -> list[Violation]:
-        """Log, count and keep the new violations, by `examine` and `publish`; returns
-        them."""
+        """Run `examine` and `publish`: log, count and keep the new violations, and
+        return them."""
         found = self.examine(
             entries,
             owner_of=owner_of,
@@ -184,17 +185,17 @@ class ViolationReporter:
         branch_of: BranchOf,
         details: Callable[[Violation], dict[str, Any]],
     ) -> list[Finding]:
-        """The new violations, with what the host knows of them now.
+        """Return the new violations, with what the host knows about them now.
 
         Args:
             entries: rows of the ring, in any order.
-            owner_of: the owner of a slot by the host's records.
-            mode_of: mode of the forward that found a violation.
-            branch_of: branch of the draft step that found it.
-            details: fields that only the host can add to an incident.
+            owner_of: returns a slot's owner according to the host's records.
+            mode_of: returns the mode of the forward that found a violation.
+            branch_of: returns the branch of the draft step that found it.
+            details: returns fields of an incident that only the host can add.
         """
         if self._options.is_repaired:
-            # A later finding is of another damage.
+            # A later finding is about another damage.
             self._seen.clear()
         found = [self._parse(entry) for entry in sorted(entries, key=ring_order)]
         stray = {_place(v, v.expected_slot, v.slot) for v in found if _is_stray(v)}
@@ -218,12 +219,12 @@ class ViolationReporter:
         dropped: int = 0,
         outcome: dict[str, Any] | None = None,
     ) -> dict[str, Any] | None:
-        """Log, count and keep violations as one incident, whose document is returned;
-        None without any.
+        """Log, count and keep violations as one incident. Returns its document, or None
+        if there are none.
 
         Args:
-            found: of `examine`.
-            dropped: entries that found no place in the ring.
+            found: result of `examine`.
+            dropped: entries that did not fit the ring.
             outcome: what was done about them, for the document.
         """
         fresh = [finding.violation for finding in found]
@@ -252,7 +253,7 @@ class ViolationReporter:
 
     @property
     def next_number(self) -> int:
-        """The number of the next incident of this process."""
+        """Return the number of this process's next incident."""
         return self._num_incidents + 1
 
     def _parse(self, entry: Sequence[int]) -> Violation:
@@ -301,20 +302,21 @@ class ViolationReporter:
 
 
 def _is_stray(violation: Violation) -> bool:
-    """Whether it is a write into another slot than that of the row's column."""
+    """Whether it is a write into a slot other than the row's column names."""
     wrote = violation.reasons & (Reason.WRITE_FOREIGN | Reason.WRITE_SCRATCH)
     return bool(wrote) and 0 <= violation.expected_slot != violation.slot
 
 
 def _place(violation: Violation, column: int, written: int) -> tuple[object, ...]:
-    """A new token of a forward, by the slots of its row's column and of its write."""
+    """Identify a forward's new token by the slots of its row's column and of its
+    write."""
     pool = (violation.worker, violation.group)
     row = (*pool, violation.forward, violation.batch_row)
     return (*row, column, written)
 
 
 def _for_incident(found: Sequence[Finding]) -> list[Finding]:
-    """Those that an incident holds: the first of each request, then others."""
+    """Select those that an incident holds: the first of each request, then others."""
     firsts: dict[int, Finding] = {}
     for finding in found:
         firsts.setdefault(finding.violation.serial, finding)
@@ -327,7 +329,7 @@ def _for_incident(found: Sequence[Finding]) -> list[Finding]:
 def as_error(
     violations: Sequence[Violation], *, with_tokens: bool, is_alone: bool = False
 ) -> CanaryViolation:
-    """The error of the mode `raise`; without violations: another rank found some."""
+    """Return the error of mode `raise`. Without violations, another rank found some."""
     if not violations:
         return CanaryViolation(
             "kv_canary violation: found by another rank; see its log", public=""

@@ -14,7 +14,7 @@ class SerialMap:
         self._rids: dict[int, str] = {}
 
     def add(self, serial: int, rid: str) -> None:
-        """Remember a request; the oldest goes when the map is full."""
+        """Remember a request. The oldest one goes when the map is full."""
         key = serial & SERIAL_MASK
         self._rids.pop(key, None)
         self._rids[key] = rid
@@ -26,5 +26,5 @@ class SerialMap:
         self._rids.clear()
 
     def rid(self, serial: int) -> str | None:
-        """The request's id; None where it is not known any more."""
+        """Return the request's id, or None if it is no longer known."""
         return self._rids.get(serial & SERIAL_MASK)

@@ -1,9 +1,9 @@
 """Fingerprints of slots whose bytes lie anywhere in the pages of a pool.
 
-`layout.Fingerprint` views a pool whose slots are runs of bytes, as kernels want it; an
-engine may keep one allocation per layer, K beside V, or values of a slot scattered over
+`layout.Fingerprint` views a pool whose slots are runs of bytes, as kernels need it. An
+engine may keep one allocation per layer, K beside V, or a slot's values scattered over
 its page. `SlotBytes` gathers them by offsets: in torch, on any device, without waiting
-for it. The launches of a forward then run without fingerprints of their own, between
+for it. A forward's launches then run without fingerprints of their own, between
 `mark_new` and `note_new`.
 """
 
@@ -42,17 +42,18 @@ if TYPE_CHECKING:
 
 _WORD_BYTES = torch.int64.itemsize
 _WORDS_PER_CHUNK = CHUNK_BYTES // _WORD_BYTES
-# Gathered at once where all bytes are covered.
+# Values gathered at once if all bytes are covered.
 _SLOTS_AT_ONCE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageLayout:
-    """Where the values of a page's slots lie, the same for all layers of a group.
+    """Where the values of a page's slots lie; the same for all layers of a group.
 
     Fields:
         page_stride: values from one page to the next.
-        k, v: int64 [page_size, n], offsets of a slot's values from the page's first.
+        k, v: int64 [page_size, n], offsets of a slot's values from the page's first
+            value.
     """
 
     page_stride: int
@@ -66,12 +67,12 @@ class PageLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ByteFindings:
-    """The findings of a check of bytes, still on the device.
+    """The result of a check of bytes, still on the device.
 
     Fields:
-        count: int64 [], findings.
-        columns: of the ring, [n] each; the reasons are 0 where nothing is wrong.
-        launch: that is named.
+        count: int64 [], number of findings.
+        columns: columns of the ring, [n] each; reasons are 0 if nothing is wrong.
+        launch: the launch to name.
     """
 
     count: Tensor
@@ -79,10 +80,10 @@ class ByteFindings:
     launch: Launch
 
     def report(self, state: CanaryState, *, clock_offset: int = 0) -> None:
-        """Append them to the ring; waits for the device.
+        """Append them to the ring. Waits for the device.
 
         Args:
-            clock_offset: of the forward that found them, to the clock now.
+            clock_offset: from the clock now to the forward that found them.
         """
         report = Report(state, self.launch, NO_MANAGER, clock_offset=clock_offset)
         report.add(self.columns)
@@ -92,19 +93,19 @@ class SlotBytes:
     """The bytes of a group of layers, by slot.
 
     Args:
-        layers: a tensor per layer that begins with page 0, any shape; of one value type
-            and device. Kept alive.
-        mode: what a fingerprint covers: PARTIAL or ALL.
+        layers: a tensor per layer, of any shape, that begins with page 0; all of one
+            dtype and device. Kept alive.
+        mode: what a fingerprint covers, PARTIAL or ALL.
 
     Raises:
-        ValueError: the layers or offsets are impossible, or no whole chunks.
+        ValueError: the layers or offsets are impossible, or do not form whole chunks.
     """
 
     def __init__(
         self, layers: Sequence[Tensor], layout: PageLayout, mode: FingerprintMode
     ) -> None:
         if mode not in (FingerprintMode.PARTIAL, FingerprintMode.ALL):
-            raise ValueError(f"SlotBytes: mode {mode.name.lower()}; partial or all")
+            raise ValueError(f"SlotBytes: mode {mode.name.lower()}; use partial or all")
         first, size = layers[0], layers[0].element_size()
         for half in (layout.k, layout.v):
             if half.shape[1] == 0 or half.shape[1] * size % CHUNK_BYTES:
@@ -133,13 +134,13 @@ class SlotBytes:
         self._sentinel = pattern.view(self._flat.dtype)
 
     def fingerprints(self, slots: Tensor, lineages: Tensor) -> Tensor:
-        """Fingerprints [n] of slots [n] whose records have these lineages."""
+        """Return fingerprints [n] of slots [n] whose records have these lineages."""
         sums = self._sampled if self._mode is FingerprintMode.PARTIAL else self._whole
         low, high = (sums(half, slots, lineages) for half in self._halves)
         return (low & TOKEN_MASK) | (high << 32)
 
     def mark_new(self, state: CanaryState, view: ForwardView) -> None:
-        """Make a store that does not happen show: after the head records, before the
+        """Make a missing store show. Call it after the head records, before the
         model."""
         slots, is_new = self._new_slots(state, view)
         lineages = state.head[slots, Record.LINEAGE]
@@ -149,8 +150,8 @@ class SlotBytes:
             self._flat.index_put_((index,), values)
 
     def note_new(self, state: CanaryState, view: ForwardView) -> ByteFindings:
-        """Put the fingerprints of the new tokens' slots into their records, after
-        `write_tail`; finds those that were not stored."""
+        """Put fingerprints of the new tokens' slots into their records, after
+        `write_tail`. Finds slots that were not stored."""
         slots, is_new = self._new_slots(state, view)
         lineages = state.tail[slots, Record.LINEAGE]
         missing = torch.zeros_like(is_new)
@@ -184,8 +185,8 @@ class SlotBytes:
     def check(
         self, state: CanaryState, view: ForwardView, table: KVReadView, *, total: int
     ) -> ByteFindings:
-        """Compare the bytes of the prefix elements of `table` with their records. Slots
-        that this forward writes are left out: their bytes are still to come.
+        """Compare the bytes of `table`'s prefix elements with their records. Slots that
+        this forward writes are left out, because their bytes are still to come.
 
         Args:
             total: prefix elements of all rows, known to the host.
@@ -195,7 +196,7 @@ class SlotBytes:
             first = torch.zeros_like(view.prefix_lens)
         lens = torch.minimum(first + table.read_lens, view.prefix_lens) - first
         lens = lens.clamp(min=0) * (view.req_rows != 0)
-        # One more row takes what a shortened table leaves of the host's total.
+        # An extra row takes what a shortened table leaves of the host's total.
         spare = (total - lens.sum()).clamp(min=0)[None]
         row = torch.repeat_interleave(torch.cat((lens, spare)), output_size=total)
         is_row = row < len(lens)
@@ -226,7 +227,7 @@ class SlotBytes:
 
     def check_slots(self, state: CanaryState, slots: Tensor) -> ByteFindings:
         """Compare the bytes of slots [n] int64, which no forward reads, with their
-        records; poisoned ones have none."""
+        records. Poisoned slots have none."""
         record = state.tail[slots]
         due = record[:, Record.WORD0] != POISON_WORD
         bad, compared = self._compared(slots, record, due)
@@ -243,10 +244,11 @@ class SlotBytes:
     def _compared(
         self, slots: Tensor, record: Tensor, due: Tensor
     ) -> tuple[Tensor, dict[Ring, Tensor]]:
-        """(bool [n], bytes that differ from their record; the columns that say so).
+        """Return (bool [n], bytes that differ from their record; the columns that say
+        so).
 
         Args:
-            record: of the slots, [n, words]. due: whose bytes count.
+            record: records of the slots, [n, words]. due: slots whose bytes count.
         """
         lineages = record[:, Record.LINEAGE]
         found = self.fingerprints(slots, lineages)
@@ -264,8 +266,8 @@ class SlotBytes:
         }
 
     def flip(self, slot: int, lineage: int) -> None:
-        """Change a bit of K of `slot` inside the sample of a record with this lineage:
-        a fault to plant."""
+        """Flip a bit of K of `slot` inside the sample of a record with this lineage, to
+        plant a fault."""
         of = torch.tensor([slot], device=self._flat.device)
         index = self._sample_index(
             self._halves[0], of, torch.full_like(of, lineage)
@@ -275,7 +277,7 @@ class SlotBytes:
     def _new_slots(
         self, state: CanaryState, view: ForwardView
     ) -> tuple[Tensor, Tensor]:
-        """(slots [T], 0 where nothing is recorded; whether it is)."""
+        """Return (slots [T], 0 if nothing is recorded; whether it is)."""
         slots = view.out_cache_loc
         is_new = (slots >= self._layout.page_size) & (slots < state.num_slots)
         return slots * is_new, is_new
@@ -285,7 +287,7 @@ class SlotBytes:
         return (self._bases[layer] + page * self._layout.page_stride)[:, None] + offsets
 
     def _sample_index(self, half: Tensor, slots: Tensor, lineages: Tensor) -> Tensor:
-        """Places of the sampled values, [n, values of a chunk]."""
+        """Return places of the sampled values, [n, values of a chunk]."""
         layer, chunk = sample_place(
             lineages, layers=len(self._layers), chunks=self._num_chunks
         )
@@ -321,7 +323,7 @@ class SlotBytes:
 
 
 def _rows_of_tokens(view: ForwardView) -> Tensor:
-    """Batch rows [T] of new tokens; those after the last row count to it."""
+    """Return batch rows [T] of new tokens; tokens after the last row count to it."""
     place = torch.arange(view.num_tokens, device=view.positions.device)
     if view.qo_indptr is None:
         return place

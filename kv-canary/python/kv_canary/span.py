@@ -1,6 +1,6 @@
 """The memory of several tensors as one tensor.
 
-Memory between them is never touched.
+The memory between them is never touched.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _INTEGERS = {
 
 
 def span_of(layers: Sequence[Tensor]) -> tuple[Tensor, int]:
-    """(the memory that holds all layers as one vector of integers, its address).
+    """Return (the memory that holds all layers as one vector of integers, its address).
 
-    The vector does not keep the layers alive. They have one value type and device.
+    The vector does not keep the layers alive. All layers share one dtype and device.
     """
     dtype = _INTEGERS[layers[0].element_size()]
     storages = {
@@ -43,7 +43,7 @@ def span_of(layers: Sequence[Tensor]) -> tuple[Tensor, int]:
 
 
 class _CudaMemory:
-    """Device memory as other libraries hand it to torch."""
+    """Device memory in the form in which other libraries pass it to torch."""
 
     def __init__(self, begin: int, count: int, dtype: torch.dtype) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -55,8 +55,9 @@ class _CudaMemory:
 
 
 def stack_of(layers: Sequence[Tensor]) -> Tensor | None:
-    """Layers of equal shapes and strides as one tensor of integers of their size,
-    [layers, *shape], in the order of their addresses; None: their distances differ.
+    """Stack layers of equal shapes and strides as one tensor of integers of their size,
+    [layers, *shape], in the order of their addresses. Returns None if they are not
+    equally spaced.
 
     The stack does not keep the layers alive.
     """

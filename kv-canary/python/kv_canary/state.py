@@ -29,7 +29,7 @@ HEADER_WORDS = 8
 """Words before the parts of an arena: the fields of `ArenaSizes`."""
 
 ALIGN_WORDS = 8
-"""Parts begin at multiples of so many words: a cache line, and what wide loads need."""
+"""Parts begin at multiples of this many words: a cache line, which wide loads need."""
 
 _WORD_BYTES = torch.int64.itemsize
 
@@ -51,8 +51,8 @@ class ArenaPart:
     """A tensor of `CanaryState` in its arena.
 
     Fields:
-        rows: its rows, a number or a field of `ArenaSizes`; of several the largest.
-        words: of a row, by name; None: it is a vector.
+        rows: its rows, a number or a field of `ArenaSizes`; the largest if several.
+        words: words of a row, by name, or None for a vector.
     """
 
     rows: tuple[int | str, ...]
@@ -76,27 +76,27 @@ def _part(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryState:
-    """The canary of one KV pool; every tensor a part of one allocation on the pool's
+    """The canary of one KV pool. Every tensor is a part of one allocation on the pool's
     device.
 
-    The tensors are declared here and nowhere else: their places in the arena, the tuple
-    of the Triton kernels and the pointers of the native ops follow from their order and
+    The tensors are only declared here. Their places in the arena, the tuple of the
+    Triton kernels and the pointers of the native ops follow from their order and
     metadata.
 
     Fields:
         arena: int64, the header (`ArenaSizes`), then all others in order, each from the
-            next multiple of `ALIGN_WORDS`; the one argument of the CPU's native ops.
+            next multiple of `ALIGN_WORDS`. The only argument of the CPU's native ops.
         head, tail: int64 [num_slots, RECORD_WORDS], records (`records.py`).
-        expected_lineage: int64 [lineage_rows], lineage of the last KV token of a row,
-            known without the records.
-        requests: int64 [req_rows, len(Request)], whose each row is, and its next input.
+        expected_lineage: int64 [lineage_rows], lineage of a row's last KV token, known
+            without the records.
+        requests: int64 [req_rows, len(Request)], each row's request and its next input.
         verdict: int32 [req_rows], reasons per request row since the last gather. Row 0
             (padding) collects PHASE, which belongs to no request.
-        ring: int64 [capacity, RING_WORDS]; ring_count: int64 [1], counts on when the
-            ring is full; entries past the capacity are dropped.
+        ring: int64 [capacity, RING_WORDS]; ring_count: int64 [1], keeps counting when
+            the ring is full; entries past the capacity are dropped.
         counters: int64 [NUM_COUNTERS].
-        clock: int64 [1], number of the forward now running; the tail launch advances
-            it when its last program is done.
+        clock: int64 [1], number of the current forward; the tail launch advances it
+            when its last program is done.
         phase: int32 [managers].
         ticket: int32 [1]; next_lineage: int64 [max(req_rows, lineage_rows)]: scratch of
             the tail launch.
@@ -131,7 +131,7 @@ class CanaryState:
         return self.arena.is_cuda
 
     def clone(self) -> CanaryState:
-        """A copy in an allocation of its own."""
+        """Return a copy in its own allocation."""
         arena = self.arena.clone()
         header = arena[: len(fields(ArenaSizes))].tolist()
         names = (f.name for f in fields(ArenaSizes))
@@ -145,7 +145,7 @@ ARENA_PARTS: dict[str, ArenaPart] = {
 
 
 def _layout_of(sizes: ArenaSizes) -> tuple[dict[str, slice], int]:
-    """(the words of each part, the words of the arena)."""
+    """Return (the words of each part, the words of the arena)."""
     places, begin = {}, HEADER_WORDS
     for name, part in ARENA_PARTS.items():
         elements = torch.Size(part.shape(sizes)).numel()
@@ -156,7 +156,7 @@ def _layout_of(sizes: ArenaSizes) -> tuple[dict[str, slice], int]:
 
 
 def _state_in(arena: Tensor, sizes: ArenaSizes) -> CanaryState:
-    """The views of an arena."""
+    """Return the views of an arena."""
     tensors = {}
     for name, place in _layout_of(sizes)[0].items():
         part = ARENA_PARTS[name]
@@ -176,12 +176,12 @@ def create_state(
     lineage_rows: int | None = None,
     pool: int = 0,
 ) -> CanaryState:
-    """A canary that has seen nothing: every slot poisoned.
+    """Create a canary that has seen nothing: every slot is poisoned.
 
     Args:
-        req_rows: rows of `req_to_token`, row 0 (padding) included.
-        lineage_rows: rows of `expected_lineage`; None: `req_rows`. More where draft
-            branches keep histories of their own (`ForwardView.lineage_rows`).
+        req_rows: rows of `req_to_token`, including row 0 (padding).
+        lineage_rows: rows of `expected_lineage`. Defaults to `req_rows`; draft branches
+            with their own histories need more (`ForwardView.lineage_rows`).
 
     Raises:
         ValueError: a size is not positive, or more managers than a tag can name.

@@ -1,4 +1,4 @@
-"""Verifies slots that no forward reads, such as those that only a prefix cache holds.
+"""Verifies slots that no forward reads, such as slots held only by a prefix cache.
 
 The engine chooses the slots and the time.
 """
@@ -22,7 +22,7 @@ from kv_canary.view import ForwardView, KVReadView
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState
 
-# Any row but 0: a sweep's rows belong to no request.
+# Any row but 0, because a sweep's rows belong to no request.
 _SWEEP_ROW = 1
 
 
@@ -32,8 +32,8 @@ class SweepRun:
 
     Fields:
         slots: int64 [n], on the host.
-        prev_slot: slot of position start - 1; -1: none.
-        salt: of the namespace.
+        prev_slot: slot of position start - 1, or -1.
+        salt: salt of the namespace.
         seed: lineage before position 0.
     """
 
@@ -48,8 +48,8 @@ class SweepLauncher:
     """Launches passes over the slots of one pool.
 
     Args:
-        fingerprint: of the pool. A pass has no turns: where forwards hash a share of
-            the slots, it hashes every one that it reaches.
+        fingerprint: fingerprint of the pool. A pass does not take turns: where forwards
+            hash a share of the slots, it hashes every slot that it reaches.
     """
 
     def __init__(self, state: CanaryState, fingerprint: Fingerprint) -> None:
@@ -59,14 +59,14 @@ class SweepLauncher:
         self._checks = PoolChecks(fingerprint=fingerprint)
 
     def launch(self, runs: Sequence[SweepRun]) -> None:
-        """Verify the slots of `runs` (one at least) on the current stream."""
+        """Verify the slots of `runs` (at least one) on the current stream."""
         n = len(runs)
         lens = np.array([len(run.slots) for run in runs], dtype=np.int64)
         starts = np.array([run.start for run in runs], dtype=np.int64)
         indptr = np.zeros(n + 1, dtype=np.int64)
         np.cumsum(lens, out=indptr[1:])
         # One upload: [per-row fields | indptr | slots], each from a multiple of 16
-        # bytes: a kernel is compiled anew for addresses that are none.
+        # bytes, because a kernel is compiled anew for other addresses.
         width, begin = n + n % 2, n + 1 + (n + 1) % 2
         fields = np.zeros(8 * width + begin + int(indptr[-1]), dtype=np.int64)
         fields[: 8 * width].reshape(8, width)[:, :n] = [

@@ -16,46 +16,45 @@ from torch import Tensor
 from kv_canary.records import WriterKind
 
 NO_MANAGER = -1
-"""Manager of a launch that is no step of a forward: it leaves all phases alone."""
+"""Manager of a launch that is not a step of a forward; it leaves all phases alone."""
 
 ANY_REACH = -1
 """Reach of a view whose rows may begin anywhere."""
 
 
 def _declared(length: str, *, at_end: bool = False) -> dict[str, Any]:
-    """Metadata of a tensor of a view: its length in words of the native ops' checks,
+    """Return a view tensor's metadata: its length in words of the native ops' checks,
     and whether only the launch that ends a forward reads it."""
     return {"length": length, "at_end": at_end}
 
 
-# Not frozen: made for every forward, and frozen fields take twice as long to set.
-# Nothing sets them later.
+# Not frozen: they are made for every forward, and frozen fields take twice as long to
+# set. Nothing sets them later.
 @dataclass(slots=True, kw_only=True)
 class KVReadView:
     """The slots that attention is about to read, one view per metadata group.
 
-    Element i of row r holds position `first_position[r] + i` (0 where None). Its slot
-    is `page_table[row_index[r], i // page_size] + i % page_size` (the table's entries
-    are first slots of pages; `row_index` None: r itself), or, without a table,
-    `slot_indices[indptr[r] + i]`, or, where a backend reads page numbers,
+    Element i of row r holds position `first_position[r] + i` (0 if None). Its slot is
+    `page_table[row_index[r], i // page_size] + i % page_size` (the table's entries are
+    first slots of pages; without `row_index`, row r itself), or, without a table,
+    `slot_indices[indptr[r] + i]`, or, if a backend reads page numbers,
     `page_indices[indptr[r] + i // page_size] * page_size + i % page_size`. Indices
-    after those of the last row are not read, and elements beyond the table are
-    unreadable slots.
+    after the last row's are not read, and elements past the table are unreadable slots.
 
     Fields:
-        read_lens: int64 [R], elements of a row.
+        read_lens: int64 [R], elements per row.
         page_table: int32 [rows, columns], any strides; row_index: int64 [R] | None.
         indptr: int32 or int64 [R + 1]; slot_indices, page_indices: int32 or int64 [N].
         first_position: int64 [R] | None.
-        prev_slots: int64 [R] | None, slot of the token before element 0, -1: none; for
-            views of no forward (a sweep).
-        takes_new: whether attention reads K and V of the new tokens from these slots
-            too; without it the elements may end at the prefix.
+        prev_slots: int64 [R] | None, slot of the token before element 0, or -1; only
+            for views outside forwards (a sweep).
+        takes_new: whether attention also reads K and V of the new tokens from these
+            slots; otherwise the elements may end at the prefix.
         reach: tokens before its first new one that a row must read, as far as there are
-            any: a window without that token; `ANY_REACH`: not compared.
+            any: a window without that token. `ANY_REACH` compares nothing.
         entry_size: elements that one entry of the table covers.
         numbers, tensors: for the native ops, `READ_NUMBERS` and `READ_FIELDS` in order,
-            without the absent tensors at the end.
+            without absent tensors at the end.
     """
 
     read_lens: Tensor = field(metadata=_declared("rows"))
@@ -90,17 +89,17 @@ class KVReadView:
 
     @property
     def entries(self) -> Tensor:
-        """The one table that is given."""
+        """Return the table that is given."""
         for table in (self.page_table, self.slot_indices, self.page_indices):
             if table is not None:
                 return table
         raise AssertionError("checked at construction")
 
     def check_layout(self) -> None:
-        """For kernels that index raw memory, where another layout would be misread.
+        """Check for kernels that index raw memory and would misread another layout.
 
         Raises:
-            ValueError: a tensor of a value per row is no contiguous int64 vector.
+            ValueError: a per-row tensor is not a contiguous int64 vector.
         """
         for f, tensor in zip(READ_FIELDS, self.tensors, strict=False):
             if f.metadata["length"] == "rows":
@@ -112,43 +111,43 @@ class KVReadView:
 class ForwardView:
     """R rows of a forward and their T new tokens; int64, contiguous.
 
-    The tensors are declared here and nowhere else: the list for the native ops, the
-    layout check, the tuples of the Triton kernels and the indices in C++ follow from
-    their order and metadata.
+    The tensors are only declared here. The list for the native ops, the layout check,
+    the tuples of the Triton kernels and the indices in C++ follow from their order and
+    metadata.
 
     Fields:
-        req_rows: [R], rows of the request table; 0: padded, skipped everywhere. Trusted
-            to lie in the tables, like `lineage_rows`.
-        prefix_lens, extend_lens: [R], tokens before this forward and of it.
+        req_rows: [R], rows of the request table; 0 is padding, skipped everywhere.
+            Trusted to lie in the tables, like `lineage_rows`.
+        prefix_lens, extend_lens: [R], tokens before this forward and in it.
         input_ids, positions: [T].
         out_cache_loc: [T], slots that the new tokens are written to.
-        serials: [R], numbers of the requests, never reused; salts: [R], of their cache
-            namespaces.
-        qo_indptr: [R + 1], offsets of the rows in [T]; None: one token per row.
-        parent_index: [T] | None, for trees: place in [T] of a token's parent, -1: the
-            row's last prefix token.
+        serials: [R], numbers of the requests, never reused; salts: [R], salts of their
+            cache namespaces.
+        qo_indptr: [R + 1], offsets of the rows in [T]. Defaults to one token per row.
+        parent_index: [T] | None, for trees: index in [T] of a token's parent, or -1 for
+            the row's last prefix token.
         tree_mask: bool [T, W] | None, with `parent_index`: whether token t attends to
-            the j-th new token of its row. None: not compared.
-        seeds: [R] | None, lineage before position 0; seed_table: [req_rows] | None,
-            the same by request row. Neither: 0.
-        lineage_rows: [R] | None, rows of `expected_lineage` that these rows go on from;
-            None: `req_rows`.
+            the j-th new token of its row. None skips the comparison.
+        seeds: [R] | None, lineage before position 0; seed_table: [req_rows] | None, the
+            same by request row. Without either it is 0.
+        lineage_rows: [R] | None, rows of `expected_lineage` that these rows continue.
+            Defaults to `req_rows`.
         shift_from, column_shift: [R] | None, for draft branches: position p is in
             column p of the request table below `shift_from`, else in p +
             `column_shift`.
-        publish_rows: [R] | None, rows of `expected_lineage` that get the lineages
-            after the new tokens; None: the ones they are computed from.
-        stay_lens: [R] | None, new tokens that these cover, the first of `extend_lens`;
-            None: all.
-        reads: the slots that attention reads; empty where nothing is verified.
+        publish_rows: [R] | None, rows of `expected_lineage` that receive the lineages
+            after the new tokens. Defaults to the rows they are computed from.
+        stay_lens: [R] | None, how many of the `extend_lens` new tokens these lineages
+            cover. Defaults to all.
+        reads: the slots that attention reads; empty if nothing is verified.
         writer_kind: who writes the new tokens.
         manager: number of the forward in its launch, whose phase its launches step.
-        oracle: (tokens, positions), [T] each, that the inputs must equal; negative: not
-            known. For tests.
-        max_depth: ancestors that are walked in a tree, and tokens of it after the root
+        oracle: (tokens, positions), [T] each, that the inputs must equal; negative if
+            unknown. For tests.
+        max_depth: ancestors that are walked in a tree, and most tokens after its root
             that can be accepted.
         numbers, tensors: for the native ops, `FORWARD_NUMBERS` and `ROW_FIELDS` in
-            order, without the absent tensors at the end.
+            order, without absent tensors at the end.
     """
 
     req_rows: Tensor = field(metadata=_declared("rows"))
@@ -178,7 +177,7 @@ class ForwardView:
     oracle: tuple[Tensor, Tensor] | None = None
     tree_mask: Tensor | None = None
     max_depth: int = 0
-    # Made once and not by each launch of a forward.
+    # Made once, not by each launch of a forward.
     numbers: tuple[int, ...] = field(init=False, repr=False, compare=False)
     tensors: list[Tensor | None] = field(init=False, repr=False, compare=False)
 
@@ -188,17 +187,17 @@ class ForwardView:
         if self.seeds is not None and self.seed_table is not None:
             raise ValueError("ForwardView: give either seeds or seed_table")
         if self.parent_index is not None and self.max_depth < 1:
-            raise ValueError("ForwardView: a tree without max_depth")
+            raise ValueError("ForwardView: a tree needs max_depth")
         if self.tree_mask is not None and self.parent_index is None:
-            raise ValueError("ForwardView: tree_mask without parent_index")
+            raise ValueError("ForwardView: tree_mask needs parent_index")
         self.numbers = _forward_numbers_of(self)
         self.tensors = _without_absent_end(_row_tensors_of(self))
 
     def check_layout(self) -> None:
-        """For kernels that index raw memory, where another layout would be misread.
+        """Check for kernels that index raw memory and would misread another layout.
 
         Raises:
-            ValueError: a tensor is no contiguous int64 vector.
+            ValueError: a tensor is not a contiguous int64 vector.
         """
         for f, tensor in zip(ROW_FIELDS, self.tensors, strict=False):
             require_vector(f"ForwardView: {f.name}", tensor)
@@ -215,7 +214,7 @@ class ForwardView:
             )
 
     def max_advance(self, extend_lens: Tensor) -> Tensor:
-        """By how much the rows' prefixes can grow in this forward, [R]."""
+        """Return by how much the rows' prefixes can grow in this forward, [R]."""
         if self.parent_index is None:
             return extend_lens
         return extend_lens.clamp(max=self.max_depth + 1)
@@ -248,7 +247,7 @@ _row_tensors_of = attrgetter(*(f.name for f in ROW_FIELDS))
 
 
 def _without_absent_end(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """torch takes about 40 ns to hand over an absent tensor."""
+    """Drop absent tensors at the end, because torch takes about 40 ns to pass each."""
     end = len(tensors)
     while tensors[end - 1] is None:
         end -= 1
@@ -256,9 +255,10 @@ def _without_absent_end(tensors: Sequence[Tensor | None]) -> list[Tensor | None]
 
 
 def require_vector(name: str, t: Tensor | None) -> None:
-    """
+    """Check a tensor that may be absent.
+
     Raises:
-        ValueError: it is there and no contiguous int64 vector; names it.
+        ValueError: it is not a contiguous int64 vector. The message names it.
     """
     if t is None:
         return

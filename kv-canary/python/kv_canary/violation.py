@@ -30,7 +30,7 @@ _LAUNCH_MASK = 255
 POOLS = ("target", "draft")
 """Worker names by the lowest bit of a pool's number."""
 GROUPS = ("full", "swa", "latent")
-"""Names of groups of slots by the other bits."""
+"""Names of slot groups by the other bits."""
 
 
 def pool_number(*, is_draft: bool, group: str) -> int:
@@ -79,8 +79,8 @@ class Violation(Evidence):
 
     @property
     def place(self) -> dict[str, int]:
-        """The layer of the group and KV head of the rank whose bytes differ, the first
-        of several, if attention found them."""
+        """The group's layer and the rank's KV head whose bytes differ, the first if
+        there are several, and only if attention found them."""
         if self.launch != Launch.ATTENTION.name.lower():
             return {}
         layer, head = unpack_place(self.found_fingerprint)
@@ -88,7 +88,7 @@ class Violation(Evidence):
 
     @property
     def branch(self) -> int:
-        """The branch of a draft step, -1 outside a draft step."""
+        """The branch of a draft step, or -1 outside draft steps."""
         return -1 if self.draft is None else self.draft.branch
 
     def public_line(self) -> str:
@@ -177,7 +177,7 @@ class Violation(Evidence):
         }
 
 
-# Launches of a forward in the order in which they run; a sweep comes before it.
+# Launches of a forward in the order they run; a sweep comes before it.
 _LAUNCH_ORDER = (
     Launch.SWEEP,
     Launch.VERIFY,
@@ -192,8 +192,8 @@ _LAUNCH_ORDER = (
 
 
 def ring_order(entry: Sequence[int]) -> tuple[int, ...]:
-    """Return a sort key by forward, launch, pool, row and position: threads of one
-    launch append their entries in any order."""
+    """Return a sort key by forward, launch, pool, row and position, because threads of
+    one launch append their entries in any order."""
     tag = entry[Ring.TAG]
     return (
         entry[Ring.CLOCK],
@@ -216,7 +216,7 @@ def parse_entry(
 
     Args:
         rid_of: known request ids by serial modulo 2^24.
-        groups: names of the groups of slots.
+        groups: names of the slot groups.
     """
     tag = entry[Ring.TAG]
     worker, group = _names_of(tag >> TAG_POOL_SHIFT, groups)

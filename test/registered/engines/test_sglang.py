@@ -563,7 +563,7 @@ def test_histories_are_those_of_the_tokens() -> None:
             registry.rows_of([req.rid])
     assert len(registry.rows()) == 2
     short = Req("short", [1, 2], req_pool_idx=1, prefix_indices=torch.zeros(3))
-    with pytest.raises(RuntimeError, match="3 tokens in its KV, of which 2"):
+    with pytest.raises(RuntimeError, match="3 tokens in its KV, but only 2"):
         registry.announce(short)
 
 

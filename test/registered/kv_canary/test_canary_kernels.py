@@ -246,7 +246,7 @@ def test_launches_dispatch_and_refuse() -> None:
     launches.poison(w.state, long([w.slot(0, 0), 3]), n_live=long([1]))
     launches.move_records(w.state, dst=long([5]), src=long([w.slot(0, 0)]))
     assert w.state.tail[5, 0] == -1
-    with pytest.raises(ValueError, match="a tree without max_depth"):
+    with pytest.raises(ValueError, match="a tree needs max_depth"):
         dataclasses.replace(rows, parent_index=rows.positions)
     with pytest.raises(ValueError, match="parent_index"):
         tree = dataclasses.replace(rows, parent_index=rows.positions, max_depth=1)

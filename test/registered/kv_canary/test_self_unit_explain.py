@@ -296,7 +296,7 @@ def refusal(file: Path, capsys: pytest.CaptureFixture[str]) -> str:
         (b"{", "not an incident file, or cut"),
         (b"[]", "no JSON object"),
         (b"null", "no JSON object"),
-        (b"\xff\xfe{}", "no UTF-8 text"),
+        (b"\xff\xfe{}", "not UTF-8 text"),
         (b'{"violations": [1]}', "not an incident file: "),
         (b'{"violations": []}', "violations must be a list"),
         (b'{"violations": {"a": 1}}', "violations must be a list"),

@@ -1,5 +1,5 @@
-"""Who holds which blocks, from what the scheduler says: the truth that tables of the
-workers are compared with."""
+"""Who holds which blocks, according to the scheduler. The workers' tables are compared
+with this."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class Request:
     """A request that holds blocks.
 
     Fields:
-        row: of the canary's tables.
-        tokens: that the host knows.
-        blocks: by group.
+        row: its row in the canary's tables.
+        tokens: tokens that the host knows.
+        blocks: its blocks, by group.
         computed: tokens whose KV is stored after the newest step.
         is_ahead: whether its newest step also stored tokens that were only proposed.
     """
@@ -41,7 +41,7 @@ class Changes:
     """The changes of a step, by group.
 
     Fields:
-        fresh: blocks that have a new owner, who has stored nothing yet.
+        fresh: blocks with a new owner, which has stored nothing yet.
         freed: blocks that left all tables and that no prefix cache can hold.
         rows: (request, group, index of the first changed block).
     """
@@ -52,11 +52,11 @@ class Changes:
 
 
 class BlockLedger:
-    """Requests and the holders of blocks.
+    """Requests and the blocks they hold.
 
     Args:
-        page_sizes: slots of a block, by group.
-        num_rows: requests at once.
+        page_sizes: slots per block, by group.
+        num_rows: most requests at once.
         is_cached: whether full blocks may stay in a prefix cache.
 
     Attributes:
@@ -68,7 +68,7 @@ class BlockLedger:
     ) -> None:
         self._page_sizes = page_sizes
         self._is_cached = is_cached
-        # With several groups a prefix cache may also hold parts of blocks.
+        # With several groups a prefix cache may also hold partial blocks.
         self._knows_frees = not is_cached or len(page_sizes) == 1
         self._free_rows = list(range(num_rows, 0, -1))
         self._requests: dict[str, Request] = {}
@@ -86,11 +86,11 @@ class BlockLedger:
         return self._requests.get(rid)
 
     def changes(self) -> Changes:
-        """An empty list of changes."""
+        """Return an empty list of changes."""
         return Changes([[] for _ in self._page_sizes], [[] for _ in self._page_sizes])
 
     def release(self, rid: str, changes: Changes) -> None:
-        """The request gives up its blocks; one that is not known is none."""
+        """Take back the blocks of a request. Unknown requests are ignored."""
         request = self._requests.pop(rid, None)
         if request is None:
             return
@@ -100,7 +100,7 @@ class BlockLedger:
             for index, block in enumerate(blocks):
                 holders = self._holders[group].get(block)
                 if holders is None or rid not in holders:
-                    continue  # somebody else's by now
+                    continue  # belongs to another request by now
                 holders.discard(rid)
                 if holders:
                     continue
@@ -123,7 +123,7 @@ class BlockLedger:
             self._drop(old)
         if not self._free_rows:
             raise RuntimeError(
-                f"kv_canary: request {admission.rid!r} is one more than the "
+                f"kv_canary: request {admission.rid!r} exceeds the "
                 f"{len(self._requests)} that the engine said it would run at once"
             )
         if not serial:
@@ -143,7 +143,7 @@ class BlockLedger:
         return request
 
     def _drop(self, request: Request) -> None:
-        """Forget a request whose blocks stay its own."""
+        """Forget a request but not its blocks."""
         del self._requests[request.rid]
         self._free_rows.append(request.row)
 
@@ -154,11 +154,11 @@ class BlockLedger:
         changes: Changes,
         kept: BlockIds = (),
     ) -> None:
-        """More blocks; those that begin after what is computed are new to everybody,
-        the request itself included: one that left its window may come back.
+        """Add blocks. Blocks that begin after the computed tokens count as new even for
+        the request itself, because one that left its window may come back.
 
         Args:
-            kept: of the request before, whose blocks these may be.
+            kept: blocks of the previous request, which these may be.
         """
         for group, more in enumerate(blocks):
             if not more:
@@ -179,7 +179,7 @@ class BlockLedger:
             changes.rows.append((request, group, begin))
 
     def owner(self, group: int, slot: int) -> Owner:
-        """The owner of a slot by the scheduler's word."""
+        """Return the owner of a slot according to the scheduler."""
         block = slot // self._page_sizes[group] if slot >= 0 else -1
         rids = sorted(self._holders[group].get(block, ()))
         if not rids:
@@ -202,9 +202,9 @@ class BlockLedger:
         return block in request.blocks[group][:full]
 
     def held(self, group: int) -> set[int]:
-        """Blocks that are in a request's table."""
+        """Return the blocks that are in a request's table."""
         return set(self._holders[group])
 
     def rids(self) -> list[str]:
-        """The requests that hold blocks."""
+        """Return the requests that hold blocks."""
         return list(self._requests)

@@ -1,4 +1,4 @@
-"""`kv-canary`: what is checked in the engine that is installed, and a self-test."""
+"""`kv-canary`: what is checked in the installed engine, and a self-test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ _PLUGIN = "kv_canary"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit code: 0 all well, 1 not, 2 no engine."""
+    """Run the CLI and return its exit code: 0 all well, 1 problems, 2 no engine.
+
+    arguments defaults to sys.argv[1:].
+    """
     parser = argparse.ArgumentParser(prog="kv-canary", description=__doc__)
     parser.add_argument(
         "--version", action="version", version=f"kv-canary {__version__}"
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     selftest.add_argument(
         "--engine", choices=[host.name for host in HOSTS], help="where several are"
     )
-    # One model per process: an engine is not given back.
+    # One model per process, because an engine never gives its memory back.
     selftest.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     wanted = getattr(args, "engine", None)
@@ -61,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def doctor(host: Host) -> int:
-    """Print what the plugin would do here; returns the exit code."""
+    """Print what the plugin would do here, and return the exit code."""
     print(f"engine: {host.version()}")
     print(f"kernels: {_kernels()}")
     try:
@@ -102,7 +105,7 @@ def doctor(host: Host) -> int:
 
 
 def _say_what_does_not_import(host: Host) -> set[str]:
-    """Print one line per reason; returns the engine's modules that do not import."""
+    """Print why modules do not import, a line per reason, and return these modules."""
     failures = import_failures([*host.expectations, *host.optional])
     by_reason: dict[str, list[str]] = {}
     for module, reason in failures.items():
@@ -122,7 +125,7 @@ def _say_what_does_not_import(host: Host) -> set[str]:
 
 
 def _say(expected: Expectation, otherwise: str) -> bool:
-    """Print a line; whether there is a problem."""
+    """Print a line and return whether there is a problem."""
     problem = problem_with(expected)
     verb = "reads" if isinstance(expected, Record) else "wraps"
     state = f"{verb} {expected.place}: {expected.purpose}"
@@ -143,7 +146,7 @@ def _kernels() -> str:
 
 
 def selftest_of(host: Host, model: str | None, seeds: int) -> int:
-    """Run the self-test of one model here, or that of each in a process of its own."""
+    """Run the self-test of one model here, or of each model in its own process."""
     if model is not None:
         test = importlib.import_module(f"kv_canary.faults.{host.name}.selftest")
         return 0 if test.run(model, seeds) else 1

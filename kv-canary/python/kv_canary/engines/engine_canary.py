@@ -1,4 +1,4 @@
-"""vLLM's canary: turns a step's words and tables into the runtime's verbs.
+"""vLLM's canary: turns a step's messages and tables into the runtime's verbs.
 
 ```
 plan(step)       who got, shares and gave up which blocks; frees, moves, announcements
@@ -35,22 +35,22 @@ if TYPE_CHECKING:
 SWEEP_BUDGET = 4096
 
 VLLM = HostCapabilities(shares_new_slots=True)
-"""A request may share the blocks that another one fills in the same step."""
+"""A request may share blocks that another one fills in the same step."""
 
 
 class EngineCanary:
     """Checks the KV pool of one worker.
 
     Args:
-        groups: of layers, in the order of the engine's block tables.
+        groups: groups of layers, in the order of the engine's block tables.
         num_rows: requests that may hold blocks at once.
-        max_len: tokens of a request at most.
+        max_len: most tokens of a request.
         is_cached: whether the engine has a prefix cache.
 
     Attributes:
         ledger: who holds which blocks.
-        groups: by number.
-        reporter: of everything found so far.
+        groups: the groups, by number.
+        reporter: reporter of everything found so far.
     """
 
     def __init__(
@@ -106,10 +106,10 @@ class EngineCanary:
         return self._runtime.forwards
 
     def plan(self, step: Step) -> None:
-        """Take in a step before the engine does.
+        """Process a step before the engine does.
 
         Raises:
-            CanaryViolation: mode `raise`, and an earlier forward found something.
+            CanaryViolation: in mode `raise`, if an earlier forward found something.
         """
         self.poll()
         self._step = step
@@ -131,7 +131,7 @@ class EngineCanary:
         self._correct(stale)
 
     def before(self, reads: ForwardReads) -> None:
-        """Check all that the forward of the planned step is about to read.
+        """Check everything that the forward of the planned step is about to read.
 
         Raises:
             RuntimeError: one of its rows was never announced.
@@ -151,7 +151,7 @@ class EngineCanary:
         """Record what the model has stored.
 
         Raises:
-            CanaryViolation: mode `raise`, on the CPU, where findings are there at once.
+            CanaryViolation: in mode `raise` on the CPU, where findings are immediate.
         """
         self._runtime.forward.after(advance=True)
         for row in self._rows.values():
@@ -174,12 +174,12 @@ class EngineCanary:
         step, self._step = self._step, None
         if step is not None and step.rows:
             raise RuntimeError(
-                "kv_canary: a forward ran that was not checked: the engine went past "
-                "the methods that `kv-canary doctor` lists"
+                "kv_canary: a forward ran unchecked: the engine bypassed the methods "
+                "that `kv-canary doctor` lists"
             )
 
     def note_tokens(self, rid: str, tokens: Sequence[int]) -> None:
-        """Note further tokens of a request."""
+        """Record further tokens of a request."""
         request = self.ledger.get(rid)
         if request is not None:
             request.tokens.extend(tokens)
@@ -209,7 +209,7 @@ class EngineCanary:
     def _apply(self, changes: Changes, copies: Sequence[tuple[int, int]]) -> None:
         fresh = {block for blocks in changes.fresh for block in blocks}
         for group, freed in zip(self.groups, changes.freed, strict=True):
-            # A block has one owner, in one group: the others have lost it.
+            # A block has one owner, in one group; the others have lost it.
             group.free_blocks(sorted({*fresh, *freed}))
         self._runtime.settle()
         for group in self.groups:
@@ -219,7 +219,7 @@ class EngineCanary:
             self.groups[number].set_blocks(request.row, begin, blocks)
 
     def _announce(self, new: Sequence[Request]) -> None:
-        """Announce which history requests go on from, and which rows they have."""
+        """Announce the histories that requests continue, and their rows."""
         if not new:
             return
         lineages = [self._lineage(request) for request in new]
@@ -240,17 +240,17 @@ class EngineCanary:
             launches.set_lineage(group.state, rows, values)
 
     def _lineage(self, request: Request) -> int:
-        """The lineage of the tokens before the forward."""
+        """Return the lineage of the tokens before the forward."""
         length = self._rows[request.rid].computed
         if length > len(request.tokens):
             raise RuntimeError(
                 f"kv_canary: request {request.rid!r} has {length} tokens in its KV, "
-                f"of which {len(request.tokens)} are known"
+                f"but only {len(request.tokens)} are known"
             )
         return lineage_of(request.tokens[:length], request.salt)
 
     def _view(self, reads: ForwardReads) -> Callable[..., ForwardView]:
-        """Makes the forward's view in a group, given its slots."""
+        """Return a function that makes the forward's view in a group from its slots."""
         try:
             rows = [self._rows[rid] for rid in reads.rids]
             requests = [self.ledger[rid] for rid in reads.rids]

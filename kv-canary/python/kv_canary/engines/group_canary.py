@@ -1,4 +1,4 @@
-"""A KV group whose slots lie in blocks, with its page map: the blocks of each row."""
+"""A KV group whose slots lie in blocks, and its page map: the blocks of each row."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Group:
     """Layers whose KV lies in the same blocks.
 
     Fields:
-        name: for reports.
-        layers: one tensor per layer, all of one type, that begins with block 0.
-        pages: where their values lie; its page size is the size of a block.
-        num_blocks: including block 0, which belongs to nobody.
-        window: tokens that a query sees; None: all.
+        name: name for reports.
+        layers: one tensor per layer, all of one dtype, beginning with block 0.
+        pages: where their values lie; its page size is the block size.
+        num_blocks: number of blocks, including block 0, which has no owner.
+        window: tokens that a query sees, or None for all.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Group:
 
 
 class BlockReads(NamedTuple):
-    """What attention reads of a group, and how many prefix elements that is."""
+    """What attention reads of a group, and how many of these elements are prefix."""
 
     table: KVReadView
     num_read: int
@@ -59,9 +59,9 @@ class GroupCanary(CanaryGroup):
     """Checks the slots of a group's blocks.
 
     Args:
-        number: of the group.
+        number: number of the group.
         num_rows: requests that may hold blocks at once.
-        max_len: tokens of a request at most.
+        max_len: most tokens of a request.
         mode: which bytes are fingerprinted.
         stamps_first: see `HostCapabilities.shares_new_slots`.
     """
@@ -102,7 +102,8 @@ class GroupCanary(CanaryGroup):
         self._swept = group.page_size
 
     def set_blocks(self, row: int, begin: int, blocks: Sequence[int]) -> None:
-        """Set the blocks of a request from index `begin` on; no others follow."""
+        """Set the blocks of a request from index `begin` on, and drop any after
+        them."""
         line, start = self.table[row], begin * self.group.page_size
         line[start:].zero_()
         values = self._host_slots(blocks)[: len(line) - start].to(torch.int32)
@@ -110,7 +111,7 @@ class GroupCanary(CanaryGroup):
         line[start:end].copy_(upload(values, line.device), non_blocking=True)
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
-        """`free` the slots of blocks."""
+        """Call `free` for the slots of blocks."""
         if blocks:
             self.free(self._host_slots(blocks))
 
@@ -121,7 +122,7 @@ class GroupCanary(CanaryGroup):
             self.move(dst=self._slots(destinations), src=self._slots(sources))
 
     def sweep(self, budget: int, held: set[int]) -> ByteFindings | None:
-        """Check `budget` slots, in rotation, of blocks that no request holds."""
+        """Check `budget` slots of blocks that no request holds, in rotation."""
         if self.bytes is None:
             return None
         end = min(self._swept + budget, self.state.num_slots)
@@ -135,7 +136,7 @@ class GroupCanary(CanaryGroup):
     def reads(
         self, reads: GroupReads, seq_lens: Tensor, prefix: Sequence[int]
     ) -> BlockReads:
-        """What attention reads of this group in a forward.
+        """Return what attention reads of this group in a forward.
 
         Args:
             seq_lens: int64 [R], tokens that attention reads.
@@ -150,7 +151,7 @@ class GroupCanary(CanaryGroup):
             firsts = [max(n - self.group.window + 1, 0) // size * size for n in prefix]
             first_position = upload(torch.tensor(firsts), seq_lens.device)
             indptr[:-1] += first_position // size
-            # The slot before the first page may have a new owner as well.
+            # The slot before the first page may also have a new owner.
             before_first = torch.full_like(first_position, -1)
             seq_lens = (seq_lens - first_position).clamp(min=0)
             num_read -= sum(firsts)
@@ -174,7 +175,7 @@ class GroupCanary(CanaryGroup):
 
 
 def _flat(table: Tensor) -> Tensor:
-    """The entries of a table in one run of memory, with the gaps between its rows."""
+    """View the entries of a table as one run of memory, including gaps between rows."""
     if table.shape[0] == 0:
         return table.reshape(-1)
     length = (table.shape[0] - 1) * table.stride(0) + table.shape[1]

@@ -1,4 +1,4 @@
-"""Methods of an engine that a plugin wraps, checked by name and signature first."""
+"""Engine methods that a plugin wraps, after checking their names and signatures."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from typing import Any
 
 
 class Refusal(RuntimeError):
-    """This engine, or this configuration of it, cannot be checked; the text names what
-    was looked for and what was found."""
+    """This engine, or its configuration, cannot be checked. The text names what was
+    looked for and what was found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hook:
-    """A method that is wrapped, and the parameters that the wrapper relies on.
+    """A method to wrap, and the parameters that the wrapper relies on.
 
     Fields:
         owner: `module:Class`.
         parameters: names of the first parameters after `self`; more may follow.
-        purpose: for `doctor`.
+        purpose: text for `doctor`.
     """
 
     owner: str
@@ -38,7 +38,7 @@ class Hook:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """A dataclass of the engine, and the fields of it that are read."""
+    """A dataclass of the engine, and those of its fields that are read."""
 
     owner: str
     fields: tuple[str, ...]
@@ -51,7 +51,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnyOf:
-    """Methods of which the first that is as expected is wrapped."""
+    """Alternative methods; the first one that is as expected is wrapped."""
 
     hooks: tuple[Hook, ...]
 
@@ -64,7 +64,8 @@ class AnyOf:
         return self.hooks[0].purpose
 
     def found(self) -> Hook:
-        """
+        """Return the first method that is as expected.
+
         Raises:
             Refusal: there is none.
         """
@@ -76,14 +77,14 @@ Expectation = Hook | Record | AnyOf
 
 
 def problem_with(expected: Expectation) -> str | None:
-    """The difference from what is expected, in words; None: all is there."""
+    """Return how the engine differs from an expectation, or None if it does not."""
     if isinstance(expected, AnyOf):
         problems = [problem_with(hook) for hook in expected.hooks]
         return None if None in problems else ", and ".join(map(str, problems))
     try:
         owner = load_owner(expected.owner)
     except Exception as error:
-        # Any of them may be raised by an engine's module without its device.
+        # An engine's module may raise any of these if its device is missing.
         return f"looked for {expected.owner}, found: {error}"
     if isinstance(expected, Record):
         return _problem_with_fields(expected, owner)
@@ -102,9 +103,9 @@ def problem_with(expected: Expectation) -> str | None:
 
 
 def import_failures(expected: Sequence[Expectation]) -> dict[str, str]:
-    """Return the engine's modules that are there and do not import, with the error.
+    """Return the engine's modules that exist but do not import, with the error.
 
-    A module that is not there is not among them: the engine has moved it.
+    Missing modules are not included: the engine has moved them.
     """
     failures = {}
     for module in dict.fromkeys(name for each in expected for name in modules_of(each)):
@@ -122,10 +123,10 @@ def modules_of(expected: Expectation) -> tuple[str, ...]:
 
 @functools.cache
 def import_failure(module: str) -> str | None:
-    """Return why a module does not import; None also where there is no such module.
+    """Return why a module does not import, or None if it does or does not exist.
 
-    Asked once: Python forgets a package whose import failed, and the next import of
-    its modules fails for another reason.
+    Asked only once: Python forgets a package whose import failed, and the next import
+    of its modules fails for another reason.
     """
     package = module.rpartition(".")[0]
     if package and import_failure(package) is not None:
@@ -138,7 +139,7 @@ def import_failure(module: str) -> str | None:
             return None
         return str(error)
     except Exception as error:
-        # Any of them may be raised by an engine's module without its device.
+        # An engine's module may raise any of these if its device is missing.
         return f"{type(error).__name__}: {error}"
     return None
 
@@ -157,9 +158,10 @@ def _problem_with_fields(expected: Record, owner: Any) -> str | None:
 
 
 def require(expected: Sequence[Expectation]) -> None:
-    """
+    """Check that the engine is as expected.
+
     Raises:
-        Refusal: something is not as expected; names all of it.
+        Refusal: something is not as expected. The message names all of it.
     """
     problems = [text for text in map(problem_with, expected) if text is not None]
     if problems:
@@ -171,7 +173,8 @@ Wrapper = Callable[..., Any]
 
 
 def wrap(hook: Hook, around: Wrapper) -> Callable[[], None]:
-    """Replace the method by `around(method, self, ...)`; returns what undoes it."""
+    """Replace the method by `around(method, self, ...)`; return a function to undo
+    it."""
     owner = load_owner(hook.owner)
     method = inspect.getattr_static(owner, hook.method)
 
@@ -184,10 +187,10 @@ def wrap(hook: Hook, around: Wrapper) -> Callable[[], None]:
 
 
 def load_owner(place: str) -> Any:
-    """The class at `module:Class`.
+    """Return the class at `module:Class`.
 
     Raises:
-        ImportError, AttributeError: there is none.
+        ImportError, AttributeError: there is no such class.
     """
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""The engines that the canary can be in, for the command line."""
+"""The engines that the canary can run in, for the command line."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ class Host:
     """An engine.
 
     Fields:
-        name: of the option `--engine`; title: as it is written.
-        packages: under which it is installed.
-        version: of the one that is there; None: none is.
+        name: value of the option `--engine`; title: its proper name.
+        packages: packages that install it.
+        version: installed version, or None.
         expectations: what the plugin wraps and reads.
-        optional: likewise, where a version has it.
-        sees: kinds of KV. limits: options that are refused. rest: what else is.
-        models: of the self-test, each in a process of its own.
-        plugins_variable: names the plugins that the engine may load.
-        self_test_environment: beside `KV_CANARY=log`.
+        optional: more of these, which only some versions have.
+        sees: kinds of KV. limits: options that are refused. rest: what else is refused.
+        models: models of the self-test, each run in its own process.
+        plugins_variable: variable that names the plugins the engine may load.
+        self_test_environment: more variables for the self-test, besides
+            `KV_CANARY=log`.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""A worker's counters for Prometheus, on a port of its own."""
+"""A worker's Prometheus counters, on their own port."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COUNTERS = (
 
 
 class Counted(Protocol):
-    """A worker's canary, whatever its engine."""
+    """A worker's canary, for any engine."""
 
     reporter: ViolationReporter
 
@@ -34,7 +34,7 @@ class Counted(Protocol):
         """Number of forwards that were checked."""
 
     def counters(self) -> list[int]:
-        """`records.Counter`; waits for the device."""
+        """Return `records.Counter`. Waits for the device."""
 
 
 class CanaryCollector:
@@ -56,7 +56,7 @@ class CanaryCollector:
         found = self._library.CounterMetricFamily(
             "kv_canary_violations", "Violations by reason.", labels=["rank", "reason"]
         )
-        # All of them from the start: `rate()` misses a series' first value.
+        # Include all of them from the start: `rate()` misses a series' first value.
         for reason in EVERY_REASON:
             found.add_metric([self._rank, reason], canary.reporter.counts[reason])
         yield found

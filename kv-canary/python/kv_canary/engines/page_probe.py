@@ -1,6 +1,6 @@
-"""Where an engine stores a token's K and V: learned from its own store, not guessed.
+"""Learns where an engine stores a token's K and V, from its own store.
 
-Shapes of KV tensors are ambiguous (two heads look like K and V) and say nothing of
+Shapes of KV tensors are ambiguous (two heads look like K and V) and say nothing about
 packing inside a page, so one token is stored at each offset of an empty page.
 """
 
@@ -18,14 +18,14 @@ Store = Callable[[Tensor, Tensor, Tensor], None]
 """Stores keys, values [1, heads, size] in slots [1]."""
 
 _PAGE = 1
-"""The page that is tried; page 0 belongs to nobody."""
+"""The page that is tried; page 0 has no owner."""
 
 
 def page_axis(kv: Tensor, num_pages: int, name: str) -> int:
-    """The dimension of `kv` that counts pages.
+    """Return the dimension of `kv` that counts pages.
 
     Raises:
-        Refusal: none, or more than one.
+        Refusal: there is none, or more than one.
     """
     axes = [axis for axis, size in enumerate(kv.shape) if size == num_pages]
     if axes and (len(axes) == 1 or axes[0] == 0):
@@ -46,13 +46,13 @@ def learn_pages(
     k_like: Tensor,
     v_like: Tensor,
 ) -> PageLayout:
-    """The layout of the pages of `kv`, whose page 1 is empty, and stays so.
+    """Learn the page layout of `kv`. Its page 1 is empty and stays so.
 
     Args:
-        k_like, v_like: [1, heads, size], of what is stored.
+        k_like, v_like: [1, heads, size], samples of what is stored.
 
     Raises:
-        Refusal: a store does not write what a token has, or two tokens share values.
+        Refusal: a store does not write one token's values, or two tokens share values.
     """
     page = kv.select(axis, _PAGE)
     before = page.clone()
@@ -85,9 +85,10 @@ def learn_pages(
 
 
 def _offsets_of(page: Tensor) -> Tensor:
-    """Places of the values that are not 0, from the page's first value, ascending."""
+    """Return places of nonzero values, counted from the page's first value,
+    ascending."""
     strides = torch.tensor(page.stride(), device=page.device)
-    # As numbers: not every 8-bit float knows `nonzero`.
+    # As numbers, because not every 8-bit float supports `nonzero`.
     plain = page if page.element_size() > 1 else page.view(torch.uint8)
     places: Tensor = (plain.nonzero() * strides).sum(dim=1)
     return places.sort().values

@@ -23,10 +23,10 @@ Canary = TypeVar("Canary")
 
 
 def log_through(host: str) -> None:
-    """Log through the handlers of the host's logger, where our lines would reach none.
+    """Log through the handlers of the host's logger; ours would otherwise have none.
 
-    vLLM configures its own logger and not the root, so that INFO lines of a plugin are
-    dropped and the others come without the host's format.
+    vLLM configures its own logger but not the root, so a plugin's INFO lines are
+    dropped and the others appear without the host's format.
     """
     ours, theirs = logging.getLogger(_PACKAGE), logging.getLogger(host)
     if ours.hasHandlers() or not theirs.handlers:
@@ -38,10 +38,10 @@ def log_through(host: str) -> None:
 
 
 def unless_refused(create: Callable[[], Canary], settings: Settings) -> Canary | None:
-    """A canary, or in mode `log` None and an error in the log.
+    """Create a canary. In mode `log`, a refusal returns None and logs an error.
 
     Raises:
-        Refusal: mode `raise`, and something cannot be checked.
+        Refusal: in mode `raise`, if something cannot be checked.
     """
     try:
         return create()
@@ -61,7 +61,7 @@ def reporter_of(
     rank: int,
     groups: Sequence[str] = GROUPS,
 ) -> ViolationReporter:
-    """A reporter that writes where the settings say."""
+    """Create a reporter that writes where the settings say."""
     return ViolationReporter(
         ReportOptions(
             mode=settings.mode.value,

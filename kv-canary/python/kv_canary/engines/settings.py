@@ -1,4 +1,4 @@
-"""The plugins' settings: environment variables, parsed here and nowhere else."""
+"""The plugins' settings: environment variables, parsed only here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MAX_PORT = 65_535
 
 
 class SettingsError(ValueError):
-    """A variable has a value that it cannot have; the text names both."""
+    """A variable has an invalid value; the text names both."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,14 +34,14 @@ class Settings:
 
     Fields:
         mode: KV_CANARY.
-        real_data: KV_CANARY_REAL_DATA, bytes that are fingerprinted.
-        sweep_interval: KV_CANARY_SWEEP_INTERVAL, forwards between two passes over
-            slots that only the prefix cache holds; 0: none.
-        report_dir: KV_CANARY_REPORT_DIR, gets one JSON file per incident.
-        report_tokens: KV_CANARY_REPORT_TOKENS, whether reports hold token ids.
-        max_reports: KV_CANARY_MAX_REPORTS, files of one process; 0: no limit.
-        metrics_port: KV_CANARY_METRICS_PORT, of rank 0 on 127.0.0.1, the next ranks
-            follow; 0: no metrics.
+        real_data: KV_CANARY_REAL_DATA, which bytes are fingerprinted.
+        sweep_interval: KV_CANARY_SWEEP_INTERVAL, forwards between two passes over slots
+            that only the prefix cache holds; 0 disables them.
+        report_dir: KV_CANARY_REPORT_DIR, receives one JSON file per incident.
+        report_tokens: KV_CANARY_REPORT_TOKENS, whether reports include token ids.
+        max_reports: KV_CANARY_MAX_REPORTS, most files per process; 0 for no limit.
+        metrics_port: KV_CANARY_METRICS_PORT, port of rank 0 on 127.0.0.1, followed by
+            the other ranks; 0 disables metrics.
     """
 
     mode: Mode = Mode.OFF
@@ -63,10 +63,10 @@ class Settings:
 
 
 def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
-    """The settings in `environ`; of those that are not there, the defaults.
+    """Read the settings in `environ`; missing ones have their defaults.
 
     Raises:
-        SettingsError: a value is impossible, or nothing is named so.
+        SettingsError: a value is invalid, or a variable is unknown.
     """
     given = {name: value for name, value in environ.items() if _is_ours(name)}
     readers = {
@@ -127,7 +127,7 @@ def _port(name: str, value: str) -> int:
 
 
 def _folder(name: str, value: str) -> Path:
-    """A folder that can be written to; made where it is not there."""
+    """Return a writable folder, creating it if necessary."""
     path = Path(value)
     try:
         path.mkdir(parents=True, exist_ok=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 BlockIds = Sequence[Sequence[int]]
-"""Block numbers by group of slots, in the order of positions."""
+"""Block numbers by slot group, in order of position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,8 +16,8 @@ class Admission:
     """A request that begins, or begins again, in this step.
 
     Fields:
-        tokens: all that are known; of the first `computed` the KV is in its blocks.
-        salt: of its cache namespace.
+        tokens: all known tokens; the KV of the first `computed` is in its blocks.
+        salt: salt of its cache namespace.
         goes_on: whether it is the same request with more tokens.
     """
 
@@ -34,7 +34,7 @@ class RowStep:
     """A request's share of the forward.
 
     Fields:
-        computed: tokens before it; scheduled: new tokens.
+        computed: tokens before the step; scheduled: new tokens.
         drafts: new tokens that are only proposed.
     """
 
@@ -50,9 +50,9 @@ class Step:
 
     Fields:
         released: requests that gave up their blocks since the last step.
-        grown: further blocks of requests that are known.
+        grown: additional blocks of known requests.
         copies: (source, destination) blocks that are copied before the forward.
-        rows: of the forward, in any order; empty: there is none.
+        rows: rows of the forward, in any order; empty without a forward.
     """
 
     released: Sequence[str] = ()
@@ -64,7 +64,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReads:
-    """The tables with which attention of one group of layers reads and writes.
+    """The tables that attention of one layer group reads and writes through.
 
     Fields:
         block_table: int32 [R, columns], block numbers.
@@ -77,15 +77,15 @@ class GroupReads:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardReads:
-    """One forward, from what attention and model are given.
+    """The inputs of one forward's attention and model.
 
     Fields:
-        rids: of its R rows, in their order.
+        rids: ids of its R rows, in order.
         num_tokens: T.
         input_ids, positions: [>= T].
         query_start_loc: [>= R + 1].
         seq_lens: [>= R], tokens of each row that attention reads.
-        groups: by group of slots.
+        groups: tables by slot group.
     """
 
     rids: Sequence[str]

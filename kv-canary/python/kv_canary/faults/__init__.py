@@ -1,5 +1,5 @@
-"""The room of faults: one catalogue, and what plants it in a pool or in another engine.
+"""The room of faults: one catalogue, and the code that plants it in pools and engines.
 
-Nothing else in this package imports it. `catalogue` is data alone; `pool` damages the
-bytes and records of any pool; `sglang` and `vllm` are the self-tests of the plugins.
+Nothing else in this package imports it. `catalogue` is only data; `pool` damages the
+bytes and records of any pool; `sglang` and `vllm` are the plugins' self-tests.
 """

@@ -1,9 +1,10 @@
-"""The one list of faults. What plants, expects or describes faults is a view of it.
+"""The one list of faults. Anything that plants, expects or describes faults is a view
+of it.
 
 `catalogue.tsv` has a row per fault; `Fault` says what the columns mean. `-` is an empty
-cell, several values stand side by side, and `verify_*` is every reason of a wrong
-record. The last column has what few faults need: `variable`, `upstream`, `bytes`, and
-the name in the self-test of `vllm` and `sglang`.
+cell, multiple values are separated by spaces, and `verify_*` stands for every reason of
+a wrong record. The last column holds what few faults need: `variable`, `upstream`,
+`bytes`, and the name in the self-test of `vllm` and `sglang`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _read(table: Path) -> tuple[Fault, ...]:
     """Read the table.
 
     Raises:
-        KeyError, ValueError: a cell has a value that its column does not know.
+        KeyError, ValueError: a cell has an unknown value for its column.
     """
     with table.open(encoding="utf-8", newline="") as file:
         rows = csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE)

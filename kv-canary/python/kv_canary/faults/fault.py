@@ -1,4 +1,4 @@
-"""A planted fault: where it is done, and what must name it."""
+"""A planted fault: where it acts, and who must name it."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ if TYPE_CHECKING:
 
 
 class Planted(Enum):
-    """Where a fault acts, and so what plants it."""
+    """Where a fault acts, and therefore what plants it."""
 
     POOL = "pool"
     """In slots and tables, around a launch: `sglang.faults.pools`."""
     SAMPLING = "sampling"
     """In the sampled tokens: `sglang.faults.driver`."""
     WINDOW = "window"
-    """In window slots alone, as `POOL`."""
+    """In window slots only, like `POOL`."""
     DRAFT = "draft"
-    """In draft steps and moves, as `POOL`."""
+    """In draft steps and moves, like `POOL`."""
     STEP = "step"
     """In what one part of a step hands to the next: `sglang.faults.steps`."""
     START = "start"
-    """In everything that an engine is built of: `sglang.faults.fault_points`."""
+    """In anything that an engine is built of: `sglang.faults.fault_points`."""
     PLUGIN = "plugin"
-    """In stock engines alone: `kv_canary.faults.vllm`, `kv_canary.faults.sglang`."""
+    """In stock engines only: `kv_canary.faults.vllm`, `kv_canary.faults.sglang`."""
 
 
 class Place(Enum):
-    """The part of an engine's work that goes wrong; one-line faults have the same."""
+    """The part of an engine's work that goes wrong; one-line faults use the same
+    places."""
 
     MEMORY = "memory"
     BATCH = "batch"
@@ -55,7 +56,7 @@ class Group(Flag):
 
 
 class Serving(Flag):
-    """Ways of decoding that a fault can occur in: plain, chains of drafts, trees."""
+    """Ways of decoding in which a fault can occur: plain, chains of drafts, trees."""
 
     PLAIN = auto()
     CHAIN = auto()
@@ -97,18 +98,18 @@ class Fault:
 
     Fields:
         planted: where it acts.
-        name: unique among the faults that are planted there.
+        name: unique among the faults planted there.
         place: the part of the work that it breaks.
         groups: kinds of slots that it can damage.
-        reasons: at least one of them must be reported, about a harmed request.
+        reasons: at least one of them must be reported about a harmed request.
         bound: who reports it at the latest.
-        harm: what it changes where no canary looks.
+        harm: what it changes if no canary looks.
         what: what it does, in one line.
-        names: what a report must name, or how the fault is seen; empty: the request.
-        variable: the environment variable that plants it by chance; empty: none.
+        names: what a report must name, or how the fault is seen; empty for the request.
+        variable: the environment variable that plants it by chance, or empty.
         upstream: its further numbers in SGLang.
         hosts: its name in the self-test of each plugin that plants it.
-        needs_all: whether it is seen only where all bytes are fingerprinted.
+        needs_all: whether it is only seen if all bytes are fingerprinted.
     """
 
     planted: Planted

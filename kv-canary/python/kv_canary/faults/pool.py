@@ -1,4 +1,5 @@
-"""Faults that can be planted in a pool and its records: memory-safe, and in place.
+"""Faults that can be planted in a pool and its records. They are memory-safe and in
+place.
 
 The engine plants faults in its own state (tables, frees, batches).
 """
@@ -24,8 +25,8 @@ def flip_bytes(
     slot: int,
     rng: random.Random,
 ) -> None:
-    """Change a bit of K or V of `slot`: inside the sample where only that is
-    fingerprinted, anywhere otherwise."""
+    """Flip a bit of K or V of `slot`: inside the sample if only that is fingerprinted,
+    otherwise anywhere."""
     words = rng.choice((fingerprint.k_words, fingerprint.v_words))
     if words is None:
         source = rng.choice(group.sources())
@@ -42,6 +43,6 @@ def flip_bytes(
 
 
 def flip_record(state: CanaryState, slot: int, rng: random.Random) -> None:
-    """Change a bit of the tail record of `slot`, outside of its fingerprint."""
+    """Flip a bit of the tail record of `slot`, outside its fingerprint."""
     word = rng.choice((0, 1, 3))
     state.tail[slot, word] ^= 1 << rng.randrange(20)

@@ -1,4 +1,4 @@
-"""The canary's launches as native CPU ops: packs arguments, nothing else."""
+"""The canary's launches as native CPU ops. Only packs arguments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _INDPTR = [f.name for f in READ_FIELDS].index("indptr")
 
 
 def _with_long_indptr(table: KVReadView) -> list[Tensor | None]:
-    """The tensors of a table that has an indptr, which may be int32."""
+    """Return the tensors of a table that has an indptr, which may be int32."""
     tensors = table.tensors.copy()
     indptr = tensors[_INDPTR]
     tensors[_INDPTR] = None if indptr is None else indptr.long()
@@ -28,17 +28,18 @@ def _with_long_indptr(table: KVReadView) -> list[Tensor | None]:
 
 
 def _hashed(checks: PoolChecks) -> Fingerprint:
-    """
+    """Return the fingerprint to hash.
+
     Raises:
-        ValueError: attention compares the bytes; none on the CPU does.
+        ValueError: attention should compare the bytes, but no CPU attention does.
     """
     if checks.fingerprint.sums is not None or not checks.compares_bytes:
         raise ValueError("the native ops compare bytes themselves and keep no sums")
     return checks.fingerprint
 
 
-# Arguments go by place, and numbers as one list: torch takes 75 ns for a number of its
-# own, 0.5 us where it is an enumeration's, and more for a name.
+# Arguments are positional, and numbers go as one list: torch takes 75 ns for each
+# separate number, 0.5 us for an enumeration's, and more for a keyword.
 
 
 def verify(

@@ -264,8 +264,8 @@ class DecoderModel(Module):
             for i, layer_type in enumerate(config.layer_types)
         ]
         self.layers = nn.ModuleList(layers)
-        # Norms closing the input of each layer; the last one closes the final norm's
-        # input.
+        # Entry i is the closing norm of layer i's input, the last entry of the final
+        # norm's input.
         self._closing: list[RMSNorm | None] = [None]
         self._closing += [layer.closing_norm for layer in layers]
         self.norm = traits.norm(config.hidden_size, config)

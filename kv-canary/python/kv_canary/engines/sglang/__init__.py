@@ -1,5 +1,5 @@
 """The canary inside a stock SGLang, loaded by the entry point `sglang.srt.plugins`.
 
-SGLang is never imported by name: what is used of it is declared in `hooks_of.py`,
-checked there, and read through the objects that its methods hand over.
+SGLang is never imported by name. `hooks_of.py` declares and checks what is used of it;
+the rest is read through the objects that its methods pass.
 """

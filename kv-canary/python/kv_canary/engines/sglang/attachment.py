@@ -1,7 +1,7 @@
 """The canaries of SGLang's runners.
 
-A canary is an attribute of the objects that it watches: the runner, its pool, its
-allocator, its table, its model. Objects without one are left alone.
+A canary is an attribute of the objects it watches: the runner and its pool, allocator,
+table and model. Objects without one are left alone.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _IS_TOLD = "_kv_canary_is_told"
 
 
 def canary_of(watched: Any) -> RunnerCanary | None:
-    """The canary that watches an object of SGLang."""
+    """Return the canary that watches an object of SGLang, or None."""
     found: RunnerCanary | None = getattr(watched, _ATTRIBUTE, None)
     return found
 
@@ -38,8 +38,8 @@ def attach(runner: Any, settings: Settings) -> None:
     """Attach a canary to a runner whose pools were just made.
 
     Raises:
-        Refusal: mode `raise`, and something cannot be checked. In mode `log` the error
-            is logged, and the runner goes on unchecked.
+        Refusal: in mode `raise`, if something cannot be checked. In mode `log` the
+            error is logged, and the runner continues unchecked.
     """
     if runner.is_draft_worker:
         attach_draft(runner, settings)
@@ -60,8 +60,8 @@ def attach(runner: Any, settings: Settings) -> None:
 
 
 def attach_draft(runner: Any, settings: Settings) -> None:
-    """Attach a canary to the pool of a draft model, or say why not: a target verifies
-    what its draft model says, so that no answer depends on that pool."""
+    """Attach a canary to a draft model's pool, or log why not. No answer depends on
+    that pool, because the target verifies what its draft model says."""
     target = canary_of(runner.req_to_token_pool)
     because = "its target is not" if target is None else None
     because = because or unseen_because(runner.server_args)
@@ -143,10 +143,10 @@ def _tree_width(args: Any) -> int:
 
 
 def _wrap_model(model: Any, canary: RunnerCanary) -> None:
-    """Around the model's forward, whoever runs or captures it."""
+    """Wrap the model's forward, whoever runs or captures it."""
     method = model.forward
 
-    # Its signature is asked for parameters that only some models have.
+    # SGLang inspects its signature for parameters that only some models have.
     @functools.wraps(method)
     def forward(
         input_ids: Any, positions: Any, forward_batch: Any, *args: Any, **kwargs: Any
@@ -160,7 +160,7 @@ def _wrap_model(model: Any, canary: RunnerCanary) -> None:
 
 
 def require_attached(runner: Any, settings: Settings) -> None:
-    """A forward without a canary is an error; in mode `log` a line, once."""
+    """Fail for a forward without a canary; in mode `log` only log it once."""
     if getattr(runner, _IS_TOLD, False):
         return
     text = (

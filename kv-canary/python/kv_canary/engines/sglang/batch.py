@@ -1,7 +1,7 @@
 """SGLang's `ForwardBatch` as a `ForwardView`.
 
-Works on the tensors that the model is given: inside a CUDA graph the runner's static
-ones. Nothing here waits for the device or depends on a value in any shape.
+Works on the tensors that the model gets; inside a CUDA graph those are the runner's
+static ones. Nothing here waits for the device, and no shape depends on a value.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ IDLE = "IDLE"
 PREFILL = "EXTEND"
 VERIFY = "TARGET_VERIFY"
 DRAFT_EXTEND = "DRAFT_EXTEND_V2"
-"""Of a draft model, after a verification, as `draft.py` makes its batch."""
+"""The mode of a draft model's forward after a verification; `draft.py` makes the
+batch."""
 _TREES = {VERIFY: WriterKind.VERIFY, DRAFT_EXTEND: WriterKind.DRAFT_EXTEND}
 
 
 class BatchRows:
-    """The host's word on the rows of a forward, at fixed addresses.
+    """The host's facts about the rows of a forward, at fixed addresses.
 
     Attributes:
         serials, salts: int64 [capacity].
-        live: int64 [1], rows of the forward; those after them are padding. 0 outside of
-            forwards: a graph's capture and its warm-up record nothing.
+        live: int64 [1], rows of the forward; rows after them are padding. 0 outside
+            forwards, so a graph's capture and warm-up record nothing.
     """
 
     def __init__(self, capacity: int, device: torch.device) -> None:
@@ -47,7 +48,7 @@ class BatchRows:
         return self._numbers.shape[1]
 
     def begin(self, serials: Sequence[int], salts: Sequence[int]) -> None:
-        """Rows of the forward that is about to run."""
+        """Set the rows of the forward that is about to run."""
         values = upload_rows([serials, salts], self.live.device)
         self._numbers[:, : len(serials)].copy_(values)
         self.live.fill_(len(serials))
@@ -57,7 +58,7 @@ class BatchRows:
 
 
 class Lengths(NamedTuple):
-    """Tokens of rows before a forward, and of it: int64 [R] each."""
+    """Tokens of rows before a forward, and in it: int64 [R] each."""
 
     prefix: Tensor
     extend: Tensor
@@ -68,14 +69,15 @@ def mode_of(batch: Any) -> str:
 
 
 def has_trees(mode: str) -> bool:
-    """Whether the rows of such a forward are trees, of which a path stays."""
+    """Whether rows of such a forward are trees that keep only one path."""
     return mode in _TREES
 
 
 def lengths_of(batch: Any) -> Lengths:
-    """
+    """Return the lengths of a batch's rows.
+
     Raises:
-        Refusal: a mode that is not seen.
+        Refusal: an unsupported mode.
     """
     mode = mode_of(batch)
     if mode == "DECODE":
@@ -101,14 +103,15 @@ def view_of(
     req_to_token: Tensor,
     seeds: Tensor | None = None,
 ) -> ForwardView:
-    """
+    """View a `ForwardBatch` as a `ForwardView`.
+
     Args:
-        trees: of the verification, where it is one.
+        trees: trees of the verification, if it is one.
         req_to_token: int32 [rows, columns], slots by row and position.
-        seeds: int64 [rows], of a draft model's pool: lineages before position 0.
+        seeds: int64 [rows], lineages before position 0, for a draft model's pool.
 
     Raises:
-        Refusal: a mode that is not seen, or more rows than there are.
+        Refusal: an unsupported mode, or too many rows.
     """
     indices = batch.req_pool_indices.long()
     n, device = len(indices), indices.device
@@ -116,7 +119,7 @@ def view_of(
         raise Refusal(f"looked for {rows.capacity} rows at most, found {n}")
     prefix, extend = lengths_of(batch)
     mode = mode_of(batch)
-    # Some versions leave rows of earlier, larger batches after the last.
+    # Some versions leave rows of earlier, larger batches after the last one.
     is_live = torch.arange(n, device=device) < rows.live
     req_rows = torch.where(is_live, indices, 0)
     indptr = parents = mask = None

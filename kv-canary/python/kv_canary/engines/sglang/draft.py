@@ -1,12 +1,12 @@
-"""The pool of a draft model (EAGLE): what it holds, and the forwards that are checked.
+"""The pool of a draft model (EAGLE): its contents, and the forwards that are checked.
 
 A draft model shares the slots and the table of its target. Its slot p belongs to token
-p + 1, from which its KV was made. What stays there is written by its prefill and by the
-forward that follows each verification; what its draft steps write in between is written
-again by that forward, and read by nobody else.
+p + 1, from which its KV was made. Lasting KV is written by its prefill and by the
+forward after each verification. Its draft steps write KV in between, which only they
+read and which that forward overwrites.
 
-These two are checked by launches around them, outside of their graphs: the prefix that
-they read, all of which the draft steps before them have read too, and what they store.
+These two forwards are checked by launches around them, outside their graphs: the prefix
+they read, all of which the preceding draft steps have also read, and what they store.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from kv_canary.engines.sglang import hooks_of
 from kv_canary.engines.sglang.batch import DRAFT_EXTEND
 
 SHIFTING = ("EAGLE", "EAGLE3", "NEXTN")
-"""Algorithms under which the prefix cache tells prefixes apart by the token after them,
-which a shared slot of the draft model depends on."""
+"""Algorithms whose prefix cache tells prefixes apart by the token after them. A shared
+slot of the draft model depends on that token."""
 
 
 def unseen_because(args: Any) -> str | None:
-    """Why the pool of a `ServerArgs`' draft model is not checked; None: it is."""
+    """Return why the pool of a `ServerArgs`' draft model is not checked, or None."""
     name = str(getattr(args, "speculative_algorithm", None)).upper()
     if name not in SHIFTING:
         return f"of {name} prefixes are shared whose next tokens differ"
@@ -49,12 +49,12 @@ def _knows_tails() -> bool:
 
 
 def extend_after(batch: Any, result: Any) -> Any:
-    """The forward of a draft model after a verification, as a `ForwardBatch`: a chain
-    of the tokens that were accepted, and then of any.
+    """Return a draft model's forward after a verification as a `ForwardBatch`: a chain
+    of the accepted tokens, followed by arbitrary ones.
 
     Args:
-        batch: the `ScheduleBatch` that was verified; its lengths are those before.
-        result: of the verification.
+        batch: the `ScheduleBatch` that was verified, with its lengths before that.
+        result: result of the verification.
     """
     rows = len(batch.seq_lens)
     tokens = result.next_token_ids.view(rows, -1)

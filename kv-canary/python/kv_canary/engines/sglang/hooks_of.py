@@ -1,4 +1,4 @@
-"""Methods of SGLang that the plugin wraps, and fields that it reads."""
+"""SGLang methods that the plugin wraps, and fields that it reads."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _FREE = "slots that are given back: poison"
 
 POOL = AnyOf(
     hooks=(
-        # One step up to 0.5.13, and what `alloc_memory_pool` goes through later.
+        # Up to 0.5.13 one step; later versions go through `alloc_memory_pool`.
         Hook(
             owner=RUNNER,
             method="alloc_memory_pool",
@@ -69,7 +69,7 @@ FREES = tuple(
     )
     for name in ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 )
-# 0.5.16 and later; before it every free goes through `free`.
+# 0.5.16 and later; before that every free goes through `free`.
 FREE_SEGMENT = Hook(
     owner=_ALLOCATORS + "PagedTokenToKVPoolAllocator",
     method="free_segment",
@@ -88,7 +88,7 @@ MOVES = (
         purpose="accepted draft tokens that move to their places",
     ),
 )
-# Only of a draft model's pool, which is not checked without it.
+# Only for a draft model's pool, which is not checked without it.
 DRAFT_EXTEND = Hook(
     owner="sglang.srt.speculative.eagle_worker_v2:EagleDraftWorker",
     method="_draft_extend_for_decode",
@@ -96,7 +96,7 @@ DRAFT_EXTEND = Hook(
     purpose="what a draft model stores of the tokens that were accepted",
 )
 TAILS = "sglang.srt.speculative.eagle_utils:_eagle_prefill_tail_tokens"
-"""Of versions whose draft models store the right token at the end of a chunk."""
+"""Only in versions whose draft models store the right token at the end of a chunk."""
 BATCH = Record(
     owner="sglang.srt.model_executor.forward_batch_info:ForwardBatch",
     fields=(
@@ -128,7 +128,7 @@ EVERYTHING: tuple[Expectation, ...] = (
     *MOVES,
     BATCH,
 )
-"""All that must be there, for `doctor` and before anything is wrapped."""
+"""Everything that must exist, for `doctor` and before anything is wrapped."""
 
 
 def is_there(hook: Hook) -> bool:

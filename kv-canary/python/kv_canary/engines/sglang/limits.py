@@ -1,18 +1,20 @@
-"""Configurations of SGLang that the plugin cannot see whole: refused by name."""
+"""Configurations of SGLang that the plugin cannot check completely, and refuses by
+name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-# Their verifications are trees, or chains, under a mask of all tokens of a row.
+# They verify trees, or chains, under a mask of all tokens of a row.
 SPECULATION = ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE", "NGRAM")
 SEEN = ("MHATokenToKVPool", "MLATokenToKVPool")
-"""Pools that are seen, for `doctor`; what is asked of a pool is in `pool.py`."""
+"""Supported pools, for `doctor`; `pool.py` says what a pool must have."""
 
 
 class Limit(NamedTuple):
-    """Fields: name: of the option; applies: to `ServerArgs`; why: it is refused."""
+    """Fields: name: of the option; applies: to `ServerArgs`; why: reason for
+    refusal."""
 
     name: str
     applies: Callable[[Any], object]
@@ -84,7 +86,7 @@ LIMITS = (
 
 
 def refused_by(args: Any) -> list[str]:
-    """The options of a `ServerArgs` that are refused, each with why."""
+    """Return the options of a `ServerArgs` that are refused, each with its reason."""
     return [
         f"{limit.name}: {limit.why}" for limit in LIMITS if bool(limit.applies(args))
     ]

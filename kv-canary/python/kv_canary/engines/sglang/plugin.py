@@ -19,19 +19,19 @@ logger = logging.getLogger(__name__)
 DISTRIBUTION = "sglang"
 OLDEST = (0, 5, 11)
 VARIABLE = "SGLANG_PLUGINS"
-"""Of SGLang: names of the plugins that may load, separated by commas."""
+"""SGLang's variable: names of the plugins that may load, separated by commas."""
 NAME = "kv_canary"
 SELF_TEST = "SELFTEST_OF_KV_CANARY"
-"""Set by the self-test alone: its plan for the scheduler's process."""
+"""Set only by the self-test: its plan for the scheduler's process."""
 
 _undo: list[Callable[[], None]] = []
 
 
 def host_version() -> str | None:
-    """`name version` of the stock SGLang that is installed; None: none is.
+    """Return `name version` of the stock SGLang that is installed, or None.
 
-    Engines that only share the name of the package are distributed under another one,
-    or have no registry of hooks.
+    Engines that only share the package name have another distribution name, or lack a
+    registry of hooks.
     """
     try:
         version = importlib.metadata.version(DISTRIBUTION)
@@ -41,7 +41,8 @@ def host_version() -> str | None:
 
 
 def _has_registry() -> bool:
-    """Whether the package has the registry, or does not import, which `doctor` says."""
+    """Whether the package has the registry, or fails to import, which `doctor`
+    reports."""
     module, _, name = REGISTRY.partition(":")
     if import_failure(module) is not None:
         return True
@@ -52,12 +53,13 @@ def _has_registry() -> bool:
 
 
 def register() -> None:
-    """Wrap what makes and runs forwards, where `KV_CANARY` asks for it; else nothing.
+    """Wrap what makes and runs forwards if `KV_CANARY` asks for it; otherwise do
+    nothing.
 
     Raises:
-        SystemExit: mode `raise`, and SGLang is not as expected, or a variable has an
-            impossible value. SGLang swallows every `Exception` of a plugin, and a
-            server that was to be checked would run unchecked.
+        SystemExit: in mode `raise`, if SGLang is not as expected or a variable has an
+            invalid value. SGLang swallows every `Exception` of a plugin, and a server
+            that should be checked would run unchecked.
     """
     try:
         settings = read_settings()
@@ -79,7 +81,7 @@ def register() -> None:
         logger.error("%s. NOTHING IS CHECKED", text)
         return
     if os.environ.get(SELF_TEST):
-        # Inside of the canary's own wrapper. Nothing else imports the room of faults.
+        # Inside the canary's own wrapper. Nothing else imports the room of faults.
         planting = importlib.import_module("kv_canary.faults.sglang.planting")
         _undo.append(planting.plant(os.environ[SELF_TEST]))
     _undo.extend(wrap_engine(settings))

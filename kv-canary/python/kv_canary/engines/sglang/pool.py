@@ -31,11 +31,11 @@ class SeenPool:
     """A pool as its canary needs it.
 
     Fields:
-        group: "full", or "latent" where K and V are one.
-        tensors: of its layers, kept alive for the fingerprint.
-        num_slots: the scratch page included.
-        fingerprint: of layers at equal distances, and of all on a GPU; scattered: of
-            others, on the CPU.
+        group: "full", or "latent" if K and V are one.
+        tensors: its layers' tensors, kept alive for the fingerprint.
+        num_slots: number of slots, including the scratch page.
+        fingerprint: covers layers at equal distances, and on a GPU all layers;
+            scattered: covers other layers on the CPU.
     """
 
     group: str
@@ -55,10 +55,10 @@ class SeenPool:
 
 
 def read_pool(pool: Any, mode: FingerprintMode) -> SeenPool:
-    """The pool of a model.
+    """Read the pool of a model.
 
     Raises:
-        Refusal: not a slot per row of each layer's tensors.
+        Refusal: a slot is not one row of each layer's tensors.
     """
     name = type(pool).__name__
     if getattr(pool, "post_capture_active", False):
@@ -120,7 +120,7 @@ def _fingerprint(
 def _scattered(
     mode: FingerprintMode, tensors: Sequence[Tensor], page_size: int
 ) -> SlotBytes:
-    """Bytes by offsets: each tensor of K and of V is a layer, cut in two."""
+    """Return bytes by offsets: each tensor of K and of V is a layer, cut in two."""
     step, size = tensors[0].stride(0), tensors[0][0].numel()
     offsets = torch.arange(page_size)[:, None] * step + torch.arange(size)
     pages = PageLayout(

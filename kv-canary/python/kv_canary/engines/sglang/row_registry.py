@@ -19,10 +19,10 @@ class Row:
     """A row of the table and its request.
 
     Fields:
-        number: of the row.
-        length: tokens whose KV is there before its next forward.
-        lineage: of them; shifted: of those that follow each of them, which is what the
-            slots of a draft model hold, after `seed`.
+        number: number of the row.
+        length: tokens with KV before its next forward.
+        lineage: their lineage; shifted: the lineage of the tokens after each of them,
+            which the slots of a draft model hold, after `seed`.
     """
 
     rid: str
@@ -51,7 +51,7 @@ class RowRegistry:
         self._next_serial = 1
 
     def announce(self, request: Any) -> Row:
-        """Take in a request that is about to prefill; returns its row."""
+        """Register a request that is about to prefill, and return its row."""
         number, rid, salt = (
             int(request.req_pool_idx),
             str(request.rid),
@@ -83,7 +83,8 @@ class RowRegistry:
         return row
 
     def rows_of(self, rids: Sequence[str]) -> list[Row]:
-        """
+        """Return the rows of requests.
+
         Raises:
             RuntimeError: a request was never announced.
         """
@@ -96,25 +97,25 @@ class RowRegistry:
             ) from None
 
     def rows(self) -> list[Row]:
-        """All that were given."""
+        """Return all rows that were given out."""
         return list(self._by_number.values())
 
 
 def _extended(
     row: Row, lineage: int, request: Any, prefix: int, *, shift: int = 0
 ) -> int:
-    """The lineage after the tokens of slots [row.length, prefix)."""
+    """Return the lineage after the tokens of slots [row.length, prefix)."""
     tokens = tokens_of(request, row.length + shift, prefix + shift)
     if len(tokens) != prefix - row.length:
         raise RuntimeError(
-            f"kv_canary: request {row.rid!r} has {prefix} tokens in its KV, of which "
+            f"kv_canary: request {row.rid!r} has {prefix} tokens in its KV, but only "
             f"{row.length + len(tokens)} are known"
         )
     return extend_lineage(lineage, tokens, start_position=row.length, salt=row.salt)
 
 
 def tokens_of(request: Any, begin: int, end: int) -> npt.NDArray[np.int64]:
-    """Tokens [begin, end) of a request, of its prompt and its output."""
+    """Return tokens [begin, end) of a request's prompt and output."""
     prompt, output = request.origin_input_ids, request.output_ids
     n = len(prompt)
     parts = [
@@ -125,7 +126,7 @@ def tokens_of(request: Any, begin: int, end: int) -> npt.NDArray[np.int64]:
 
 
 def salt_of(request: Any) -> int:
-    """The namespace of a request's KV: its adapter and its cache key."""
+    """Return the namespace of a request's KV: its adapter and its cache key."""
     names = (getattr(request, "lora_id", None), getattr(request, "extra_key", None))
     if not any(names):
         return 0

@@ -1,12 +1,13 @@
 """SGLang's canary: turns a runner's hooks and batches into the runtime's verbs.
 
 ```
-announce(request), free(slots)   the scheduler's word, queued
-begin(batch)                     applied in the forward's stream; whose rows these are
-  before(batch), after()         inside of the model's forward, captured with it
-end()                            findings on their way to the host
+announce(request), free(slots)   from the scheduler, queued
+begin(batch)                     applies them in the forward's stream, and names its
+rows
+  before(batch), after()         inside the model's forward, captured with it
+end()                            sends findings to the host
 sampled(batch, tokens)           what the next inputs must be
-collect(pending)                 waits for findings; reports, and raises
+collect(pending)                 waits for findings, reports, and raises
 ```
 """
 
@@ -53,8 +54,8 @@ RING_CAPACITY = 1024
 _SPARE_ROWS = 512
 
 SGLANG = HostCapabilities(can_sweep=False, captures_launches=True)
-"""Its runners capture the model's forward, and the prefix cache has no hook to walk it
-between two steps."""
+"""Its runners capture the model's forward, and the prefix cache has no hook for walking
+it between two steps."""
 
 
 class RunnerCanary:
@@ -63,17 +64,17 @@ class RunnerCanary:
     Args:
         pool: the runner's KV.
         req_to_token: int32 [rows, columns], the engine's own table; row 0 is padding.
-        allocator: of slots. Asked for its free pages when something is found.
+        allocator: allocator of slots; asked for its free pages when something is found.
         tree_width: nodes of a verification; 0 if there is none.
-        target: the canary of the target whose draft model has this pool. It also keeps
-            the requests and reports for both.
+        target: the target's canary, if this is the pool of its draft model. It also
+            keeps requests and reports for both.
 
     Attributes:
         registry: which request has which row.
         pool: the runner's KV.
-        groups: of the pool.
+        groups: groups of the pool.
         draft: the canary of the draft model's pool.
-        reporter: of everything found so far.
+        reporter: reporter of everything found so far.
     """
 
     def __init__(
@@ -134,13 +135,13 @@ class RunnerCanary:
         return self._runtime.forwards
 
     def announce(self, request: Any) -> None:
-        """Note a request that is about to prefill, or to continue its prefill."""
+        """Register a request that is about to start or continue its prefill."""
         row = self.registry.announce(request)
         for canary in self._both():
             canary._announced[row.number] = row
 
     def free(self, slots: Tensor) -> None:
-        """Note that slots [n] were freed. They are poisoned before the next forward,
+        """Note that slots [n] were freed. They are poisoned before the next forward and
         after those that still run."""
         if slots.numel():
             # The engine may hand over a view of its table.
@@ -159,11 +160,11 @@ class RunnerCanary:
         self._group.move(dst.long(), src.long())
 
     def begin(self, batch: Any) -> None:
-        """Before a forward of the runner, in its stream.
+        """Prepare for a forward of the runner, in its stream.
 
         Raises:
             RuntimeError: one of its rows was never announced.
-            CanaryViolation: mode `raise`, and an earlier forward found something.
+            CanaryViolation: in mode `raise`, if an earlier forward found something.
         """
         self.poll()
         self._mode = mode_of(batch)
@@ -184,7 +185,8 @@ class RunnerCanary:
             )
 
     def before(self, batch: Any) -> None:
-        """Before the model's forward; in a capture, into the graph."""
+        """Run before the model's forward; during a capture, become part of the
+        graph."""
         mode = mode_of(batch)
         if mode == IDLE:
             self._runtime.forward.abandon()
@@ -195,23 +197,23 @@ class RunnerCanary:
         self._runtime.forward.before([view])
 
     def after(self) -> None:
-        """After the model's forward."""
+        """Run after the model's forward."""
         forward = self._runtime.forward
         if not forward.is_open:
             return
         (view,) = forward.after(advance=not self._has_trees)
         assert view is not None
-        # Until the engine samples, the next input is not known.
+        # Until the engine samples, the next input is unknown.
         requests = self._group.state.requests
         requests[:, Request.NEXT_WORD0].index_fill_(0, view.req_rows, UNKNOWN)
         self._histories.after(view)
 
     def end(self) -> None:
-        """After a forward of the runner: its findings are on their way.
+        """Send the findings of a forward of the runner to the host.
 
         Raises:
-            CanaryViolation: mode `raise`, on the CPU, where findings are there at once.
-            RuntimeError: the forward was not checked, likewise.
+            CanaryViolation: in mode `raise` on the CPU, where findings are immediate.
+            RuntimeError: on the CPU, if the forward was not checked.
         """
         if self._mode == IDLE:
             return
@@ -220,7 +222,7 @@ class RunnerCanary:
         self._runtime.end(self._runtime.send(mode=self._mode), self._testimony)
 
     def sampled(self, batch: Any, tokens: Tensor) -> None:
-        """Note the next inputs of the rows of the forward that has just run."""
+        """Record the next inputs of the rows of the forward that has just run."""
         mode = mode_of(batch)
         if mode == IDLE or has_trees(mode) or tokens.numel() != batch.batch_size:
             return
@@ -250,12 +252,12 @@ class RunnerCanary:
         return self._runtime.collect(pending, self._testimony)
 
     def found_now(self) -> list[Violation]:
-        """Report now, in mode `log`, what the last forward found; waits for the device.
-        For self-tests, which call it before `end`."""
+        """In mode `log`, report what the last forward found. Waits for the device. For
+        self-tests, which call it before `end`."""
         return self.collect(self._runtime.send(mode=self._mode))
 
     def owner(self, slot: int) -> Owner:
-        """The owner of a slot by the engine's tables; waits for the device."""
+        """Return the owner of a slot by the engine's tables. Waits for the device."""
         held = [row.rid for row in self.registry.rows() if self._holds(row, slot)]
         if held:
             names = " and ".join(repr(rid) for rid in held)
@@ -267,7 +269,7 @@ class RunnerCanary:
         return Owner("the prefix cache, or nobody", is_shared=True, is_allocated=True)
 
     def counters(self) -> list[int]:
-        """`records.Counter` of all pools; waits for the device."""
+        """Return `records.Counter` of all pools. Waits for the device."""
         lists = [canary._runtime.counters() for canary in self._both()]
         return [sum(values) for values in zip(*lists, strict=True)]
 
@@ -281,7 +283,7 @@ class RunnerCanary:
         return slot > 0 and bool((self._table[row.number] == slot).any())
 
     def _both(self) -> list[RunnerCanary]:
-        """This canary, and the one of the draft model's pool."""
+        """Return this canary and the draft model's, if any."""
         return [self] if self.draft is None else [self, self.draft]
 
     def _rows_of(self, batch: Any) -> Sequence[Row]:
@@ -313,7 +315,7 @@ def _create_group(
         device=pool.device,
         pool=pool_number(is_draft=is_draft, group=GROUPS[0]),
     )
-    # A draft's slot holds the token after its position: histories begin with a seed.
+    # A draft's slot holds the token after its position, so histories begin with a seed.
     rows = req_to_token.shape[0]
     return CanaryGroup(
         state=state,

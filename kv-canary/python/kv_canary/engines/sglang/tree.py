@@ -1,4 +1,4 @@
-"""A draft tree from the mask that its verification attends under."""
+"""Draft trees, derived from their verification's attention mask."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Tree(NamedTuple):
     """Trees of R rows of D nodes.
 
     Fields:
-        parents: int64 [R * D], places among all nodes, -1: the root's.
+        parents: int64 [R * D], indices among all nodes, or -1 for the root.
         mask: bool [R * D, D] | None, nodes of its row that a node attends to.
     """
 
@@ -23,16 +23,16 @@ class Tree(NamedTuple):
 
 
 def chain_of(rows: int, nodes: int, device: torch.device) -> Tree:
-    """Each node follows the one before it."""
+    """Return trees in which each node follows the one before it."""
     place = torch.arange(rows * nodes, device=device)
     return Tree(torch.where(place % nodes == 0, -1, place - 1), None)
 
 
 def tree_of(mask: Tensor, prefix_lens: Tensor, nodes: int) -> Tree:
-    """The trees that a mask over prefixes and nodes was made from.
+    """Return the trees that a mask over prefixes and nodes was made from.
 
-    A node comes after its ancestors, so that its parent is the last other node that it
-    attends to. Neither waits for the device nor depends on its values in any shape.
+    Ancestors precede a node, so its parent is the last other node that it attends to.
+    This neither waits for the device nor lets a value decide a shape.
 
     Args:
         mask: bool, row after row [D, prefix_lens[r] + D] in one vector, which may be
@@ -56,13 +56,13 @@ def tree_of(mask: Tensor, prefix_lens: Tensor, nodes: int) -> Tree:
 class Trees:
     """The trees of the verification that is about to run, at fixed addresses.
 
-    A captured verification has a mask of its own in its batch, which nobody fills
-    later: attention gets another. So the trees are taken from the batch that the runner
-    gets, outside of the graph, and the graph reads them here.
+    A captured verification has its own mask in its batch, but that is not filled later:
+    attention gets another. So the trees come from the batch that the runner gets,
+    outside the graph, and the graph reads them here.
 
     Args:
-        rows: that there are at most.
-        width: nodes of a tree, at most; 0: nothing is verified.
+        rows: most rows.
+        width: most nodes of a tree; 0 if nothing is verified.
     """
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
@@ -71,11 +71,11 @@ class Trees:
         self._mask = torch.zeros(rows * width * width, dtype=torch.bool, device=device)
 
     def begin(self, mask: Tensor | None, prefix_lens: Tensor, nodes: int) -> None:
-        """Note the trees of a verification; arguments as of `tree_of`. Without a mask
-        each node follows the one before it.
+        """Record the trees of a verification; arguments as in `find_trees`. Without a
+        mask each node follows the one before it.
 
         Raises:
-            Refusal: trees with more nodes than were announced.
+            Refusal: trees have more nodes than were announced.
         """
         if nodes > self._width:
             raise Refusal(
@@ -93,7 +93,7 @@ class Trees:
         self._mask[: rows * nodes * nodes].copy_(attends.reshape(-1))
 
     def of(self, rows: int, nodes: int) -> Tree:
-        """Views of the trees of the first rows; those of padding are anything."""
+        """Return views of the first rows' trees; padding rows may hold anything."""
         mask = self._mask[: rows * nodes * nodes].view(rows * nodes, nodes)
         return Tree(self._parents[: rows * nodes], mask)
 

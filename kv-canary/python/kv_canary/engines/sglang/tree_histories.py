@@ -1,8 +1,8 @@
-"""Which node of its last tree a row goes on from.
+"""Which node of its last tree a row continues from.
 
 SGLang chooses the accepted path of a tree in its own kernels. So the histories of all
-nodes are kept until the row's next forward; the record at the end of its prefix says
-which of them it continues. Every op here can be captured in a CUDA graph.
+nodes are kept until the row's next forward, when the record at the end of its prefix
+shows which one it continues. Every op here can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TreeHistories:
     """The histories of the newest tree of each row.
 
     Args:
-        state: of the pool.
+        state: state of the pool.
         req_to_token: int32 [rows, columns], the engine's own table.
         tree_width: nodes of a verification; 0 if there is none.
     """
@@ -38,7 +38,7 @@ class TreeHistories:
         self._has_tree = torch.zeros(rows, dtype=torch.bool, device=device)
 
     def forget(self, rows: Tensor) -> None:
-        """Rows that prefill: the host announced their histories."""
+        """Forget rows that prefill, because the host announced their histories."""
         self._has_tree.index_fill_(0, rows, False)
 
     def before(self, view: ForwardView) -> None:

@@ -1,4 +1,4 @@
-"""Wrappers of SGLang's methods, which lead to the canaries."""
+"""Wrappers of SGLang's methods that call the canaries."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _PENDING = "_kv_canary_pending"
 
 
 class Held(NamedTuple):
-    """Findings that must be collected before a result may leave; kept with it."""
+    """Findings to collect before a result may leave; kept with the result."""
 
     canary: RunnerCanary
     pending: list[Pending]
 
 
 def wrap_engine(settings: Settings) -> list[Callable[[], None]]:
-    """Wrap all methods; returns what undoes it."""
+    """Wrap all methods; return functions that undo it."""
 
     def alloc_pool(method: Method, runner: Any, *args: Any, **kwargs: Any) -> Any:
         result = method(runner, *args, **kwargs)
@@ -73,7 +73,7 @@ def wrap_engine(settings: Settings) -> list[Callable[[], None]]:
 def _checked(
     canary: RunnerCanary | None, batch: Any, forward: Callable[[], Any]
 ) -> Any:
-    """A forward with all launches around it, none of them in its graphs."""
+    """Run a forward with all launches around it, outside its graphs."""
     if canary is None:
         return forward()
     canary.begin(batch)

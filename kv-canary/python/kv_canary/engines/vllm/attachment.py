@@ -1,4 +1,4 @@
-"""The canary of one runner, and what is the same in both generations of runners."""
+"""The canary of one runner, and the parts common to both generations of runners."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "kv_canary"
-# Requests that are preempted keep their row until they come back.
+# Preempted requests keep their row until they come back.
 _ROWS_PER_SEQUENCE = 2
 
 
 class Attachment:
-    """Between a runner and its canary.
+    """Connects a runner and its canary.
 
     Attributes:
-        canary: of the runner.
-        is_in_step: whether the forward that runs is the scheduler's, no dummy.
+        canary: canary of the runner.
+        is_in_step: whether the forward that runs is the scheduler's, not a dummy.
         num_tokens: new tokens of the step.
     """
 
@@ -44,19 +44,19 @@ class Attachment:
         self._has_checked = False
 
     def begin(self, scheduler_output: Any) -> None:
-        """Before the runner takes in a step."""
+        """Run before the runner processes a step."""
         self._has_checked = False
         self.is_in_step = True
         self.num_tokens = scheduler_output.total_num_scheduled_tokens
         self.canary.plan(read_step(scheduler_output, self.canary.ledger))
 
     def check(self, reads: ForwardReads) -> None:
-        """Before the forward of the step."""
+        """Run before the forward of the step."""
         self.canary.before(reads)
         self._has_checked = True
 
     def end(self) -> None:
-        """After the model has run, or no forward was due."""
+        """Run after the model, or when no forward was due."""
         self.is_in_step = False
         if self._has_checked:
             self.canary.after()
@@ -64,11 +64,11 @@ class Attachment:
             self.canary.finish()
 
     def tokens_of(self, output: Any) -> Any:
-        """The output of a step on its way out. Mode `raise` holds it back until all
-        findings of its forward have arrived.
+        """Pass on the output of a step. Mode `raise` holds it back until all findings
+        of its forward have arrived.
 
         Raises:
-            CanaryViolation: mode `raise`.
+            CanaryViolation: in mode `raise`.
         """
         pending = self.canary.take_pending()
         later = getattr(output, "get_output", None)
@@ -103,8 +103,8 @@ def attach(runner: Any, settings: Settings) -> None:
     """Attach a canary to a runner whose KV cache was just initialised.
 
     Raises:
-        Refusal: mode `raise`, and something cannot be checked. In mode `log` the error
-            is logged, and the runner goes on unchecked.
+        Refusal: in mode `raise`, if something cannot be checked. In mode `log` the
+            error is logged, and the runner continues unchecked.
     """
     setattr(runner, _ATTRIBUTE, None)
     canary = unless_refused(lambda: _create(runner, settings), settings)
@@ -127,7 +127,7 @@ def attach(runner: Any, settings: Settings) -> None:
 def sample_tokens(
     method: Callable[..., Any], runner: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Around a runner's method of this name, which may have nothing to return."""
+    """Wrap a runner's method of this name, which may return nothing."""
     output = method(runner, *args, **kwargs)
     attachment = attachment_of(runner)
     if attachment is None or output is None:

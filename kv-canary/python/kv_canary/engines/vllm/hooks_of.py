@@ -1,4 +1,4 @@
-"""Methods of vLLM that the plugin wraps, and fields that it reads."""
+"""vLLM methods that the plugin wraps, and fields that it reads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
 _OUTPUT = "vllm.v1.core.sched.output:"
 
-# Its `init_worker` is too early: in processes of their own workers load plugins there.
+# Its `init_worker` is too early: workers in their own processes load plugins there.
 INIT_DEVICE = Hook(
     owner="vllm.v1.worker.worker_base:WorkerWrapperBase",
     method="init_device",
@@ -124,4 +124,4 @@ EVERYTHING: tuple[Expectation, ...] = (
     *V2_HOOKS.values(),
     *RECORDS,
 )
-"""All of it, for `doctor` and before anything is wrapped."""
+"""All of these, for `doctor` and before anything is wrapped."""

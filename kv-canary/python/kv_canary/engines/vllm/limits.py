@@ -1,18 +1,20 @@
-"""Configurations of vLLM that the plugin cannot see whole: refused by name."""
+"""Configurations of vLLM that the plugin cannot check completely, and refuses by
+name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-# Draft tokens that no model computed leave nothing in the pool but the target's KV.
+# Draft tokens that no model computed leave only the target's KV in the pool.
 MODEL_FREE_DRAFTS = ("ngram", "suffix")
 FULL_SPECS = ("FullAttentionSpec",)
 WINDOW_SPECS = ("SlidingWindowSpec",)
 
 
 class Limit(NamedTuple):
-    """Fields: name: of the option; applies: to a `VllmConfig`; why: it is refused."""
+    """Fields: name: of the option; applies: to a `VllmConfig`; why: reason for
+    refusal."""
 
     name: str
     applies: Callable[[Any], object]
@@ -20,7 +22,7 @@ class Limit(NamedTuple):
 
 
 def _get(config: Any, path: str) -> Any:
-    """An attribute by a dotted path; None where a part of it is not there."""
+    """Return an attribute by its dotted path, or None if a part is missing."""
     for name in path.split("."):
         config = getattr(config, name, None)
     return config
@@ -100,7 +102,7 @@ LIMITS = (
 
 
 def refused_by(config: Any) -> list[str]:
-    """The options of a `VllmConfig` that are refused, with the reason."""
+    """Return the options of a `VllmConfig` that are refused, with the reason."""
     return [f"{limit.name}: {limit.why}" for limit in LIMITS if limit.applies(config)]
 
 
@@ -109,5 +111,5 @@ def spec_name(spec: Any) -> str:
 
 
 def is_seen(spec: Any) -> bool:
-    """Whether the layers of a KV cache spec are seen."""
+    """Whether the layers of a KV cache spec are supported."""
     return spec_name(spec) in (*FULL_SPECS, *WINDOW_SPECS)

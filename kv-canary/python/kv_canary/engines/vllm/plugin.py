@@ -22,7 +22,7 @@ _undo: list[Callable[[], None]] = []
 
 
 def host_version() -> str | None:
-    """`name version` of the vLLM that is installed; None: none is."""
+    """Return `name version` of the installed vLLM, or None."""
     for name in DISTRIBUTIONS:
         try:
             return f"{name} {importlib.metadata.version(name)}"
@@ -32,11 +32,11 @@ def host_version() -> str | None:
 
 
 def register() -> None:
-    """Wrap what makes workers, where `KV_CANARY` asks for it; else nothing.
+    """Wrap what makes workers if `KV_CANARY` asks for it; otherwise do nothing.
 
     Raises:
-        SettingsError: a variable has an impossible value.
-        Refusal: mode `raise`, and vLLM is not as expected.
+        SettingsError: a variable has an invalid value.
+        Refusal: in mode `raise`, if vLLM is not as expected.
     """
     settings = read_settings()
     if settings.mode is Mode.OFF or _undo:
@@ -46,7 +46,7 @@ def register() -> None:
         return
 
     def init_device(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        # Not before: the front end would import runners that it never runs.
+        # Not earlier, because the front end would import runners that it never runs.
         wrap_runners(settings)
         return method(*args, **kwargs)
 
@@ -54,10 +54,10 @@ def register() -> None:
 
 
 def wrap_runners(settings: Settings) -> None:
-    """Check all that is relied on, then wrap both runners, once in a process.
+    """Check everything that is relied on, then wrap both runners, once per process.
 
     Raises:
-        Refusal: mode `raise`, and vLLM is not as expected.
+        Refusal: in mode `raise`, if vLLM is not as expected.
     """
     if len(_undo) > 1 or not _is_met(EVERYTHING, settings):
         return

@@ -20,10 +20,10 @@ _STORE = "do_kv_cache_update"
 
 
 def read_groups(runner: Any) -> list[Group]:
-    """The groups of a runner whose KV cache was just initialised.
+    """Read the groups of a runner whose KV cache was just initialised.
 
     Raises:
-        Refusal: layers whose KV is not seen.
+        Refusal: layers whose KV is not supported.
     """
     config = runner.kv_cache_config
     return [
@@ -60,7 +60,7 @@ def _read_group(runner: Any, number: int, group: Any, num_blocks: int) -> Group:
 def _read_layers(
     runner: Any, names: Sequence[str], specs: Sequence[Any], num_blocks: int
 ) -> tuple[list[Tensor], PageLayout]:
-    """The tensors of layers, each once, and the layout that they share."""
+    """Return the tensors of layers, each once, and the layout that they share."""
     modules = runner.vllm_config.compilation_config.static_forward_context
     tensors: dict[int, Tensor] = {}
     pages: PageLayout | None = None
@@ -69,7 +69,7 @@ def _read_layers(
         layer, spec = modules[name], specs[index % len(specs)]
         kv = _tensor_of(layer, name)
         if kv.data_ptr() in tensors:
-            continue  # shares the KV of a layer before it
+            continue  # shares the KV of an earlier layer
         axis = page_axis(kv, num_blocks, name)
         found = (axis, kv.dtype, kv.stride(), kv.shape, type(layer.impl))
         if pages is None:

@@ -21,7 +21,7 @@ _READ = ("block_table", "slot_mapping", "seq_lens", "query_start_loc")
 
 
 def wrap_runner(settings: Settings) -> list[Callable[[], None]]:
-    """Wrap its methods; returns what undoes it."""
+    """Wrap its methods; return functions that undo it."""
 
     def initialize_kv_cache(
         method: Method,
@@ -74,7 +74,7 @@ def _model_forward(
 def _reads(
     runner: Any, num_tokens: int, input_ids: Tensor | None, positions: Tensor | None
 ) -> ForwardReads:
-    """The tensors that the forward gets which is about to begin."""
+    """Return the tensors of the forward that is about to begin."""
     context = importlib.import_module(FORWARD_CONTEXT).get_forward_context()
     metadata = context.attn_metadata
     if not isinstance(metadata, dict):

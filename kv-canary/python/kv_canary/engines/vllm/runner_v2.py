@@ -19,7 +19,7 @@ Method = Callable[..., Any]
 
 
 def wrap_runner(settings: Settings) -> list[Callable[[], None]]:
-    """Wrap its methods; returns what undoes it."""
+    """Wrap its methods; return functions that undo it."""
 
     def initialize_kv_cache(
         method: Method, self: Any, kv_cache_config: Any, *args: Any, **kwargs: Any

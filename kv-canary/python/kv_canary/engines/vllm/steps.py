@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def read_step(output: Any, ledger: BlockLedger) -> Step:
-    """A `SchedulerOutput` for requests of which `ledger` know some."""
+    """Read a `SchedulerOutput`; `ledger` knows some of its requests."""
     cached = output.scheduled_cached_reqs
     admitted = [_new_request(request, ledger) for request in output.scheduled_new_reqs]
     grown: list[tuple[str, BlockIds]] = []
@@ -44,7 +44,7 @@ def read_step(output: Any, ledger: BlockLedger) -> Step:
 
 
 def _new_request(request: Any, ledger: BlockLedger) -> Admission:
-    # The V2 runner gets requests that were preempted as new ones, with their output.
+    # The V2 runner gets preempted requests as new ones, together with their output.
     tokens = request.prefill_token_ids or request.prompt_token_ids
     return Admission(
         rid=request.req_id,
@@ -74,8 +74,8 @@ def _resumed(
 
 
 def salt_of(lora: Any) -> int:
-    """The namespace of a request's KV: its adapter. Equal tokens under another one have
-    other KV, and other blocks."""
+    """Return the namespace of a request's KV: its adapter. With another adapter equal
+    tokens have other KV, and other blocks."""
     if lora is None:
         return 0
     digest = hashlib.blake2b(str(lora.lora_name).encode(), digest_size=8).digest()

@@ -1,4 +1,4 @@
-"""Plants the faults of the catalogue in SGLang, before a decode or a verification."""
+"""Plants the catalogue's faults in SGLang, before a decode or a verification."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kv_canary.faults.catalogue import by_host_name
 from kv_canary.faults.fault import Engine
 
 Due = tuple[str, int, int]
-"""(request, slot, position) that must be named; a slot of -1 is any."""
+"""(request, slot, position) that must be named; slot -1 stands for any slot."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -24,10 +24,10 @@ class Scene:
     """A decode, or a verification of trees, that is about to run.
 
     Fields:
-        batch: its `ForwardBatch`; pool, table: of the runner; table: int32 [rows,
+        batch: its `ForwardBatch`; pool, table: the runner's; table: int32 [rows,
             columns]. free: free slots.
-        used: slots whose damage was reported, or that a forward with a fault wrote:
-            each is reported once. borrowed: free ones that were read.
+        used: slots whose damage was reported, or that a forward with a fault wrote, so
+            that each is reported once. borrowed: free slots that were read.
     """
 
     batch: Any
@@ -39,18 +39,18 @@ class Scene:
     borrowed: set[int] = field(default_factory=set)
 
     def rows(self, count: int) -> list[int]:
-        """Rows of the batch, in any order."""
+        """Return rows of the batch, in random order."""
         return self.rng.sample(range(self.batch.batch_size), count)
 
     def line(self, row: int) -> Tensor:
         return self.table[int(self.batch.req_pool_indices[row])]
 
     def length(self, row: int) -> int:
-        """Tokens before the forward."""
+        """Return the number of tokens before the forward."""
         return int(lengths_of(self.batch).prefix[row])
 
     def position(self, row: int) -> int:
-        """A position of the row's prefix, in a slot not yet used."""
+        """Return a position in the row's prefix whose slot was not used yet."""
         line = self.line(row).tolist()
         free = [p for p in range(self.length(row)) if line[p] not in self.used]
         position = self.rng.choice(free)
@@ -58,7 +58,7 @@ class Scene:
         return position
 
     def readers(self, slot: int) -> list[Due]:
-        """Everybody who reads a slot in this forward."""
+        """Return everyone who reads a slot in this forward."""
         found = []
         for row in range(self.batch.batch_size):
             line = self.line(row)[: self.length(row)].tolist()
@@ -67,7 +67,7 @@ class Scene:
         return found
 
     def halves(self) -> list[list[Tensor]]:
-        """Tensors of all layers: of K and of V, or of the latent."""
+        """Return the tensors of all layers: of K and of V, or of the latent."""
         k = getattr(self.pool, "k_buffer", None)
         return [self.pool.kv_buffer] if k is None else [k, self.pool.v_buffer]
 
@@ -89,7 +89,7 @@ def _bytes(
 
 @contextmanager
 def _values(tensor: Tensor, *places: Any) -> Iterator[None]:
-    """Undo what the block sets in these places when it is left."""
+    """Restore these places when the block is left."""
     before = [tensor[place].clone() for place in places]
     yield
     for place, old in zip(places, before, strict=True):
@@ -135,7 +135,7 @@ def swapped_entries(scene: Scene) -> Planted:
 
 @contextmanager
 def foreign_entry(scene: Scene) -> Planted:
-    """Replace an entry of the table by another request's, at another position."""
+    """Replace an entry of the table by another request's, for another position."""
     row, other = scene.rows(2)
     line, a = scene.line(row), scene.position(row)
     places = [p for p in range(scene.length(other)) if p != a]
@@ -201,7 +201,7 @@ def wrong_token(scene: Scene) -> Planted:
 
 @contextmanager
 def wrong_position(scene: Scene) -> Planted:
-    """Compute the input at the position before its own."""
+    """Compute the input at the preceding position."""
     (row,) = scene.rows(1)
     positions = scene.batch.positions
     with _values(positions, row):
@@ -249,8 +249,8 @@ def moved_bytes(scene: Scene) -> Planted:
 PLANTERS: Mapping[str, Callable[[Scene], Any]] = {
     name: globals()[name] for name in by_host_name(Engine.SGLANG)
 }
-"""By the fault's name here, which is the function's: each a context around the forward
-that yields what is due."""
+"""By fault name, which is also the function's name. Each is a context around the
+forward that yields what is due."""
 
 IN_TREES = (
     "overwritten_slot",

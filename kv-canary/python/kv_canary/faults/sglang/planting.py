@@ -1,4 +1,4 @@
-"""Plants faults in the forwards of a SGLang that runs: the part of a self-test that is
+"""Plants faults in the forwards of a running SGLang: the part of a self-test that runs
 in the scheduler's process."""
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ if TYPE_CHECKING:
     from kv_canary.violation import Violation
 
 PLAN = SELF_TEST
-"""Variable: a file that gets a line of JSON per fault; unset: nothing is planted. Its
-name ends with `.MODE.N`: N faults of each class, in forwards of that mode."""
+"""Variable: a file that receives a line of JSON per fault. If unset, nothing is
+planted. Its name ends with `.MODE.N`: N faults of each class, in forwards of that
+mode."""
 
 _EVERY = 3
 _MIN_LENGTH = 8
@@ -33,7 +34,8 @@ class Planter:
     """Plants the faults of all classes, a few forwards apart.
 
     Args:
-        file: of the outcomes. mode: of the forwards. seeds: faults of each class.
+        file: receives the outcomes. mode: mode of the forwards. seeds: faults per
+            class.
     """
 
     def __init__(self, file: Path, mode: str, seeds: int) -> None:
@@ -48,16 +50,16 @@ class Planter:
     def around(
         self, method: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kw: Any
     ) -> Any:
-        """Around the forward of a runner; inside of the canary's wrapper."""
+        """Wrap the forward of a runner, inside the canary's wrapper."""
         canary = canary_of(runner)
-        # Those of a draft model may be captured, and nothing may wait for them.
+        # A draft model's forwards may be captured, and nothing may wait for them.
         if canary is None or mode_of(batch) != self._mode:
             return method(runner, batch, *args, **kw)
         free = _free_slots(runner.token_to_kv_pool_allocator)
         if len(free) < _MIN_FREE or not self._is_due(batch):
             return method(runner, batch, *args, **kw)
         name, seed = self._left.pop(0)
-        # Slots that were given back are written again before they are read.
+        # Freed slots are written again before they are read.
         self._used.difference_update(free)
         if len(self._borrowed) > len(free) // 2:
             self._borrowed.clear()
@@ -102,7 +104,7 @@ class Planter:
 
 
 def is_named(due: list[Due], found: list[Violation]) -> bool:
-    """Return whether a finding names a request, slot and position that is due."""
+    """Return whether a finding names a due request, slot and position."""
     return any(
         violation.rid == rid
         and violation.position == position
@@ -118,7 +120,7 @@ def _free_slots(allocator: Any) -> list[int]:
 
 
 def plant(plan: str) -> Callable[[], None]:
-    """Plant as the variable `PLAN` says; returns what undoes it."""
+    """Plant what the variable `PLAN` says; return a function that undoes it."""
     file = Path(plan)
     mode, seeds = file.name.split(".")[-2:]
     planter = Planter(file, mode, int(seeds))

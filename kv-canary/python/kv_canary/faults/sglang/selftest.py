@@ -1,4 +1,4 @@
-"""Plants faults of each class in the installed SGLang, and says what was named."""
+"""Plants faults of each class in the installed SGLang, and reports which were named."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ _DRAFT = {
     **_MODEL,
     "architectures": ["LlamaForCausalLMEagle"],
     "num_hidden_layers": 1,
-    # SGLang gives it the target's embedding and head, one after the other.
+    # SGLang sets the target's embedding and head on it, one after the other.
     "tie_word_embeddings": False,
 }
 _TREES = {
@@ -56,7 +56,7 @@ _TREES = {
 
 
 class Kind(NamedTuple):
-    """The subject of a self-test. Fields: mode: of the forwards with a fault."""
+    """The subject of a self-test. Fields: mode: mode of the forwards with a fault."""
 
     mode: str
     faults: Collection[str]
@@ -66,13 +66,13 @@ KINDS = {"plain": Kind("DECODE", PLANTERS), "eagle": Kind(VERIFY, IN_TREES)}
 
 
 def run(kind: str, seeds: int, **options: Any) -> bool:
-    """Run the faults, under `KV_CANARY=log`; returns whether all were named.
+    """Run the faults under `KV_CANARY=log`; return whether all were named.
 
-    Prints a line per fault, then one of JSON.
+    Prints a line per fault, then a line of JSON.
 
     Args:
-        kind: of `KINDS`: decodes, or verifications of a draft model's trees.
-        options: further ones of SGLang's `Engine`.
+        kind: one of `KINDS`: decodes, or verifications of a draft model's trees.
+        options: further options of SGLang's `Engine`.
     """
     if not torch.cuda.is_available() and "device" not in options:
         print(
@@ -105,7 +105,7 @@ def run(kind: str, seeds: int, **options: Any) -> bool:
 
 
 def _traffic(model: Path, outcomes: Path, options: dict[str, Any]) -> None:
-    """Requests with shared prefixes until all faults were planted.
+    """Send requests with shared prefixes until all faults were planted.
 
     Raises:
         RuntimeError: faults are left after the last wave.

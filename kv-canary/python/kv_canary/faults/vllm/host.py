@@ -1,4 +1,4 @@
-"""A vLLM engine in this process with a tiny random model: for faults and self-tests."""
+"""A vLLM engine in this process with a tiny random model, for faults and self-tests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _PLAIN = {
     "eos_token_id": 2,
     "torch_dtype": "float32",
 }
-# Three layers of a window and three that see all: two groups of slots.
+# Three sliding-window layers and three full ones: two groups of slots.
 _HYBRID = {
     **_PLAIN,
     "architectures": ["Gemma3ForCausalLM"],
@@ -52,7 +52,7 @@ MODELS = {"plain": _PLAIN, "hybrid": _HYBRID}
 
 
 def write_model(folder: Path, kind: str) -> Path:
-    """A model folder with a configuration and no weights."""
+    """Write a model folder that has a configuration but no weights."""
     path = folder / kind
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(MODELS[kind]), encoding="utf-8")
@@ -63,7 +63,7 @@ class Host:
     """vLLM in this process; weights are random, prompts are token ids.
 
     Args:
-        model: a folder of `write_model`.
+        model: a folder made by `write_model`.
         options: further arguments of `LLM`.
     """
 
@@ -118,11 +118,11 @@ class Host:
     def canary(self) -> EngineCanary:
         attachment = attachment_of(self.runner)
         if attachment is None:
-            raise RuntimeError("the runner is not checked: KV_CANARY is not set?")
+            raise RuntimeError("the runner is not checked: is KV_CANARY set?")
         return attachment.canary
 
     def add(self, tokens: Sequence[int], *, new_tokens: int) -> str:
-        """Queue a request; returns its number."""
+        """Queue a request and return its number."""
         name, self._next = str(self._next), self._next + 1
         params = self._vllm.SamplingParams(
             max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False
@@ -142,10 +142,10 @@ class Host:
         return bool(self._engine.has_unfinished_requests())
 
     def drain(self, limit: int = 2000) -> None:
-        """Run until nothing is left.
+        """Run until no request is left.
 
         Raises:
-            RuntimeError: after `limit` steps there still is something.
+            RuntimeError: requests are left after `limit` steps.
         """
         for _ in range(limit):
             if not self.is_busy:
@@ -154,8 +154,8 @@ class Host:
         raise RuntimeError(f"requests are left after {limit} steps")
 
     def request(self, name: str) -> Request:
-        """The ledger' entry of a request that runs."""
-        # vLLM may append something of its own to a request's id.
+        """Return the ledger's entry for a running request."""
+        # vLLM may append something to a request's id.
         ledger = self.canary.ledger
         (found,) = (
             rid for rid in ledger.rids() if rid == name or rid.startswith(f"{name}-")
@@ -170,7 +170,7 @@ class Host:
         """Step until `done`.
 
         Raises:
-            RuntimeError: it is not after `limit` steps.
+            RuntimeError: `done` is still false after `limit` steps.
         """
         for _ in range(limit):
             if done():
@@ -179,14 +179,14 @@ class Host:
         raise RuntimeError(f"not reached after {limit} steps")
 
     def reset(self) -> None:
-        """Finish all requests, empty the prefix cache, forget what was reported."""
+        """Finish all requests, empty the prefix cache and forget earlier reports."""
         self.drain()
         self.step_scheduler_idle()
         self._llm.reset_prefix_cache()
         self.canary.reporter.incidents.clear()
 
     def step_scheduler_idle(self) -> None:
-        """Tell the worker of the requests that finished last: with a short one."""
+        """Run a short request to tell the worker which requests finished last."""
         self.add([3, 4, 5], new_tokens=1)
         self.drain()
 

@@ -1,7 +1,7 @@
 """Plants the faults of the catalogue in a running vLLM (V1 runner).
 
-Each is memory-safe and planted where the host keeps the thing that is wrong: its
-tables, its scheduler's messages, its metadata, its store, the bytes themselves.
+Each is memory-safe, and planted where the host keeps the thing that goes wrong: its
+tables, its scheduler's messages, its metadata, its store, or the bytes themselves.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Read = tuple[str, int, int]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Planted:
-    """A fault that is planted.
+    """A planted fault.
 
     Fields:
         due: returns reads or writes, at least one of which must be named. It is called
@@ -36,13 +36,13 @@ class Planted:
 
 
 Plant = Callable[[Host, random.Random], Planted]
-"""Called with A and B running, of three full blocks and more; C, with the prefix of A,
-is added after it."""
+"""Called while A and B run, each with three full blocks or more. C, with the prefix of
+A, is added afterwards."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Fields: named: whether a due read was; found: diagnoses, in order."""
+    """Fields: named: whether a due read was named; found: diagnoses, in order."""
 
     named: bool
     due: frozenset[Read]
@@ -51,10 +51,10 @@ class Outcome:
 
 
 def run_fault(host: Host, name: str, seed: int) -> Outcome:
-    """Plant a fault in clean traffic, and see what is reported of it.
+    """Plant a fault in clean traffic and return what is reported about it.
 
     Raises:
-        RuntimeError: something was reported before.
+        RuntimeError: something was reported earlier.
     """
     rng = random.Random(f"{name} {seed}")
     host.reset()
@@ -74,7 +74,7 @@ def run_fault(host: Host, name: str, seed: int) -> Outcome:
     if host.canary.reporter.incidents:
         raise RuntimeError(f"clean traffic was reported: {host.canary.reporter.counts}")
     _names[host] = (a, b, prefix)
-    # The pool's tensors were made in this mode.
+    # The pool's tensors were made in inference mode.
     with torch.inference_mode():
         planted = PLANTERS[name](host, rng)
     try:
@@ -113,7 +113,7 @@ def _b(host: Host) -> Any:
 
 
 def _in_block(rid: str, block: int, index: int) -> frozenset[Read]:
-    """Reads of a whole block that is number `index` of a request."""
+    """Return reads of a whole block, number `index` of a request."""
     return frozenset((rid, block * BLOCK + i, index * BLOCK + i) for i in range(BLOCK))
 
 
@@ -172,7 +172,7 @@ def block_of_another_group(host: Host, rng: random.Random) -> Planted:
 
 
 def _around(owner: Any, name: str, around: Callable[..., Any]) -> Undo:
-    """Put a function around a method of one object."""
+    """Wrap a method of one object in a function."""
     method = getattr(owner, name)
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
@@ -225,7 +225,8 @@ def skipped_store(host: Host, rng: random.Random) -> Planted:
 
 
 def _writes(request: Any, start: int, *, shift: int = 0) -> frozenset[Read]:
-    """The next writes of a decoding request, at positions that are `shift` too high."""
+    """Return a decoding request's next writes, at positions that are `shift` too
+    high."""
     ends = min(start + 3, len(request.blocks[0]) * BLOCK)
     return frozenset(
         (request.rid, _slot(request, p), p + shift) for p in range(start, ends)
@@ -257,7 +258,7 @@ def truncated_table(host: Host, rng: random.Random) -> Planted:
 def _with_new_request(
     host: Host, rng: random.Random, change: Callable[[Any], Read | None]
 ) -> Planted:
-    """C shares the prefix of A; `change` gets the scheduler's message about it."""
+    """Let C share the prefix of A; `change` gets the scheduler's message about it."""
     _, _, prefix = _names[host]
     due: set[Read] = set()
 
@@ -278,7 +279,7 @@ def _with_new_request(
 
 
 def stale_block_after_free(host: Host, rng: random.Random) -> Planted:
-    """A block that a finished request has left, handed out as a cached one."""
+    """Hand out a finished request's old block as a cached one."""
     name = host.add(random_tokens(rng, BLOCK // 2), new_tokens=2)
     host.until(lambda: host.is_running(name))
     stale = host.request(name).blocks[0][0]
@@ -287,7 +288,7 @@ def stale_block_after_free(host: Host, rng: random.Random) -> Planted:
 
 
 def _replace_cached(block: int, index: int) -> Callable[[Any], Read | None]:
-    """Point a cached block of a new request, by its index, to `block`."""
+    """Return a function that points a new request's cached block `index` to `block`."""
 
     def change(request: Any) -> Read | None:
         if request.num_computed_tokens < (index + 1) * BLOCK:
@@ -300,7 +301,7 @@ def _replace_cached(block: int, index: int) -> Callable[[Any], Read | None]:
 
 
 def copied_block_without_its_record(host: Host, rng: random.Random) -> Planted:
-    """A cached block, moved to a free one past the worker's ledger."""
+    """Move a cached block to a free one, unseen by the worker's ledger."""
     index = rng.randrange(2)
     held = host.canary.ledger.held(0)
     total = host.canary.groups[0].group.num_blocks
@@ -313,7 +314,7 @@ def copied_block_without_its_record(host: Host, rng: random.Random) -> Planted:
 
 
 def two_rows_with_one_block(host: Host, rng: random.Random) -> Planted:
-    """A block of A, given to C as a new one."""
+    """Give C a block of A as a new one."""
     victim, index = _a(host), rng.randrange(1, 3)
     block = victim.blocks[0][index]
 
@@ -327,7 +328,7 @@ def two_rows_with_one_block(host: Host, rng: random.Random) -> Planted:
 
 
 def wrong_positions(host: Host, rng: random.Random) -> Planted:
-    """Positions that are one too high for one row."""
+    """Make positions one too high for one row."""
     request = _b(host)
     start = request.computed
 
@@ -344,7 +345,7 @@ def wrong_positions(host: Host, rng: random.Random) -> Planted:
 PLANTERS: Mapping[str, Plant] = {
     name: globals()[name.replace(" ", "_")] for name in by_host_name(Engine.VLLM)
 }
-"""By the fault's name here; the function's has underscores."""
+"""By fault name; the function's name has underscores."""
 
 IN_HYBRID = ("block of another group",)
 """Faults that need two groups of layers."""

@@ -1,4 +1,5 @@
-"""Plants one fault of each class in the installed vLLM, and says what was named."""
+"""Plants one fault of each class in the installed vLLM, and reports which were
+named."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from kv_canary.faults.vllm.planters import IN_HYBRID, PLANTERS, run_fault
 
 
 def run(kind: str, seeds: int) -> bool:
-    """Run the faults of one model, in this process, under `KV_CANARY=log`.
+    """Run the faults of one model in this process, under `KV_CANARY=log`.
 
-    Prints a line per fault, then one of JSON; returns whether all were named.
+    Prints a line per fault, then a line of JSON. Returns whether all were named.
     """
     named: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:

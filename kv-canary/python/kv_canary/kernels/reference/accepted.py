@@ -1,4 +1,4 @@
-"""The end of a verification in torch: its paths are checked, its tokens noted."""
+"""The end of a verification in torch: paths are checked and their tokens recorded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class _Doubt(NamedTuple):
     """The first node in doubt of each row's path; int64 [b].
 
     Fields:
-        is_wrong: bool, whether there is one. place: on the path.
-        wanted, found: tokens; a length that cannot be is `found`.
+        is_wrong: bool, whether there is one. place: its place on the path.
+        wanted, found: tokens; an impossible length is reported as `found`.
     """
 
     is_wrong: Tensor
@@ -54,7 +54,7 @@ def finish_accepted(
 
 def _check_path(state: CanaryState, path: AcceptedPath) -> None:
     """Report the first node in doubt of each row's path."""
-    # The verification's own tail has advanced the clock.
+    # The verification's own tail has already advanced the clock.
     report = Report(state, Launch.ACCEPT, NO_MANAGER, clock_offset=-1)
     doubt = _find_doubt(path)
     position = path.prefix_lens + doubt.place

@@ -1,4 +1,4 @@
-"""Sums of the state that a draft hands on, noted and compared in torch."""
+"""Checksums of the state that a draft hands on, recorded and compared in torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
-    """Note the sums of rows or, with `checks`, compare them with those noted."""
+    """Record the sums of rows or, with `checks`, compare them with recorded ones."""
     live, found = _is_carried(rows), _carried_sum(rows)
     if not checks:
         rows.sums[rows.places[live]] = found[live]
@@ -41,7 +41,7 @@ def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
 
 
 def _is_carried(rows: CarriedRows) -> Tensor:
-    """Return whether rows count: neither padding nor left out."""
+    """Return which rows count, that is, are neither padding nor left out."""
     return (rows.req_rows != 0).repeat_interleave(rows.group) & (rows.places >= 0)
 
 

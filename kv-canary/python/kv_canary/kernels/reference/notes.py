@@ -1,4 +1,4 @@
-"""Notes of what the host announces and what was sampled, in torch."""
+"""Recording of what the host announces and what was sampled, in torch."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ class Report:
     """Appends the ring entries of one launch and sets the verdicts of their rows.
 
     Args:
-        clock_offset: added to the clock to get the forward that the entries are about.
+        clock_offset: added to the clock to get the forward that found the entries.
     """
 
     def __init__(
@@ -31,8 +31,8 @@ class Report:
         self._tag = ring_tag(launch, manager, state.pool)
 
     def add(self, columns: dict[Ring, Tensor]) -> None:
-        """Append the entries that have a reason. Columns are [n]; a missing one is 0,
-        or -1 for a slot."""
+        """Append the entries that have a reason. Columns are [n]; a missing one is
+        filled with 0, or -1 for a slot."""
         state = self._state
         bad = columns[Ring.REASONS] != 0
         n = int(bad.sum())
@@ -52,7 +52,7 @@ class Report:
             state.verdict[hit] |= reason
 
     def step_phase(self, manager: int, due: Phase, following: Phase) -> None:
-        """Take the manager's phase from `due` to `following`; report and repair a
+        """Move the manager's phase from `due` to `following`; report and repair a
         breach."""
         if manager == NO_MANAGER:
             return

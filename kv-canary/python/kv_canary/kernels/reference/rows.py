@@ -19,8 +19,9 @@ class NewTokens(NamedTuple):
     """The live new tokens, row after row; all int64 [n].
 
     Fields:
-        place: index into the forward's tokens. row: of the batch. number: in the row.
-        word0, lineage, word3: of the records that the forward writes.
+        place: index into the forward's tokens. row: row of the batch. number: number in
+            the row.
+        word0, lineage, word3: words of the records that the forward writes.
     """
 
     place: Tensor
@@ -55,8 +56,8 @@ def load_columns(matrix: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
 
 
 def load_starts(rows: ForwardView) -> tuple[Tensor, Tensor]:
-    """Return each row's first new token and number of new tokens, which end where [T]
-    ends."""
+    """Return each row's first new token and number of new tokens, cut at the end of
+    [T]."""
     if rows.qo_indptr is None:
         starts = torch.arange(rows.num_rows, device=rows.req_rows.device)
     else:
@@ -67,8 +68,8 @@ def load_starts(rows: ForwardView) -> tuple[Tensor, Tensor]:
 
 
 def load_slots(table: KVReadView, row: Tensor, element: Tensor) -> Tensor:
-    """Return the slots [n] of elements of batch rows as `KVReadView` defines them; -1
-    where the table has none."""
+    """Return the slots [n] of elements of batch rows as `KVReadView` defines them, or
+    -1 if the table has none."""
     if table.page_table is not None:
         at = row if table.row_index is None else table.row_index[row]
         inside = (at >= 0) & (at < table.page_table.shape[0])
@@ -113,7 +114,7 @@ def load_tokens(state: CanaryState, rows: ForwardView, kind: int) -> NewTokens:
 def _sum_ancestors(
     rows: ForwardView, starts: Tensor, counts: Tensor, index: Tensor, terms: Tensor
 ) -> Tensor:
-    """Return the sums of the terms of tokens of trees and their ancestors."""
+    """Return sums over tokens of trees and their ancestors of lineage terms."""
     assert rows.parent_index is not None
     of_token = terms.new_zeros(rows.num_tokens)
     of_token[index] = terms
@@ -127,8 +128,8 @@ def _sum_ancestors(
 
 
 def count_ancestors(rows: ForwardView, new: NewTokens) -> tuple[Tensor, Tensor]:
-    """Return the number of ancestors of new tokens of trees within their rows, and
-    whether each precedes its child and the walk ends at -1."""
+    """Return how many ancestors new tokens of trees have within their rows, and whether
+    each precedes its child and the walk ends at -1."""
     assert rows.parent_index is not None
     starts, _ = load_starts(rows)
     first = starts[new.row]

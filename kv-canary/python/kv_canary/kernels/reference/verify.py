@@ -1,6 +1,6 @@
 """The canary's read check in torch: the oracle of the native and Triton versions.
 
-Works on all elements of all rows at once; allocates and synchronises as it likes.
+Works on all elements of all rows at once. Allocates and synchronises freely.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class _Elements(NamedTuple):
     """The elements that the rows read, row after row; all [n].
 
     Fields:
-        row: of the batch. element: number in the row. slot: -1 where unreadable.
-        expected_slot: by the table of requests, or where the forward writes.
+        row: row of the batch. element: number in the row. slot: -1 if unreadable.
+        expected_slot: slot by the table of requests, or where the forward writes.
         is_prefix: whether the token was in KV before this forward.
         in_range: whether the slot is in the pool.
     """
@@ -66,7 +66,8 @@ class _Records(NamedTuple):
 
     Fields:
         reads: elements whose records are compared; the others read record 0.
-        head, tail: int64 [n, 4]. freed, halved: both, or one of the two is poison.
+        head, tail: int64 [n, 4]. freed, halved: whether both halves are poison, or only
+            one.
     """
 
     reads: Tensor
@@ -87,15 +88,15 @@ def verify(
     table: KVReadView,
     steps_phase: bool = True,
 ) -> None:
-    """Check every slot that is about to be read. A finding is a ring entry and bits in
-    the verdict of its request row.
+    """Check every slot that is about to be read. A finding adds a ring entry, and bits
+    to the verdict of its request row.
 
     Elements below `prefix_lens` are compared with their records, the others with
     `out_cache_loc`.
 
     Args:
         table: one of `view.reads`.
-        steps_phase: whether the phase of `view.manager` must be IDLE and becomes
+        steps_phase: check that the phase of `view.manager` is IDLE, and set it to
             AFTER_VERIFY.
     """
     sweep = checks.req_to_token is None
@@ -155,7 +156,7 @@ def _find_elements(
 
 
 def _check_slots(at: _Elements, table: KVReadView, *, sweep: bool) -> Tensor:
-    """Return READ_SET and READ_SCRATCH of each element."""
+    """Return READ_SET and READ_SCRATCH for each element."""
     is_checked = ~at.is_prefix if sweep else torch.ones_like(at.is_prefix)
     wrong = ~at.in_range | (is_checked & (at.slot != at.expected_slot))
     return flag(Reason.READ_SET, wrong) | flag(
@@ -170,11 +171,11 @@ def _is_scratch(at: _Elements, table: KVReadView) -> Tensor:
 def _check_length(
     rows: ForwardView, table: KVReadView, first: Tensor, lens: Tensor, *, sweep: bool
 ) -> dict[Ring, Tensor]:
-    """Return entries of rows whose elements end or begin wrongly, a READ_SET with slot
-    -1 at the position that is missing.
+    """Return entries for rows whose elements end or begin wrongly: a READ_SET with slot
+    -1 at the missing position.
 
-    A row must reach its last new token, or the end of its prefix where the view does
-    not take new tokens, and begin where the reach of the view demands.
+    A row must reach its last new token, or the end of its prefix if the view excludes
+    new tokens, and begin where the reach of the view demands.
     """
     live = rows.req_rows != 0
     _, extends = load_starts(rows)
@@ -204,7 +205,7 @@ def _check_records(
     at: _Elements,
     columns: dict[Ring, Tensor],
 ) -> None:
-    """Add the findings about the records of the prefix to `columns`."""
+    """Add findings about the prefix's records to `columns`."""
     reads = at.is_prefix & at.in_range & ~_is_scratch(at, table)
     slot = at.slot * reads
     head, tail = state.head[slot], state.tail[slot] * reads[:, None]
@@ -228,7 +229,7 @@ def _check_records(
 
 
 def _check_halves(records: _Records) -> Tensor:
-    """Return VERIFY_FREED and VERIFY_TORN."""
+    """Return VERIFY_FREED and VERIFY_TORN for each record."""
     head, tail = records.head, records.tail
     differ = (head[:, [0, 1, 3]] != tail[:, [0, 1, 3]]).any(dim=1)
     torn = records.halved | (differ & ~records.freed)
@@ -243,8 +244,8 @@ def _check_lineages(
     at: _Elements,
     records: _Records,
 ) -> tuple[Tensor, Tensor]:
-    """Return reasons and the expected lineages, 0 where not known: VERIFY_LINEAGE by
-    the record before, VERIFY_TOKEN of the last element of a prefix by the row."""
+    """Return reasons and the expected lineages, or 0 if unknown: VERIFY_LINEAGE by the
+    preceding record, VERIFY_TOKEN by the row, for the last element of a prefix."""
     previous = _find_previous(rows, checks, table, at)
     readable = (previous >= table.page_size) & (previous < state.num_slots)
     before = state.tail[previous * readable]
@@ -289,7 +290,7 @@ def _check_tokens(
     records: _Records,
     columns: dict[Ring, Tensor],
 ) -> Tensor:
-    """Return VERIFY_TOKEN of each token that the host knows."""
+    """Return VERIFY_TOKEN for each token that the host knows."""
     truth = load_columns(
         tokens, rows.req_rows[at.row], at.position + checks.token_offset
     )
@@ -311,7 +312,7 @@ def _check_bytes(
     records: _Records,
     columns: dict[Ring, Tensor],
 ) -> Tensor:
-    """Return VERIFY_REAL_KV of the slots whose turn it is."""
+    """Return VERIFY_REAL_KV for the slots whose turn it is."""
     source = checks.fingerprint if checks.compares_bytes else NO_FINGERPRINT
     slot, found = at.slot * records.reads, records.tail[:, 1]
     due = records.sound & (source.mode is not FingerprintMode.NONE)

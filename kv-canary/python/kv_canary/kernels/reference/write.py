@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 
 
 class _Inputs(NamedTuple):
-    """What a check of inputs found; all [n].
+    """The result of a check of inputs; all [n].
 
     Fields:
-        reasons: bits. due, found: words 0 of the entry, where `is_wrong`.
+        reasons: bits. due, found: word 0 for the entry, where `is_wrong`.
     """
 
     reasons: Tensor
@@ -57,10 +57,10 @@ class _Inputs(NamedTuple):
 def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
     """Check where the new tokens will be written and write their head records.
 
-    Lineages start from `expected_lineage`, or from the seed where the prefix is empty.
+    Lineages start from `expected_lineage`, or from the seed if the prefix is empty.
     Without `checks.req_to_token` slots are not compared with columns. The j-th new
-    token of a row belongs in column `prefix_lens` + j. The phase AFTER_VERIFY becomes
-    AFTER_HEAD.
+    token of a row belongs in column `prefix_lens` + j. The phase changes from
+    AFTER_VERIFY to AFTER_HEAD.
     """
     rows, manager, page_size = view, view.manager, checks.page_size
     report = Report(state, Launch.HEAD, manager)
@@ -162,15 +162,15 @@ def _check_slots(
     slot: Tensor,
     old: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return WRITE_SCRATCH and WRITE_FOREIGN of the slots [n] of new tokens, and the
+    """Return WRITE_SCRATCH and WRITE_FOREIGN for the slots [n] of new tokens, and the
     slots that the rows' columns name, or -1.
 
     Args:
-        old: the head records of the slots, int64 [n, 4].
+        old: head records of the slots, int64 [n, 4].
     """
     scratch = (slot >= 0) & (slot < checks.page_size)
     writable = (slot >= checks.page_size) & (slot < state.num_slots)
-    # A record of this very forward is an alias, which the tail write reports.
+    # A record of this same forward is an alias, which the tail write reports.
     is_now = (old[:, 3] >> CLOCK_SHIFT) & CLOCK_MASK == state.clock & CLOCK_MASK
     is_taken = (old[:, 3] ^ rows.serials[new.row]) & SERIAL_MASK != 0
     foreign = ~writable & ~scratch
@@ -199,7 +199,7 @@ def _is_own_prefix(
 def _check_inputs(
     state: CanaryState, rows: ForwardView, checks: PoolChecks, new: NewTokens
 ) -> list[_Inputs]:
-    """Compare the inputs with what was due; of several, the last one is reported."""
+    """Compare the inputs with what was due. If several differ, the last is reported."""
     found = [_check_shape(rows, new), _check_request(state, rows, new)]
     if checks.published is not None:
         found.append(_check_published(rows, new, checks.published, checks.token_offset))
@@ -210,7 +210,7 @@ def _check_shape(rows: ForwardView, new: NewTokens) -> _Inputs:
     """Compare positions with the places of the new tokens.
 
     In a tree the depth counts, only the first token of a row has no parent, and a token
-    attends to itself and what its parent attends to.
+    attends to itself and to whatever its parent attends to.
     """
     number, position = new.number, rows.positions[new.place]
     due = rows.prefix_lens[new.row] + number
@@ -230,8 +230,8 @@ def _check_shape(rows: ForwardView, new: NewTokens) -> _Inputs:
 
 
 def _find_wrong_masks(mask: Tensor, new: NewTokens, parent: Tensor) -> Tensor:
-    """Return whether tokens attend to anything but themselves and what their parents
-    attend to."""
+    """Return whether tokens attend to anything other than themselves and whatever their
+    parents attend to."""
     column = torch.arange(mask.shape[1], device=parent.device)
     has_parent = (parent >= 0) & (parent < new.place)
     wanted = mask[parent * has_parent] & has_parent[:, None]
@@ -240,8 +240,8 @@ def _find_wrong_masks(mask: Tensor, new: NewTokens, parent: Tensor) -> Tensor:
 
 
 def _check_request(state: CanaryState, rows: ForwardView, new: NewTokens) -> _Inputs:
-    """Compare the first new token of each row with what is known of its request; a
-    branch has no request of its own."""
+    """Compare the first new token of each row with the known state of its request. A
+    branch belongs to no request."""
     none = torch.zeros_like(new.number)
     if rows.lineage_rows is not None:
         return _Inputs(none, none != 0, new.word0, new.word0)
@@ -259,8 +259,8 @@ def _check_request(state: CanaryState, rows: ForwardView, new: NewTokens) -> _In
 def _check_published(
     rows: ForwardView, new: NewTokens, published: Tensor, offset: int
 ) -> _Inputs:
-    """Compare new tokens with those that were published. A draft step, and a
-    verification after its roots, read proposals, which were not."""
+    """Compare new tokens with published ones. A draft step, and a verification after
+    its roots, read proposals, which are not published."""
     due = rows.prefix_lens[new.row] + new.number
     token = load_columns(published, rows.req_rows[new.row], due + offset)
     is_known = token >= 0
@@ -275,7 +275,7 @@ def _check_published(
 def _check_oracle(
     rows: ForwardView, oracle: tuple[Tensor, Tensor], new: NewTokens
 ) -> _Inputs:
-    """Compare new tokens with the oracle of tests."""
+    """Compare new tokens with the tests' oracle."""
     tokens, positions = (part[new.place] for part in oracle)
     wrong = (tokens >= 0) & (tokens != rows.input_ids[new.place])
     misplaced = (positions >= 0) & (positions != rows.positions[new.place])
@@ -285,7 +285,8 @@ def _check_oracle(
 
 
 def _check_padded_rows(rows: ForwardView, page_size: int) -> dict[Ring, Tensor]:
-    """Return a WRITE_FOREIGN for each write of a padded row beyond the scratch page."""
+    """Return a WRITE_FOREIGN for each write of a padded row outside the scratch
+    page."""
     place = torch.arange(rows.num_tokens, device=rows.positions.device)
     row = place
     if rows.qo_indptr is not None:

@@ -1,6 +1,6 @@
-"""Triton kernel of the end of a verification: its paths are checked, its tokens noted.
+"""Triton kernel of the end of a verification: checks paths, records their tokens.
 
-`state` and `path` are tuples of `args.py`.
+`state` and `path` are tuples from `args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -107,7 +107,7 @@ def _check_path(state, path, row, req, serial, prefix, length, tag):
             expected_lineage=None,
             found_lineage=None,
             found_word3=None,
-            # The verification's own tail has advanced the clock.
+            # The verification's own tail has already advanced the clock.
             clock=tl.load(state.clock) - 1,
             batch_row=row,
             expected_slot=-1,
@@ -134,7 +134,7 @@ def _advance_over_path(
     lineage = state.expected_lineage + req
     before = tl.where(prefix > 0, tl.load(lineage), 0)
     after = before + tl.sum(tl.where(inside, term, 0), axis=0)
-    # All threads have read the old value before one stores the new.
+    # All threads have read the old value before one thread stores the new one.
     tl.debug_barrier()
     tl.store(lineage, after, mask=req != 0)
 
@@ -160,7 +160,7 @@ def accepted_kernel(
     CHECKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Check one row's path per program, note its last token, advance its lineage.
+    """Check one row's path per program, record its last token, advance its lineage.
 
     The last program gathers the findings of both pools.
 
@@ -194,7 +194,7 @@ def accepted_kernel(
             req >= 0,
         )
         _advance_over_path(state, path, salts, row, req, prefix, length, BLOCK)
-    # The program's findings are there before it says that it is done.
+    # The program stores its findings before it announces that it is done.
     tl.debug_barrier()
     if tl.atomic_add(state.ticket, 1) == tl.num_programs(0) - 1:
         tl.store(state.ticket, 0)

@@ -1,10 +1,10 @@
-"""Arguments of the canary's Triton kernels, in groups: a named tuple is one argument.
+"""Arguments of the canary's Triton kernels, grouped: each named tuple is one argument.
 
-Triton compiles a kernel anew for each pattern of None in a tuple, and leaves out what
-belongs to an absent tensor; it does the same for numbers that are 1 or multiples of 16.
-So tuples hold numbers that stay what they are while a server runs. Those that change
-from launch to launch are arguments of their own. Triton 3.6 cannot compare a tuple with
-None that has a None in it: where kernels need to know, a constexpr says so.
+Triton compiles a kernel anew for each pattern of None in a tuple, leaving out whatever
+belongs to an absent tensor, and for numbers that are 1 or multiples of 16. So tuples
+hold numbers that stay constant while a server runs; numbers that change between
+launches are separate arguments. Triton 3.6 cannot compare a tuple with None if there is
+a None in it, so a constexpr tells kernels that need to know.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def _tuple_type(name: str, names: Iterable[str]) -> Any:
-    """Make a named tuple of fields that are declared elsewhere."""
+    """Make a named tuple from fields that are declared elsewhere."""
     return namedtuple(name, tuple(names))
 
 
@@ -77,8 +77,8 @@ class Reads(NamedTuple):
 class Bytes(NamedTuple):
     """K and V of the pool as int64 words, each [layers, slots, words].
 
-    `k_layers` is the number of words from one layer to the next, or int64 [layers]:
-    from the first to each. `sums`: of `Fingerprint`.
+    `k_layers` is the number of words between layers, or int64 [layers], the distance
+    from the first layer to each. `sums`: from `Fingerprint`.
     """
 
     k_words: Tensor
@@ -99,7 +99,7 @@ class Oracle(NamedTuple):
 
 
 class Mask(NamedTuple):
-    """bool [tokens, width]: whether a token attends to a new one of its row."""
+    """bool [tokens, width]: whether a token attends to a new token of its row."""
 
     at: Tensor
     width: int
@@ -109,7 +109,7 @@ class Checks(NamedTuple):
     """The tables that a forward is compared with; None leaves a check out.
 
     Fields:
-        columns: `req_to_token`; tokens: of the prefixes.
+        columns: `req_to_token`; tokens: tokens of the prefixes.
         published, oracle: what the inputs must be.
         mask: what the nodes of trees must see.
     """
@@ -123,13 +123,13 @@ class Checks(NamedTuple):
 
 NO_CHECKS = Checks()
 
-# 64-bit words of a tile whose heads are summed up.
+# 64-bit words of a tile whose heads are added up.
 _SUM_TILE = 1024
 
 
 class Pages(NamedTuple):
-    """Slots of a page, elements that an entry of a read view covers, whether it takes
-    new tokens, and its reach: known when a kernel is compiled."""
+    """Compile-time facts of a read view: slots of a page, elements per entry, whether
+    it takes new tokens, and its reach."""
 
     page_size: int
     entry_size: int
@@ -138,17 +138,17 @@ class Pages(NamedTuple):
 
 
 class Hashing(NamedTuple):
-    """How bytes become a fingerprint, known when a kernel is compiled.
+    """How bytes become a fingerprint; compile-time constants.
 
     Fields:
-        mode: of `FingerprintMode`.
-        layers: of the pool; k_words, v_words: of a slot in a layer.
-        layer_block: a power of 2 that holds all layers.
+        mode: a `FingerprintMode`.
+        layers: layers of the pool; k_words, v_words: words of a slot in a layer.
+        layer_block: `layers` rounded up to a power of 2.
         chunk: words of a slot that are hashed at a time.
         scattered: whether the places of layers come from a table.
         compares: whether verify compares bytes.
-        heads: KV heads that have sums, 0: none has; head_block: words of a tile that
-            holds those of a head; cells: heads of a slot in a tile.
+        heads: KV heads with checksums, 0 if there are none; head_block: words of a tile
+            that holds one head; cells: heads of a slot in a tile.
     """
 
     mode: int
@@ -221,7 +221,7 @@ def byte_args(source: Fingerprint) -> Bytes | None:
 
 
 def hashing_args(source: Fingerprint, *, chunk: int, slots: int = 1) -> Hashing:
-    """`slots`: of a tile whose heads are summed up."""
+    """Describe the hashing; `slots`: slots of a tile whose heads are added up."""
     k, v = source.k_words, source.v_words
     if k is None or v is None:
         return Hashing(
@@ -253,8 +253,8 @@ def hashing_args(source: Fingerprint, *, chunk: int, slots: int = 1) -> Hashing:
 def check_args(
     checks: PoolChecks, *, reads: bool = False, writes: ForwardView | None = None
 ) -> Checks:
-    """Return the checks of the slots that attention reads, of the new tokens of
-    `writes`, or both."""
+    """Return the checks for slots that attention reads, for the new tokens of `writes`,
+    or for both."""
     oracle = None if writes is None else writes.oracle
     mask = None if writes is None else writes.tree_mask
     return Checks(

@@ -1,10 +1,10 @@
 """One launch for the read check and the head write of a forward.
 
-Some programs of a row verify while the others write. They share only the head record
-of a new token's slot, and only if that slot is also in some row's prefix. The head
-write then reports WRITE_FOREIGN whatever the schedule, because it looks at records that
-verify does not write; verify may find the record old, new (of another position or
-history) or torn. Lineages and tail records stay as they are until the tail launch.
+Some programs of a row verify while the others write. They share only the head record of
+a new token's slot, and only if some row's prefix contains that slot too. The head write
+then always reports WRITE_FOREIGN, because it looks at records that verify does not
+write; verify may find the record old, new (for another position or history) or torn.
+Lineages and tail records do not change until the tail launch.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"

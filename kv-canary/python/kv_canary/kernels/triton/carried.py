@@ -1,6 +1,6 @@
-"""Triton kernel of the sums of the state that a draft hands on.
+"""Triton kernel of the checksums of the state that a draft hands on.
 
-`state` is the tuple of `args.py`.
+`state` is the tuple from `args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -56,7 +56,7 @@ def carried_kernel(
     CHECKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Note the sum of one row per program or, with CHECKS, compare it."""
+    """Record the sum of one row per program or, with CHECKS, compare it."""
     row = tl.program_id(0).to(tl.int64)
     inside = row < num_rows
     request = row // group

@@ -1,6 +1,6 @@
 """The end of a forward in Triton: lineages advance, findings are gathered.
 
-`state`, `rows` and `ends` are tuples of `args.py`.
+`state`, `rows` and `ends` are tuples from `args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -137,7 +137,7 @@ def finish_kernel(state, rows, ends, num_rows, num_tokens, ADVANCES: tl.constexp
         value = load_base_lineage(state, rows, row, req, live, prefix)
         value += sum_terms(rows, start, end, load_salt(rows, row, live))
         published = _load_published_row(rows, ends, row, req, live)
-        # All threads have read the old value before one stores the new.
+        # All threads have read the old value before one thread stores the new one.
         tl.debug_barrier()
         tl.store(state.expected_lineage + published, value, mask=live)
 

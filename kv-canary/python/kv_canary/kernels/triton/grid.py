@@ -1,18 +1,18 @@
-"""Tiles and numbers of programs of the canary's Triton launches."""
+"""Tiles and program counts of the canary's Triton launches."""
 
 from __future__ import annotations
 
 from kv_canary.layout import FingerprintMode
 
 BLOCK_TOKENS = 128
-"""Elements or new tokens of a program that hashes no whole slots."""
+"""Elements or new tokens per program if it hashes no whole slots."""
 
-# Words of a tile where whole slots are hashed.
+# Words of a tile if whole slots are hashed.
 _HASH_TILE = 1024
 HASH_SLOTS = 8
-"""Slots that a program hashes at a time where it hashes whole slots."""
+"""Slots that a program hashes at a time if it hashes whole slots."""
 TARGET_PROGRAMS = 2048
-"""About how many programs a launch has in all."""
+"""Approximate number of programs per launch."""
 
 
 def verify_block(mode: FingerprintMode) -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Hashes of the canary's Triton kernels: packed words, lineage terms, fingerprints.
 
 Mirrors `records.py`. Hashing is unsigned; words are kept as int64. `data` and HASHING
-are tuples of `args.py`.
+are tuples from `args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -52,8 +52,8 @@ def lineage_term(word0, salt):
 
 @triton.jit
 def _layer_at(layers, layer, SCATTERED: tl.constexpr):
-    """Return words from the first layer to `layer`: a table entry if SCATTERED, else
-    layers lie `layers` words apart."""
+    """Return the words from the first layer to `layer`: a table entry if SCATTERED,
+    otherwise layers are `layers` words apart."""
     return tl.load(layers + layer) if SCATTERED else layer * layers
 
 
@@ -91,7 +91,7 @@ def _sum_all(
     rows = words + slot * slot_stride
     for start in range(0, TOTAL, CHUNK):
         flat = start + tl.arange(0, CHUNK)
-        # Past the end: the last layer, which has a place.
+        # Past the end, use the last layer, which has a place.
         layer = tl.minimum(flat // WORDS, LAYERS - 1).to(tl.int64)
         index = (flat % WORDS).to(tl.int64)
         key = mix64((layer << 32) | index)
@@ -161,7 +161,7 @@ def _holds_sentinel(at, mask, last):
 def has_sentinel(data, slot, mask, HASHING: tl.constexpr):
     """Return whether the first or last word of slots [N], in K or V of some layer, is
     still the sentinel."""
-    # All layers at once: one after the other their latencies would add up.
+    # All layers at once, because one after the other their latencies would add up.
     number = tl.arange(0, HASHING.layer_block)
     inside = mask[:, None] & (number < HASHING.layers)[None, :]
     layer = tl.minimum(number, HASHING.layers - 1).to(tl.int64)

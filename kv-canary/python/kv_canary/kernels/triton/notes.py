@@ -1,4 +1,4 @@
-"""Triton kernels that note what the host announces and what was sampled."""
+"""Triton kernels that record what the host announces and what was sampled."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -51,7 +51,7 @@ def expect_kernel(
 
 @triton.jit
 def note(requests, marks, row, num_rows, req, serial, token, position, mask):
-    """Note the token that each row must have next, and store its mark."""
+    """Record the token that each row must have next, and store its mark."""
     word0 = tl.where(token >= 0, pack_word0(token, position), UNKNOWN)
     tl.store(requests + req * REQUEST_WORDS + NEXT_WORD, word0, mask=mask & (req != 0))
     tl.store(marks + row, serial, mask=mask)
@@ -73,7 +73,7 @@ def note_kernel(
     num_findings,
     BLOCK: tl.constexpr,
 ):
-    """Note tokens and store marks in `words`, after tokens and findings if given.
+    """Record tokens and store marks in `words`, after tokens and findings if given.
 
     `other_findings` belong to a second group of slots; both are united.
     """

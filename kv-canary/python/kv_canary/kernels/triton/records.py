@@ -61,7 +61,7 @@ def move_kernel(head, tail, dst, src, count, MOVES: tl.constexpr):
     if tl.program_id(0) == 1:
         records = tail
     moved = tl.load(records + source[:, None] * 4 + word, mask=mask, other=0)
-    # Threads of one program run apart: all loads come before any store.
+    # Threads of a program drift apart, so all loads come before any store.
     tl.debug_barrier()
     tl.store(records + target[:, None] * 4 + word, moved, mask=mask)
 
@@ -89,7 +89,7 @@ def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
 
 
 def move_records(state: CanaryState, dst: Tensor, src: Tensor) -> None:
-    """Move records; more than `MAX_MOVES` take a copy in torch, which allocates."""
+    """Move records. More than `MAX_MOVES` are copied in torch, which allocates."""
     count = dst.numel()
     if count > MAX_MOVES:
         for records in (state.head, state.tail):

@@ -1,6 +1,6 @@
 """Ring entries, verdicts and phases in the canary's Triton kernels.
 
-`state` is the tuple of `args.py`.
+`state` is the tuple from `args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -56,13 +56,14 @@ class Site(NamedTuple):
 
 @triton.jit
 def agree_across_warps(reasons):
-    """Return the reasons [N] that the first warp sees, to all warps of a program of up
-    to MAX_THREADS.
+    """Return the reasons [N] that the first warp sees to all warps of a program with up
+    to MAX_THREADS threads.
 
-    With fewer elements than threads each warp looks at all of them, and warps run
+    With fewer elements than threads each warp looks at all of them, and warps drift
     apart: they may see different words of a record that another program is writing. If
-    each branched on what it saw, they would meet at the wrong barriers. A sum over the
-    warps goes through shared memory, so that they agree.
+        each
+    branched on what it saw, they would meet at the wrong barriers. A sum over the warps
+    goes through shared memory, so that they agree.
     """
     COPIES: tl.constexpr = MAX_THREADS // reasons.shape[0]
     if COPIES > 1:
@@ -112,11 +113,11 @@ def report_one(state, finding):
 
 @triton.jit
 def step_phase(state, site, DUE: tl.constexpr, NEXT: tl.constexpr):
-    """Take the manager's phase from DUE to NEXT; report and repair a breach."""
+    """Move the manager's phase from DUE to NEXT; report and repair a breach."""
     if site.manager >= 0:
         found = tl.load(state.phase + site.manager)
-        # Warps run apart: one that came here after the store below would take the
-        # branch alone, and meet the others at the wrong barriers from then on.
+        # Warps drift apart. A warp that came here after the store below would take the
+        # branch alone, and from then on meet the others at the wrong barriers.
         tl.debug_barrier()
         if found != DUE:
             breach = Finding(

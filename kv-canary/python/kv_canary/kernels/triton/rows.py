@@ -1,7 +1,7 @@
 """Batch rows in the canary's Triton kernels: their fields, tokens and lineages.
 
-`state`, `rows` and `table` are tuples of `args.py`. Functions that load for a
-row take its number in the batch and `live`, which is false for a padded row.
+`state`, `rows` and `table` are tuples from `args.py`. Functions that load for a row
+take its number in the batch and `live`, which is false for a padded row.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -43,7 +43,7 @@ class Row(NamedTuple):
         row: number in the batch. inside: whether the batch has it.
         req: row of the request table. live: false if padded.
         prefix: tokens before this forward. start, extend: its new tokens in [T].
-        salt: as `lineage_term` takes it.
+        salt: in the form that `lineage_term` takes.
         base: lineage before the first new token.
     """
 
@@ -79,7 +79,7 @@ def load_start(rows, row, live):
 
 @triton.jit
 def load_salt(rows, row, live):
-    """Load the salt of the row's lineages, as `lineage_term` takes it."""
+    """Load the salt of the row's lineages, in the form that `lineage_term` takes."""
     return mix64(tl.load(rows.salts + row, mask=live, other=0) ^ SALT_KEY)
 
 
@@ -122,7 +122,7 @@ def shift_columns(rows, position, row):
 
 @triton.jit
 def load_columns(table, column, req, mask):
-    """Load entries of row `req` as int64; -1 beyond the table and outside `mask`."""
+    """Load entries of row `req` as int64; -1 past the table and outside `mask`."""
     mask = mask & (column >= 0) & (column < table.width)
     at = table.at + req * table.stride + column
     return tl.load(at, mask=mask, other=-1).to(tl.int64)

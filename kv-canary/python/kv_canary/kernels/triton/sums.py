@@ -1,6 +1,6 @@
-"""Sums of the bytes of KV heads in Triton (`head_sums.py`) and their table.
+"""Checksums of KV heads' bytes in Triton (`head_sums.py`), and their table.
 
-`data` and HASHING are tuples of `args.py`.
+`data` and HASHING are tuples from `args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -86,7 +86,7 @@ def _spread(x, STEP: tl.constexpr):
 def _sum_heads(data, slots, cell, inside, HASHING: tl.constexpr):
     """Sum heads of slots by their number: uint32 [cells]."""
     HEADS: tl.constexpr = HASHING.heads
-    # Past the end: the last layer, which has a place.
+    # Past the end, use the last layer, which has a place.
     layer = tl.minimum(cell // HEADS, HASHING.layers - 1).to(tl.int64)
     head = (cell % HEADS).to(tl.int64)
     sums = _sum_cells(
@@ -133,7 +133,8 @@ def store_head_sums(data, slot, mask, split, splits, HASHING: tl.constexpr):
 
 @triton.jit
 def whole_sums(data, slot, mask, HASHING: tl.constexpr):
-    """Return `head_sums.whole_sums` of the bytes in slots [N], and of the sums kept."""
+    """Return `head_sums.whole_sums` of the bytes in slots [N], and of the recorded
+    sums."""
     SLOTS: tl.constexpr = slot.shape[0]
     STEP: tl.constexpr = HASHING.cells
     CELLS: tl.constexpr = HASHING.layers * HASHING.heads

@@ -1,10 +1,10 @@
 """Triton kernel of the canary's read check; `launches.verify` describes it.
 
 A program takes every `splits`-th block of elements of one row. Records are loaded as
-separate strided words: each word is needed as a vector of its own, and the words of a
-record share one 32-byte sector, which the first load brings into L1. The parameters
-`state`, `rows`, `checks`, `reads`, `data`, PAGES and HASHING are the tuples of
-`args.py`; without `checks.columns` it is a sweep.
+separate strided words: each word is needed as its own vector, and the words of a record
+share one 32-byte sector, which the first load brings into L1. The parameters `state`,
+`rows`, `checks`, `reads`, `data`, PAGES and HASHING are the tuples from `args.py`;
+without `checks.columns` the launch is a sweep.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -92,8 +92,8 @@ class _Reader(NamedTuple):
         first: position of element 0. length: number of elements.
         begin, limit: first entry, and number of entries from there; the limit of a page
             table is its columns.
-        salt: as `lineage_term` takes it. seed: lineage before position 0. last: lineage
-            of the last prefix token.
+        salt: in the form that `lineage_term` takes. seed: lineage before position 0.
+            last: lineage of the last prefix token.
         slot_before: slot of the token before element 0, or -1.
     """
 
@@ -120,7 +120,7 @@ class _Elements(NamedTuple):
     """Elements [N] of a row's read view.
 
     Fields:
-        number: in the view.
+        number: number in the view.
         expected_slot: the due slot, or -1 if unknown.
         in_prefix: whether the token is in the prefix. in_range: whether the slot is in
             the pool.
@@ -162,7 +162,7 @@ def _find_entries(reads, row, live, table_rows, table_columns):
 
 @triton.jit
 def _load_slots(reads, reader, element, mask, PAGES: tl.constexpr):
-    """Load the slots of elements; -1 beyond the row's entries and outside `mask`."""
+    """Load the slots of elements; -1 past the row's entries and outside `mask`."""
     if reads.indptr is None:
         column = element // PAGES.page_size
         mask = mask & (column >= 0) & (column < reader.limit)
@@ -191,7 +191,7 @@ def _load_slot_before(reads, rows, columns, row, req, live, first):
 
 @triton.jit
 def _load_reader(state, rows, checks, reads, row, batch, table_rows, table_columns):
-    """Load the `_Reader` of a row, which counts as padded beyond the batch."""
+    """Load the `_Reader` of a row, which counts as padded past the end of the batch."""
     req = tl.load(rows.req_rows + row, mask=row < batch.num_rows, other=0)
     live = req != 0
     length = tl.maximum(tl.load(reads.read_lens + row, mask=live, other=0), 0)
@@ -314,8 +314,8 @@ def _check_slots(
 
 @triton.jit
 def _check_halves(state, elements, PAGES: tl.constexpr):
-    """Return reasons and tail records: both halves must be there, be equal and have
-    these positions."""
+    """Return reasons and tail records: both halves must exist, match and have these
+    positions."""
     slot = elements.slot
     found = elements.in_prefix & elements.in_range & (slot >= PAGES.page_size)
     record = state.tail + slot * 4
@@ -390,7 +390,7 @@ def _fingerprint(data, slot, due, record, HASHING: tl.constexpr):
 
 @triton.jit
 def _fingerprint_one_by_one(data, slot, due, record, HASHING: tl.constexpr):
-    """Return `_fingerprint` of the few slots that are due, one after the other."""
+    """Return `_fingerprint` of the few due slots, one after the other."""
     BLOCK: tl.constexpr = slot.shape[0]
     lane = tl.arange(0, BLOCK)
     pending = due.to(tl.int32)
@@ -416,7 +416,7 @@ def _check_bytes(state, data, reader, slot, record, HASHING: tl.constexpr):
     and as they were recorded."""
     due = record.sound
     if HASHING.mode == ROTATE:
-        # Each slot has its turn while the row grows by a period, whatever its steps.
+        # Each slot gets its turn while the row grows by a period, in steps of any size.
         since = (slot + reader.prefix) % data.period
         due = due & ((data.period - since) % data.period < reader.max_advance)
         computed, kept = _fingerprint_one_by_one(data, slot, due, record, HASHING)
@@ -446,7 +446,7 @@ def verify_program(
     BLOCK: tl.constexpr,
     NEXT_PHASE: tl.constexpr,
 ):
-    """Verify one program's share of a row; the first program of row 0 takes the phase
+    """Verify one program's share of a row. The first program of row 0 moves the phase
     from IDLE to NEXT_PHASE."""
     IS_SWEEP: tl.constexpr = checks.columns is None
     row = program.row
@@ -606,7 +606,7 @@ def read_arguments(
         "tag": ring_tag(launch, manager, state.pool),
         "PAGES": page_args(table),
         "HASHING": hashing_args(
-            # Where slots have turns, they are hashed one by one.
+            # If slots take turns, they are hashed one by one.
             checks.fingerprint,
             chunk=chunk,
             slots=block if block == HASH_SLOTS else 1,

@@ -1,8 +1,8 @@
 """Triton kernels of the canary's head and tail writes; see `launches.py`.
 
-A program takes a run of blocks of one row's new tokens and adds up the terms before
-its run itself, so that an extend of any length is one launch. The parameters `state`,
-`rows`, `checks`, `data`, `ends` and HASHING are the tuples of `args.py`.
+A program takes a run of blocks of one row's new tokens and itself adds up the terms
+before its run, so that an extend of any length is one launch. The parameters `state`,
+`rows`, `checks`, `data`, `ends` and HASHING are the tuples from `args.py`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -102,8 +102,8 @@ DRAFT_KIND = tl.constexpr(int(WriterKind.DRAFT))
 
 
 class _Run(NamedTuple):
-    """The run of blocks [first, last) of a row's new tokens that a program takes, of
-    `blocks` in all. `tokens` counts the row's tokens, even of a padded row."""
+    """The run of blocks [first, last) of a row's new tokens that a program takes; the
+    row has `blocks` in all. `tokens` counts the row's tokens, even if it is padded."""
 
     first: Any
     last: Any
@@ -115,9 +115,9 @@ class _Writes(NamedTuple):
     """A block of new tokens [N] of a row, and the head records of their slots.
 
     Fields:
-        place: index in [T]. number: in the row. inside: whether the row has it.
-        token, position, word0, lineage, word3: what is written.
-        slot: where it is written. writable: whether the slot can have a record.
+        place: index in [T]. number: number in the row. inside: whether the row has it.
+        token, position, word0, lineage, word3: values to write.
+        slot: where to write them. writable: whether the slot can have a record.
         old0, old1, old3: words of the head record.
     """
 
@@ -137,8 +137,8 @@ class _Writes(NamedTuple):
 
 
 class _Outcome(NamedTuple):
-    """What the checks of new tokens [N] found: reasons, due words 0, due slots and
-    found words 0."""
+    """The result of checking new tokens [N]: reasons, due words 0, due slots and found
+    words 0."""
 
     reasons: Any
     expected0: Any
@@ -148,7 +148,7 @@ class _Outcome(NamedTuple):
 
 @triton.jit
 def _load_row(state, rows, row, batch):
-    """Load a `Row` by its number, which counts as padded beyond the batch."""
+    """Load a `Row` by its number, which counts as padded past the end of the batch."""
     inside = row < batch.num_rows
     req = tl.load(rows.req_rows + row, mask=inside, other=0)
     live = req != 0
@@ -175,7 +175,7 @@ def _load_row(state, rows, row, batch):
 
 @triton.jit
 def _count_padded_tokens(rows, row, num_tokens):
-    """Count the new tokens of a padded row; 0 beyond the batch."""
+    """Count the new tokens of a padded row; 0 past the end of the batch."""
     count = row.inside.to(tl.int64)
     if rows.qo_indptr is not None:
         end = tl.load(rows.qo_indptr + row.row + 1, mask=row.inside, other=0)
@@ -189,7 +189,7 @@ def _find_run(
 ):
     tokens = row.extend
     if not IS_TAIL:
-        # Padded rows are checked as well: they may write only to the scratch page.
+        # Padded rows are checked too: they may only write to the scratch page.
         padded = _count_padded_tokens(rows, row, num_tokens)
         tokens = tl.where(row.live, row.extend, padded)
     blocks = (tokens + BLOCK - 1) // BLOCK
@@ -206,7 +206,7 @@ def _check_slots(rows, columns, row, writes, page_size, clock):
     expected_slot = writes.number * 0 - 1
     scratch = writes.inside & (slot >= 0) & (slot < page_size)
     reasons = tl.where(scratch & live, SCRATCH, 0).to(tl.int64)
-    # A record of this very forward is an alias, which the tail write reports.
+    # A record of this same forward is an alias, which the tail write reports.
     is_old = writes.writable & (old0 != POISON)
     is_old = is_old & (((old3 >> CLOCK_SHIFT) & CLOCK_MASK) != (clock & CLOCK_MASK))
     is_other = ((old3 ^ row.serial) & SERIAL_MASK) != 0
@@ -217,7 +217,7 @@ def _check_slots(rows, columns, row, writes, page_size, clock):
         expected_slot = load_columns(columns, column, row.req, writes.inside & live)
         is_stray = (scratch == 0) & (slot != expected_slot)
         foreign = foreign | (writes.inside & live & is_stray)
-        # The row may not overwrite its own prefix, either.
+        # Nor may the row overwrite its own prefix.
         place = old0 >> 32
         is_prefix = is_old & (is_other == 0) & (place < row.prefix)
         column = shift_columns(rows, place, row.row)
@@ -228,7 +228,7 @@ def _check_slots(rows, columns, row, writes, page_size, clock):
 
 @triton.jit
 def _check_published(published, row, writes, kind):
-    """Compare new tokens with those published; return reasons and due words 0. A draft
+    """Compare new tokens with published ones; return reasons and due words 0. A draft
     step, and a verification after its roots, read proposals."""
     mask = writes.inside & row.live & ((writes.number == 0) | (kind != VERIFY_KIND))
     mask = mask & (kind != DRAFT_KIND)
@@ -241,8 +241,8 @@ def _check_published(published, row, writes, kind):
 
 @triton.jit
 def _find_wrong_masks(checks, row, writes, parent):
-    """Return whether nodes [N] of a tree attend to anything but themselves and what
-    their parents attend to."""
+    """Return whether nodes [N] of a tree attend to anything other than themselves and
+    whatever their parents attend to."""
     wrong = writes.place < 0
     mask = writes.inside & row.live
     has_parent = mask & (parent >= row.start) & (parent < writes.place)
@@ -284,8 +284,8 @@ def _check_shape(rows, checks, row, writes, max_depth):
 
 @triton.jit
 def _check_request(state, rows, row, writes):
-    """Compare the first new token of a row with what is known of its request; return
-    reasons and due words 0. A branch has no request of its own."""
+    """Compare the first new token of a row with the known state of its request; return
+    reasons and due words 0. A branch belongs to no request."""
     reasons = tl.zeros_like(writes.place)
     due0 = writes.word0
     if rows.lineage_rows is None:
@@ -347,8 +347,8 @@ def _check_head(state, rows, checks, row, writes, page_size, kind, max_depth, cl
 
 @triton.jit
 def _check_tail(data, writes, HASHING: tl.constexpr):
-    """Check new tokens after the model: the heads must still be this forward's and, if
-    all bytes are covered, K and V must be stored."""
+    """Check new tokens after the model: the heads must still belong to this forward
+    and, if all bytes are covered, K and V must be stored."""
     is_own = (writes.old0 == writes.word0) & (writes.old1 == writes.lineage)
     is_own = is_own & (writes.old3 == writes.word3)
     reasons = tl.where(writes.writable & (is_own == 0), ALIAS, 0).to(tl.int64)
@@ -446,8 +446,8 @@ def _share_sums(
 @triton.jit
 def _end_launch(state, rows, ends, batch, programs, clock, ADVANCES: tl.constexpr):
     """Step the clock and end the forward in the last program to arrive."""
-    # All threads have read the clock, and written what they have to, before this
-    # program says that it is done.
+    # All threads have read the clock and written their results before this program
+    # announces that it is done.
     tl.debug_barrier()
     if tl.atomic_add(state.ticket, 1) == programs - 1:
         tl.store(state.ticket, 0)
@@ -611,7 +611,7 @@ def write_kernel(
 
 
 def write_head(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
-    # Before the model bytes matter only if they are filled with the sentinel.
+    # Before the model runs, bytes only matter if they are filled with the sentinel.
     fills = checks.fingerprint.mode is FingerprintMode.ALL
     _write(
         state,
@@ -632,7 +632,7 @@ def write_tail(
     findings: Tensor | None,
 ) -> None:
     if advance and view.num_rows > state.next_lineage.shape[0]:
-        raise ValueError(f"write_tail: {view.num_rows} rows, and scratch for fewer")
+        raise ValueError(f"write_tail: {view.num_rows} rows exceed the scratch memory")
     _write(
         state,
         view,
@@ -681,7 +681,7 @@ def _write(
 
 
 def write_shape(rows: ForwardView, mode: FingerprintMode) -> tuple[int, int, int]:
-    """Return tokens of a program, words hashed at a time, programs of a row."""
+    """Return tokens per program, words hashed at a time, and programs per row."""
     one_token = rows.qo_indptr is None
     block, chunk = write_block(mode, one_token=one_token)
     blocks = 1 if one_token else cdiv(rows.num_tokens, block)
