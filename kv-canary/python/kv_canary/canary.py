@@ -12,7 +12,7 @@ from torch import Tensor
 from kv_canary import launches
 from kv_canary.layout import FingerprintMode, PoolLayout, create_fingerprint
 from kv_canary.pool_checks import PoolChecks
-from kv_canary.records import lineage_of
+from kv_canary.records import request_lineage
 from kv_canary.reporter import ReportOptions, ViolationReporter, as_error
 from kv_canary.serials import SerialMap
 from kv_canary.state import create_state
@@ -72,7 +72,7 @@ class Canary:
         """Announce that the next forward of `req_row` continues after these tokens,
         which another request, or an earlier one in this row, has written."""
         row = torch.tensor([req_row], device=self._state.head.device)
-        lineage = torch.tensor([lineage_of(list(tokens), salt)]).to(row.device)
+        lineage = torch.tensor([request_lineage(list(tokens), salt)]).to(row.device)
         launches.set_lineage(self._state, row, lineage)
 
     @contextmanager

@@ -21,12 +21,12 @@ STATUS_WORDS = RING + 1
 """Words of findings before the verdicts."""
 
 
-def counters_of(words: list[int]) -> list[int]:
+def parse_counters(words: list[int]) -> list[int]:
     """Return the device's counters at the end of the forward."""
     return words[:RING]
 
 
-def verdicts_of(words: list[int]) -> list[int]:
+def parse_verdicts(words: list[int]) -> list[int]:
     """Return the reasons of each row of the forward."""
     return words[STATUS_WORDS:]
 

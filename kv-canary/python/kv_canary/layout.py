@@ -172,8 +172,8 @@ def create_fingerprint(
     k, v = layout.groups[0].sources()
     return Fingerprint(
         mode=mode,
-        k_words=_words_of("k_buffer", k),
-        v_words=_words_of("v_buffer", v),
+        k_words=_as_words("k_buffer", k),
+        v_words=_as_words("v_buffer", v),
         rotation_period=rotation_period,
     )
 
@@ -196,11 +196,11 @@ def scattered_fingerprint(
     group = LayerGroup(name=name, k=stacks[0], v=stacks[1] if stacks[1:] else None)
     source = create_fingerprint(mode, PoolLayout(groups=[group], page_size=page_size))
     return replace(
-        source, k_places=_places_of(halves[0]), v_places=_places_of(halves[-1])
+        source, k_places=_layer_places(halves[0]), v_places=_layer_places(halves[-1])
     )
 
 
-def _places_of(layers: Sequence[Tensor]) -> Tensor:
+def _layer_places(layers: Sequence[Tensor]) -> Tensor:
     """Return int64 [layers]: words from the first layer to each."""
     begin = layers[0].data_ptr()
     steps = [layer.data_ptr() - begin for layer in layers]
@@ -212,7 +212,7 @@ def _places_of(layers: Sequence[Tensor]) -> Tensor:
     return torch.tensor([step // 8 for step in steps], device=layers[0].device)
 
 
-def _words_of(name: str, buffer: Tensor) -> Tensor:
+def _as_words(name: str, buffer: Tensor) -> Tensor:
     slot = buffer[0, 0]
     strides = [s * buffer.element_size() for s in (buffer.stride(0), buffer.stride(1))]
     is_whole = slot.is_contiguous() and slot.nbytes % CHUNK_BYTES == 0

@@ -315,7 +315,7 @@ def _extend_lineages(runs: Sequence[TokenRun]) -> list[int]:
     ]
 
 
-def lineage_of(tokens: list[int] | npt.NDArray[np.int64], salt: int) -> int:
+def request_lineage(tokens: list[int] | npt.NDArray[np.int64], salt: int) -> int:
     """Return the lineage of a request with these tokens at positions 0, 1, ..."""
     return extend_lineage(0, tokens, start_position=0, salt=salt)
 

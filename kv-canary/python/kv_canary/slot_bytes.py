@@ -34,7 +34,7 @@ from kv_canary.records import (
     pack_word0_tensor,
     sample_place,
 )
-from kv_canary.span import span_of
+from kv_canary.span import memory_span
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class SlotBytes:
         self._layout = layout
         device = first.device
         self._halves = (layout.k.to(device), layout.v.to(device))
-        self._flat, begin = span_of(layers)
+        self._flat, begin = memory_span(layers)
         bases = [layer.data_ptr() - begin for layer in layers]
         if any(base % size for base in bases):
             raise ValueError(f"SlotBytes: layers at {bases} bytes, values of {size}")

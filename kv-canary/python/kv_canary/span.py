@@ -18,7 +18,7 @@ _INTEGERS = {
 }
 
 
-def span_of(layers: Sequence[Tensor]) -> tuple[Tensor, int]:
+def memory_span(layers: Sequence[Tensor]) -> tuple[Tensor, int]:
     """Return (the memory that holds all layers as one vector of integers, its address).
 
     The vector does not keep the layers alive. All layers share one dtype and device.
@@ -54,7 +54,7 @@ class _CudaMemory:
         }
 
 
-def stack_of(layers: Sequence[Tensor]) -> Tensor | None:
+def stack_layers(layers: Sequence[Tensor]) -> Tensor | None:
     """Stack layers of equal shapes and strides as one tensor of integers of their size,
     [layers, *shape], in the order of their addresses. Returns None if they are not
     equally spaced.
@@ -68,7 +68,7 @@ def stack_of(layers: Sequence[Tensor]) -> Tensor | None:
     if len(steps) > 1 or any(step == 0 or step % size for step in steps):
         return None
     step = steps.pop() // size if steps else 0
-    flat, begin = span_of(layers)
+    flat, begin = memory_span(layers)
     return flat.as_strided(
         (len(layers), *first.shape),
         (step, *first.stride()),

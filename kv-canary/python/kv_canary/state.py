@@ -144,7 +144,7 @@ ARENA_PARTS: dict[str, ArenaPart] = {
 """The parts of an arena by name, in order."""
 
 
-def _layout_of(sizes: ArenaSizes) -> tuple[dict[str, slice], int]:
+def _lay_out(sizes: ArenaSizes) -> tuple[dict[str, slice], int]:
     """Return (the words of each part, the words of the arena)."""
     places, begin = {}, HEADER_WORDS
     for name, part in ARENA_PARTS.items():
@@ -158,7 +158,7 @@ def _layout_of(sizes: ArenaSizes) -> tuple[dict[str, slice], int]:
 def _state_in(arena: Tensor, sizes: ArenaSizes) -> CanaryState:
     """Return the views of an arena."""
     tensors = {}
-    for name, place in _layout_of(sizes)[0].items():
+    for name, place in _lay_out(sizes)[0].items():
         part = ARENA_PARTS[name]
         shape = part.shape(sizes)
         elements = arena[place].view(part.dtype)[: torch.Size(shape).numel()]
@@ -201,7 +201,7 @@ def create_state(
         raise ValueError(
             f"create_state: num_managers={num_managers}, at most {TAG_MANAGER_MASK - 1}"
         )
-    arena = torch.zeros(_layout_of(sizes)[1], dtype=torch.int64, device=device)
+    arena = torch.zeros(_lay_out(sizes)[1], dtype=torch.int64, device=device)
     header = torch.tensor(astuple(sizes))
     arena[: len(header)] = header
     state = _state_in(arena, sizes)

@@ -38,7 +38,7 @@ def pool_number(*, is_draft: bool, group: str) -> int:
     return int(is_draft) + len(POOLS) * GROUPS.index(group)
 
 
-def _names_of(pool: int, groups: Sequence[str]) -> tuple[str, str]:
+def _split_pool_number(pool: int, groups: Sequence[str]) -> tuple[str, str]:
     """Return worker and group of a pool's number; an unknown number stays a number."""
     group, worker = divmod(pool, len(POOLS))
     if 0 <= group < len(groups):
@@ -219,7 +219,7 @@ def parse_entry(
         groups: names of the slot groups.
     """
     tag = entry[Ring.TAG]
-    worker, group = _names_of(tag >> TAG_POOL_SHIFT, groups)
+    worker, group = _split_pool_number(tag >> TAG_POOL_SHIFT, groups)
     slot = entry[Ring.SLOT]
     writer = unpack_word3(entry[Ring.FOUND_WORD3])
     launch = tag & _LAUNCH_MASK

@@ -256,7 +256,7 @@ class World:
 
     @property
     def canary(self) -> RunnerCanary:
-        canary = attachment.canary_of(self.runner)
+        canary = attachment.get_canary(self.runner)
         assert canary is not None
         return canary
 

@@ -41,7 +41,7 @@ from kv_canary.engines.sglang import plugin as sglang_plugin
 from kv_canary.engines.vllm import plugin
 from kv_canary.engines.vllm.limits import LIMITS, refused_by
 from kv_canary.engines.vllm.runner_v2 import _reads
-from kv_canary.engines.vllm.steps import read_step, salt_of
+from kv_canary.engines.vllm.steps import lora_salt, read_step
 from kv_canary.version import __version__
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -289,7 +289,7 @@ def test_a_scheduler_output_is_read() -> None:
         ("A", [1, 2, 3], 0),
         ("C", [7, 8, 9], 0),
     ]
-    assert step.admitted[0].salt == salt_of(new.lora_request) != 0
+    assert step.admitted[0].salt == lora_salt(new.lora_request) != 0
     assert step.grown == [("B", ([6],))]
     assert [(r.rid, r.computed, r.scheduled, r.drafts) for r in step.rows] == [
         ("B", 4, 3, 2),

@@ -37,14 +37,14 @@ from kv_canary.engines.sglang import (
     plugin,
 )
 from kv_canary.engines.sglang.limits import LIMITS, refused_by
-from kv_canary.engines.sglang.row_registry import RowRegistry, salt_of
-from kv_canary.engines.sglang.tree import chain_of, tree_of
+from kv_canary.engines.sglang.row_registry import RowRegistry, request_salt
+from kv_canary.engines.sglang.tree import find_trees, make_chains
 from kv_canary.faults.catalogue import by_host_name
 from kv_canary.faults.fault import Engine
 from kv_canary.faults.sglang import planting, selftest
 from kv_canary.faults.sglang.planters import PLANTERS, Scene
 from kv_canary.faults.sglang.planting import is_named
-from kv_canary.records import Counter, lineage_of
+from kv_canary.records import Counter, request_lineage
 from kv_canary.reporter import CanaryViolation
 from kv_canary.violation import Violation
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -144,7 +144,7 @@ def test_the_pool_of_a_draft_model_is_seen(kind: str, page_size: int) -> None:
         traffic(world, rng, count(ci=25, full=300), drafts=True)
         drafter = world.drafter
         assert drafter is not None
-        canary = attachment.canary_of(drafter.draft_runner)
+        canary = attachment.get_canary(drafter.draft_runner)
         assert canary is world.canary.draft and canary is not None
         assert canary.forwards == world.canary.forwards > 10
         assert canary.reporter.total == 0
@@ -365,7 +365,7 @@ def test_what_cannot_be_seen_is_refused(caplog: pytest.LogCaptureFixture) -> Non
         World(RAISE, pp_size=2)
     with plugged(LOG):
         world = World(LOG, pp_size=2)
-        assert attachment.canary_of(world.runner) is None
+        assert attachment.get_canary(world.runner) is None
         assert "NOTHING IS CHECKED" in caplog.text
         world.begin(Req("a", [1, 2, 3]))
     swept = Settings(mode=Mode.RAISE, sweep_interval=3)
@@ -411,7 +411,7 @@ def test_a_draft_is_left_alone(caplog: pytest.LogCaptureFixture) -> None:
     runner.is_draft_worker = True
     with plugged(RAISE):
         runner.alloc_memory_pool()
-    assert attachment.canary_of(runner) is None
+    assert attachment.get_canary(runner) is None
     assert "draft model is not checked" in caplog.text
 
 
@@ -552,15 +552,15 @@ def test_histories_are_those_of_the_tokens() -> None:
         if step % 3 == 2:
             req.lora_id = "adapter"
         req.req_pool_idx = 1 + step % 2
-        salt = salt_of(req)
+        salt = request_salt(req)
         for prefix in sorted(rng.sample(range(n + 5), min(3, n + 5))):
             req.prefix_indices = torch.zeros(prefix)
             row = registry.announce(req)
-            assert row.lineage == lineage_of(req.tokens[:prefix], salt)
-        assert registry.rows_of([req.rid]) == [row]
+            assert row.lineage == request_lineage(req.tokens[:prefix], salt)
+        assert registry.find_rows([req.rid]) == [row]
         registry.announce(Req(f"other{step}", [], req_pool_idx=req.req_pool_idx))
         with pytest.raises(RuntimeError, match=req.rid):
-            registry.rows_of([req.rid])
+            registry.find_rows([req.rid])
     assert len(registry.rows()) == 2
     short = Req("short", [1, 2], req_pool_idx=1, prefix_indices=torch.zeros(3))
     with pytest.raises(RuntimeError, match="3 tokens in its KV, but only 2"):
@@ -583,8 +583,8 @@ def test_trees_are_read_from_masks() -> None:
             whole = torch.ones(nodes, length, dtype=torch.bool)
             masks.append(torch.cat((whole, mask), dim=1).view(-1))
         spare = torch.zeros(rng.randrange(5), dtype=torch.bool)
-        found = tree_of(torch.cat((*masks, spare)), torch.tensor(prefix), nodes)
+        found = find_trees(torch.cat((*masks, spare)), torch.tensor(prefix), nodes)
         assert found.parents.tolist() == due
         assert found.mask is not None and found.mask.shape == (len(due), nodes)
-    chain = chain_of(2, 3, torch.device("cpu"))
+    chain = make_chains(2, 3, torch.device("cpu"))
     assert chain.parents.tolist() == [-1, 0, 1, -1, 3, 4]

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from kv_canary import launches
 from kv_canary.checks import Reason
-from kv_canary.findings import counters_of, verdicts_of
+from kv_canary.findings import parse_counters, parse_verdicts
 from kv_canary.layout import (
     Fingerprint,
     FingerprintMode,
@@ -239,10 +239,10 @@ def test_launches_dispatch_and_refuse() -> None:
     assert w.state.expected_lineage[2:4].tolist() == [7, 8]
     w.state.verdict[2] = 5
     found = launches.gather_findings(w.state, long([0, 2, 0])).cpu()
-    assert verdicts_of(found.tolist()) == [0, 5, 0]
+    assert parse_verdicts(found.tolist()) == [0, 5, 0]
     assert not w.state.verdict.any()
     found = launches.finish_step(w.state, rows).cpu()
-    assert counters_of(found.tolist()) == w.state.counters.tolist()
+    assert parse_counters(found.tolist()) == w.state.counters.tolist()
     launches.poison(w.state, long([w.slot(0, 0), 3]), n_live=long([1]))
     launches.move_records(w.state, dst=long([5]), src=long([w.slot(0, 0)]))
     assert w.state.tail[5, 0] == -1

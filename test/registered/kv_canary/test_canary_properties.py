@@ -18,7 +18,7 @@ from canary_world import (
 )
 from torch import Tensor
 
-from kv_canary.findings import RING, STATUS_WORDS, counters_of, verdicts_of
+from kv_canary.findings import RING, STATUS_WORDS, parse_counters, parse_verdicts
 from kv_canary.kernels.reference.rows import load_slots
 from kv_canary.kernels.triton import grid
 from kv_canary.layout import FingerprintMode
@@ -377,9 +377,9 @@ def test_the_tail_ends_the_forward(
     assert_same(state, apart)
     assert state.verdict.tolist() == [10, 0, 0, 0, 14, 15, 16, 17]
     words = findings.tolist()
-    assert verdicts_of(words) == [11, 12, 13, 0, 0]
+    assert parse_verdicts(words) == [11, 12, 13, 0, 0]
     assert words[RING] == 0
-    assert counters_of(words) == apart.counters.tolist()
+    assert parse_counters(words) == apart.counters.tolist()
     if extend:
         ends = [world.lineage(i, n + extend) for i, n in enumerate(world.lens)]
         assert state.expected_lineage[1:4].tolist() == ends

@@ -25,13 +25,13 @@ from kv_canary.records import (
     extend_lineage,
     extend_lineages,
     fingerprint_keys,
-    lineage_of,
     lineage_term,
     lineage_terms,
     pack_word0,
     pack_word0_tensor,
     pack_word3,
     pack_word3_tensor,
+    request_lineage,
     sample_place,
     unpack_word0,
     unpack_word3,
@@ -79,11 +79,11 @@ def test_term_is_the_same_on_host_and_device(
 )
 def test_lineage_of_a_list(ids: list[int], cut: int, salt: int, start: int) -> None:
     total = sum(lineage_term(t, p, salt) for p, t in enumerate(ids))
-    assert lineage_of(ids, salt) == to_signed64(total & MASK64)
+    assert request_lineage(ids, salt) == to_signed64(total & MASK64)
     first, rest = ids[:cut], ids[cut:]
-    half = lineage_of(first, salt)
+    half = request_lineage(first, salt)
     whole = extend_lineage(half, rest, start_position=len(first), salt=salt)
-    assert whole == lineage_of(ids, salt)
+    assert whole == request_lineage(ids, salt)
 
 
 @profile
@@ -155,9 +155,9 @@ def test_word3(clock: int, kind: WriterKind, serial: int) -> None:
 
 
 def test_order_of_tokens_matters_and_salts_separate() -> None:
-    assert lineage_of([1, 2], 0) != lineage_of([2, 1], 0)
-    assert lineage_of([1, 2], 0) != lineage_of([1, 2], 1)
-    assert lineage_of([], 5) == 0
+    assert request_lineage([1, 2], 0) != request_lineage([2, 1], 0)
+    assert request_lineage([1, 2], 0) != request_lineage([1, 2], 1)
+    assert request_lineage([], 5) == 0
     assert len({lineage_term(t, p, 0) for t in range(90) for p in range(90)}) == 8100
 
 

@@ -22,7 +22,7 @@ from canary_world import (
 
 from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
 from kv_canary.checks import Reason
-from kv_canary.findings import RING, STATUS_WORDS, counters_of, verdicts_of
+from kv_canary.findings import RING, STATUS_WORDS, parse_counters, parse_verdicts
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import (
     NUM_COUNTERS,
@@ -382,10 +382,10 @@ def test_the_words_of_a_verification(backend: Backend) -> None:
     assert torch.equal(words.gained, path.gained)
     assert torch.equal(words.accept_lens, path.accept_lens)
     found = words.findings.tolist()
-    assert counters_of(found) == [9 * i for i in range(NUM_COUNTERS)]
+    assert parse_counters(found) == [9 * i for i in range(NUM_COUNTERS)]
     assert found[RING:] == [1, 8 | Reason.ACCEPT_PATH, 7, 0]
     found = words.draft_findings.tolist()
-    assert counters_of(found) == list(range(NUM_COUNTERS))
+    assert parse_counters(found) == list(range(NUM_COUNTERS))
     assert found[RING:] == [5, 2, 3, 0]
     assert w.state.verdict[:4].tolist() == [9, 0, 0, 6]
     assert drafts.state.verdict[:4].tolist() == [1, 0, 0, 4]
@@ -424,8 +424,8 @@ def test_many_rows_end_together(backend: Backend) -> None:
         words = AcceptedWords.of(path)
         salts = torch.zeros_like(every)
         backend.launch.finish_accepted(state, state.clone(), path, salts, True, words)
-        assert verdicts_of(words.findings.tolist()) == every.tolist()
-        assert verdicts_of(words.draft_findings.tolist()) == every.tolist()
+        assert parse_verdicts(words.findings.tolist()) == every.tolist()
+        assert parse_verdicts(words.draft_findings.tolist()) == every.tolist()
         due = [lineage_term(10 * r, r, 0) for r in range(1, rows + 1)]
         assert state.expected_lineage[1:].tolist() == due
 
@@ -477,7 +477,7 @@ def test_a_path_in_doubt(backend: Backend, fault: str) -> None:
     assert entry[Ring.REQ_ROW] == request + 1
     assert entry[Ring.POSITION] == w.lens[request] + at
     assert entry[Ring.TAG] & 255 == Launch.ACCEPT
-    assert verdicts_of(words.findings.tolist())[request] == Reason.ACCEPT_PATH
+    assert parse_verdicts(words.findings.tolist())[request] == Reason.ACCEPT_PATH
 
 
 @each_backend

@@ -28,7 +28,7 @@ from kv_canary.records import (
     Phase,
     Ring,
     WriterKind,
-    lineage_of,
+    request_lineage,
     unpack_word3,
 )
 from kv_canary.violation import parse_entry
@@ -123,7 +123,7 @@ class TestManagerPerForward:
         assert kinds[-1].clock == kinds[0].clock + 1
         tokens = harness.tokens(row)
         for position, words in enumerate(tail):
-            assert words[1] == lineage_of(tokens[: position + 1], 0)
+            assert words[1] == request_lineage(tokens[: position + 1], 0)
 
     def test_lineages_are_set_for_extend_and_advanced_after_it(
         self, harness: ForwardHarness
@@ -133,12 +133,12 @@ class TestManagerPerForward:
         tokens = list(range(100, 120))
         row = harness.new_row(tokens)
         harness.run(harness.prepare(EXTEND, [(row, 8)]))
-        assert int(expected[row]) == lineage_of(tokens[:8], 0)
+        assert int(expected[row]) == request_lineage(tokens[:8], 0)
         expected[row] = 17  # left by an earlier owner of the row, say
         batch = harness.prepare(EXTEND, [(row, 19)])
         harness.runner.forward(batch)
         finish(manager, batch)
-        assert int(expected[row]) == lineage_of(tokens[:19], 0)
+        assert int(expected[row]) == request_lineage(tokens[:19], 0)
         assert findings(harness, decode_batch(harness, row)) == []
 
     def test_a_wrong_lineage_of_the_host_is_found(

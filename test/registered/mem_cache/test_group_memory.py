@@ -52,7 +52,7 @@ def test_a_draft_region_has_window_slots_for_good() -> None:
         region_size=12,
     )
     region = np.arange(44, 56)
-    assert swa.slots_of(region).tolist() == list(range(20, 32))
+    assert swa.map_slots(region).tolist() == list(range(20, 32))
     assert [swa.primary_slot(slot) for slot in range(20, 32)] == region.tolist()
     swa.take(np.array([3, 7, 1, 2]))
     swa.sync()
@@ -419,15 +419,15 @@ def test_bytes_go_to_the_slots_of_the_layers_group() -> None:
     for layer in range(3):
         values = torch.full((2, 1, 2), float(layer + 1))
         pool.set_kv_buffer(layer, slots, values, -values)
-        group, place = pool.place_of(layer)
+        group, place = pool.layer_place(layer)
         own = group.on_device(slots)
         assert own.tolist() == group.on_host(slots.numpy()).tolist()
         k, v = group.tensors.get_kv_buffer(place)
         assert torch.equal(k[own], values) and torch.equal(v[own], -values)
-    assert pool.place_of(1)[0].on_device(slots).tolist() == [9, 5]
+    assert pool.layer_place(1)[0].on_device(slots).tolist() == [9, 5]
     pool.move_kv_cache(torch.tensor([6]), torch.tensor([9]))
     for layer in range(3):
-        group, _ = pool.place_of(layer)
+        group, _ = pool.layer_place(layer)
         k, _ = pool.get_kv_buffer(layer)
         assert k[int(group.on_device(torch.tensor(6)))].tolist() == [[layer + 1.0] * 2]
 

@@ -175,7 +175,9 @@ def test_a_wrong_write_into_a_draft_region_touches_whose_row_it_is(
     writer, other = scene.add(list(range(20))), scene.add(list(range(50, 70)))
     region = scene.cache.req_to_token_pool.region
     assert region is not None
-    own, foreign = (int(region.slots_of([r.req_pool_idx])[4]) for r in (writer, other))
+    own, foreign = (
+        int(region.rows_to_slots([r.req_pool_idx])[4]) for r in (writer, other)
+    )
     fact = Fact(DRAFT, Reason.WRITE_FOREIGN, writer.serial, foreign)
     found = scene.blame(fact, verdicts={1: Reason.WRITE_FOREIGN}, pool=DRAFT)
     assert serials(found.rebuilt) == [1, 2] and not found.withheld

@@ -182,7 +182,7 @@ def test_a_region_has_owners_and_is_poisoned_when_they_end(
     for _ in range(6):
         engine.scheduler.step()
     row = req.req_pool_idx
-    slots = region.slots_of([row])
+    slots = region.rows_to_slots([row])
     assert pool.req_to_token[row, pool.row_width :].tolist() == slots.tolist()
     draft = worker_of(engine).draft_worker
     assert draft.canary is not None

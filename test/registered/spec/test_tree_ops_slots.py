@@ -444,8 +444,8 @@ def test_a_region_gives_every_branch_slots_of_its_own(
                 column = layout.draft_column(length, branch, step)
                 slot = int(pool.req_to_token[row, column])
                 assert slot == own[begin + step] < size + page + slots.size
-            assert {slots.row_of(slot) for slot in own} == {row}
-    assert slots.row_of(size + page - 1) == slots.row_of(next(following)) == 0
+            assert {slots.slot_to_row(slot) for slot in own} == {row}
+    assert slots.slot_to_row(size + page - 1) == slots.slot_to_row(next(following)) == 0
     assert not pool.req_to_token[0].any() and slots.size % page == 0
 
 

@@ -111,11 +111,11 @@ def trees() -> Iterator[Variant]:
         yield Variant(
             f"build {shape}",
             build.build_kernel,
-            {"SIZES": build.sizes_of(shape)},
+            {"SIZES": build.make_sizes(shape)},
             build.build_warps(shape),
             {},
         )
-        walked = {"WALK": verify.walk_of(nodes=nodes, steps=steps, topk=topk)}
+        walked = {"WALK": verify.make_walk(nodes=nodes, steps=steps, topk=topk)}
         yield Variant(f"greedy {shape}", verify.greedy_kernel, walked, 1, {})
         sampled = {**walked, "SINGLE": 0.9, "ACCUMULATED": 1.0}
         yield Variant(f"walk {shape}", verify_sampled.walk_kernel, sampled, 1, {})

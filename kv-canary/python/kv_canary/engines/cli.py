@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from kv_canary.engines.hooks import (
     Expectation,
     Record,
+    expected_modules,
     import_failures,
-    modules_of,
     problem_with,
 )
 from kv_canary.engines.host_table import HOSTS, Host
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return max(doctor(host) for host in hosts)
     if args.seeds < 1:
         parser.error(f"--seeds {args.seeds}: 1 or more")
-    return max(selftest_of(host, args.model, args.seeds) for host in hosts)
+    return max(run_selftest(host, args.model, args.seeds) for host in hosts)
 
 
 def doctor(host: Host) -> int:
@@ -81,12 +81,14 @@ def doctor(host: Host) -> int:
             "does not load the plugin, and nothing can say so later"
         )
     broken = _say_what_does_not_import(host)
-    seen = [each for each in host.expectations if broken.isdisjoint(modules_of(each))]
+    seen = [
+        each for each in host.expectations if broken.isdisjoint(expected_modules(each))
+    ]
     problems = len(host.expectations) - len(seen)
     for expected in seen:
         problems += _say(expected, "MISSING")
     for expected in host.optional:
-        if broken.isdisjoint(modules_of(expected)):
+        if broken.isdisjoint(expected_modules(expected)):
             _say(expected, "without")
     print(f"sees: layers of {', '.join(host.sees)}")
     print("refuses, as it cannot see them whole:")
@@ -145,7 +147,7 @@ def _kernels() -> str:
     return ", ".join([*names, "torch references for everything else"])
 
 
-def selftest_of(host: Host, model: str | None, seeds: int) -> int:
+def run_selftest(host: Host, model: str | None, seeds: int) -> int:
     """Run the self-test of one model here, or of each model in its own process."""
     if model is not None:
         test = importlib.import_module(f"kv_canary.faults.{host.name}.selftest")

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 from kv_canary import launches
 from kv_canary.engines.block_ledger import BlockLedger, Changes, Request
 from kv_canary.engines.group_canary import RING_CAPACITY, Group, GroupCanary
-from kv_canary.engines.reporting import reporter_of
-from kv_canary.records import WriterKind, lineage_of
+from kv_canary.engines.reporting import create_worker_reporter
+from kv_canary.records import WriterKind, request_lineage
 from kv_canary.runtime.host import HostCapabilities
 from kv_canary.runtime.pending import GroupFindings, Pending
 from kv_canary.runtime.runtime import Announcement, CanaryRuntime, Testimony
@@ -81,7 +81,7 @@ class EngineCanary:
             )
             for number, group in enumerate(groups)
         ]
-        self.reporter = reporter_of(
+        self.reporter = create_worker_reporter(
             settings,
             page_size=groups[0].page_size,
             serials=self.ledger.serials,
@@ -96,7 +96,7 @@ class EngineCanary:
             reporter=self.reporter,
             with_tokens=settings.report_tokens,
         )
-        self._testimony = Testimony(owner_of=self._owner_of)
+        self._testimony = Testimony(owner_of=self._owner_lookup)
         self._step: Step | None = None
         self._rows: dict[str, RowStep] = {}
 
@@ -203,7 +203,7 @@ class EngineCanary:
     def summary(self) -> str:
         return self._runtime.summary()
 
-    def _owner_of(self, group: GroupCanary) -> OwnerOf:
+    def _owner_lookup(self, group: GroupCanary) -> OwnerOf:
         return partial(self.ledger.owner, self.groups.index(group))
 
     def _apply(self, changes: Changes, copies: Sequence[tuple[int, int]]) -> None:
@@ -247,7 +247,7 @@ class EngineCanary:
                 f"kv_canary: request {request.rid!r} has {length} tokens in its KV, "
                 f"but only {len(request.tokens)} are known"
             )
-        return lineage_of(request.tokens[:length], request.salt)
+        return request_lineage(request.tokens[:length], request.salt)
 
     def _view(self, reads: ForwardReads) -> Callable[..., ForwardView]:
         """Return a function that makes the forward's view in a group from its slots."""

@@ -108,14 +108,16 @@ def import_failures(expected: Sequence[Expectation]) -> dict[str, str]:
     Missing modules are not included: the engine has moved them.
     """
     failures = {}
-    for module in dict.fromkeys(name for each in expected for name in modules_of(each)):
+    for module in dict.fromkeys(
+        name for each in expected for name in expected_modules(each)
+    ):
         error = import_failure(module)
         if error is not None:
             failures[module] = error
     return failures
 
 
-def modules_of(expected: Expectation) -> tuple[str, ...]:
+def expected_modules(expected: Expectation) -> tuple[str, ...]:
     """Return the modules of the engine that an expectation looks into."""
     parts = expected.hooks if isinstance(expected, AnyOf) else (expected,)
     return tuple(part.owner.partition(":")[0] for part in parts)

@@ -68,7 +68,7 @@ def learn_pages(
                 page.zero_()
                 slot = torch.tensor([_PAGE * page_size + offset], device=kv.device)
                 store(keys, values, slot)
-                found.append(_offsets_of(page))
+                found.append(_value_offsets(page))
                 if len(found[-1]) != due:
                     raise Refusal(
                         f"layer {name}: looked for a store of {due} values at offset "
@@ -84,7 +84,7 @@ def learn_pages(
     return PageLayout(page_stride=kv.stride(axis), k=k, v=v)
 
 
-def _offsets_of(page: Tensor) -> Tensor:
+def _value_offsets(page: Tensor) -> Tensor:
     """Return places of nonzero values, counted from the page's first value,
     ascending."""
     strides = torch.tensor(page.stride(), device=page.device)

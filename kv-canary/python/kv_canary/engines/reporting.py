@@ -52,7 +52,7 @@ def unless_refused(create: Callable[[], Canary], settings: Settings) -> Canary |
         return None
 
 
-def reporter_of(
+def create_worker_reporter(
     settings: Settings,
     *,
     page_size: int,

@@ -192,7 +192,7 @@ class Scene:
     def own_slots(self, slots: IntArray) -> list[int]:
         """Slots of the scene's group for slots of the full one, 0: none."""
         if self.group != FULL:
-            slots = self.windows.slots.slots_of(slots)
+            slots = self.windows.slots.map_slots(slots)
         own: list[int] = slots.tolist()
         return own
 

@@ -37,7 +37,7 @@ class AttentionCalls:
             kv_pool.get_kv_buffer(layer) for layer in range(kv_pool.layer_num)
         ]
         self._is_sliding = [
-            kv_pool.place_of(layer)[0].slots is not None
+            kv_pool.layer_place(layer)[0].slots is not None
             for layer in range(kv_pool.layer_num)
         ]
         self._is_watching = False

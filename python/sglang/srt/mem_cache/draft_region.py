@@ -57,13 +57,13 @@ class DraftRegion:
         slots[1:].ravel()[:] = self.first_slot + np.arange(count, dtype=np.int32)
         return slots
 
-    def slots_of(self, rows: Sequence[int]) -> NDArray[np.int64]:
+    def rows_to_slots(self, rows: Sequence[int]) -> NDArray[np.int64]:
         """Return all slots of these rows, row after row."""
         firsts = self.first_slot + (np.asarray(rows, dtype=np.int64) - 1) * self.columns
         slots: NDArray[np.int64] = firsts[:, None] + np.arange(self.columns)
         return slots.ravel()
 
-    def row_of(self, slot: int) -> int:
+    def slot_to_row(self, slot: int) -> int:
         """Return the request row that a slot belongs to, or 0 if none."""
         place = slot - self.first_slot
         if not 0 <= place < self.rows * self.columns:

@@ -105,7 +105,7 @@ class ReqToTokenPool:
         if table is None:
             table = self._recorded[slots] = self._zeros(self._stride)
             if self.region is not None:
-                of_region = slots.slots_of(self.region.table().astype(np.int64))
+                of_region = slots.map_slots(self.region.table().astype(np.int64))
                 table[:, self.row_width :] = torch.from_numpy(of_region)
         return table
 
@@ -115,7 +115,7 @@ class ReqToTokenPool:
         return self.req_to_token[:, : self.row_width]
 
     @staticmethod
-    def bytes_of(*, size: int, row_width: int, region_columns: int = 0) -> int:
+    def num_bytes(*, size: int, row_width: int, region_columns: int = 0) -> int:
         """Return the device memory of a pool with `size` rows, in bytes."""
         width = 2 * row_width + region_columns
         return (size + 1) * width * torch.int32.itemsize
@@ -146,7 +146,7 @@ class ReqToTokenPool:
             self._in_use[row] = 0
             self._free.append(row)
         if self.region is not None and self._on_region_free:
-            slots = torch.from_numpy(self.region.slots_of(rows))
+            slots = torch.from_numpy(self.region.rows_to_slots(rows))
             for hook in self._on_region_free:
                 hook(slots)
 
@@ -210,7 +210,7 @@ class ReqToTokenPool:
             raise RuntimeError(f"{len(slots)} slots for {len(index)} columns")
         self._mirror.reshape(-1)[index] = slots.numpy()
         columns = [index, slots.numpy()]
-        columns += [group.slots_of(slots.numpy()) for group in self._recorded]
+        columns += [group.map_slots(slots.numpy()) for group in self._recorded]
         if self.device.type == "cpu" and not self._recorded:
             return slots
         # One copy for the index and all values.
@@ -389,7 +389,7 @@ class KVCache(ABC):
         """The groups of the model, with the primary one first."""
         return (self._own_group,)
 
-    def place_of(self, layer_id: int) -> KVPlace:
+    def layer_place(self, layer_id: int) -> KVPlace:
         """Return where a layer's KV lies."""
         return self._own_group, layer_id
 

@@ -23,7 +23,7 @@ from sglang.srt.model_executor.cuda_graph_runner import (
     CapturedRunner,
     cuda_graph_backend,
 )
-from sglang.srt.model_executor.graph_set import GraphSet, WarmUp, level_of
+from sglang.srt.model_executor.graph_set import GraphSet, WarmUp, log_level
 from sglang.srt.model_executor.input_buffers import PrefillInputs
 from sglang.srt.model_executor.memory_plan import whole_token_counts
 from sglang.srt.models.stack import StackOutput
@@ -268,7 +268,7 @@ class BreakableCudaGraphRunner:
             [GraphKey(tokens=count, is_whole=is_whole) for count in token_counts],
             size_of=lambda key: key.tokens,
             capture=partial(self._capture_graph, WarmUp(WARM_UPS, self._runner.model)),
-            level=level_of(self._backend),
+            level=log_level(self._backend),
         )
 
     def _capture_graph(self, warm_up: WarmUp, key: GraphKey) -> BreakableGraph:

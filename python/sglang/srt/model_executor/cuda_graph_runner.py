@@ -11,7 +11,7 @@ import torch
 from sglang.srt.forward.batch import CaptureHiddenMode, ForwardBatch, HostLens
 from sglang.srt.forward.graph_backends import CudaGraphBackend, GraphMemoryPool
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.model_executor.graph_set import GraphSet, WarmUp, level_of
+from sglang.srt.model_executor.graph_set import GraphSet, WarmUp, log_level
 from sglang.srt.model_executor.input_buffers import GraphInputBuffers, GraphInputs
 
 if TYPE_CHECKING:
@@ -146,7 +146,7 @@ class CudaGraphRunner:
             batch_sizes,
             size_of=int,
             capture=self._capture_graph,
-            level=level_of(self._backend),
+            level=log_level(self._backend),
         )
 
     def _capture_graph(self, size: int) -> BreakableGraph:

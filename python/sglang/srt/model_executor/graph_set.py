@@ -98,7 +98,7 @@ class GraphSet(Generic[K]):
         return sum(graph.num_breaks + 1 for graph in self.graphs)
 
 
-def level_of(backend: SegmentBackend) -> int:
+def log_level(backend: SegmentBackend) -> int:
     """Return the log level for captures of `backend`."""
     return logging.DEBUG if isinstance(backend, RehearsalBackend) else logging.INFO
 

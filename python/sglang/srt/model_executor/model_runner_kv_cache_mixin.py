@@ -250,7 +250,7 @@ class ModelRunnerKVCacheMixin:
         """
         running = self.server_args.max_running_requests
         assert running is not None
-        needed = ReqToTokenPool.bytes_of(
+        needed = ReqToTokenPool.num_bytes(
             size=running,
             row_width=self.row_width(),
             region_columns=region_columns(self.server_args),

@@ -32,7 +32,7 @@ from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
 from sglang.srt.models.layer_kinds import one_of_each_kind
 from sglang.srt.models.stack import StackedModel, StackOutput
-from sglang.srt.models.whole_stack import PlainLayer, plan_of
+from sglang.srt.models.whole_stack import PlainLayer, plan_stack
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -328,7 +328,7 @@ class DecoderModel(Module):
             and type(layer.self_attn) is DecoderAttention
             and type(layer.mlp) is DecoderMLP
         ]
-        return plan_of(plain, self.norm) if len(plain) == len(layers) else None
+        return plan_stack(plain, self.norm) if len(plain) == len(layers) else None
 
     def _run_whole(self, x: Tensor, forward_batch: ForwardBatch) -> StackRun | None:
         """Run `forward_layers` as one operator, or return None if the backend, the

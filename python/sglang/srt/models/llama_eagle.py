@@ -24,7 +24,7 @@ from sglang.srt.models.draft import (
 )
 from sglang.srt.models.llama import DecoderBlock, DecoderLayer, DecoderTraits
 from sglang.srt.models.stack import StackOutput
-from sglang.srt.models.whole_stack import PlainLayer, plan_of
+from sglang.srt.models.whole_stack import PlainLayer, plan_stack
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -107,4 +107,4 @@ class LlamaForCausalLMEagle(DraftModel):
             PlainLayer(layer, layer.self_attn, layer.mlp, norm)
             for layer, norm in zip(layers, norms, strict=True)
         ]
-        return plan_of(plain, None, first=self.config.hidden_size)
+        return plan_stack(plain, None, first=self.config.hidden_size)

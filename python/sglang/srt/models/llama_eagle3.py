@@ -28,7 +28,7 @@ from sglang.srt.models.draft import (
 )
 from sglang.srt.models.llama import DecoderBlock, DecoderTraits
 from sglang.srt.models.stack import StackOutput
-from sglang.srt.models.whole_stack import PlainLayer, plan_of
+from sglang.srt.models.whole_stack import PlainLayer, plan_stack
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -170,4 +170,4 @@ class LlamaForCausalLMEagle3(DraftModel):
         """Plan the one-operator form of layer and norm. Made at the first forward."""
         layer: Any = self.midlayer
         plain = PlainLayer(layer, layer.self_attn, layer.mlp, None)
-        return plan_of([plain], self.norm, first=2 * self.config.hidden_size)
+        return plan_stack([plain], self.norm, first=2 * self.config.hidden_size)

@@ -26,7 +26,7 @@ class PlainLayer(NamedTuple):
     input_norm: RMSNorm | None
 
 
-def plan_of(
+def plan_stack(
     layers: Sequence[PlainLayer], final_norm: RMSNorm | None, *, first: int = 0
 ) -> StackPlan | None:
     """Plan a stack of plain decoder layers, or return None if the operator lacks

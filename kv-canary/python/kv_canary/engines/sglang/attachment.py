@@ -28,7 +28,7 @@ _ATTRIBUTE = "_kv_canary"
 _IS_TOLD = "_kv_canary_is_told"
 
 
-def canary_of(watched: Any) -> RunnerCanary | None:
+def get_canary(watched: Any) -> RunnerCanary | None:
     """Return the canary that watches an object of SGLang, or None."""
     found: RunnerCanary | None = getattr(watched, _ATTRIBUTE, None)
     return found
@@ -62,7 +62,7 @@ def attach(runner: Any, settings: Settings) -> None:
 def attach_draft(runner: Any, settings: Settings) -> None:
     """Attach a canary to a draft model's pool, or log why not. No answer depends on
     that pool, because the target verifies what its draft model says."""
-    target = canary_of(runner.req_to_token_pool)
+    target = get_canary(runner.req_to_token_pool)
     because = "its target is not" if target is None else None
     because = because or unseen_because(runner.server_args)
     if because is None and target is not None:

@@ -64,7 +64,7 @@ class Lengths(NamedTuple):
     extend: Tensor
 
 
-def mode_of(batch: Any) -> str:
+def forward_mode_name(batch: Any) -> str:
     return str(batch.forward_mode.name)
 
 
@@ -73,13 +73,13 @@ def has_trees(mode: str) -> bool:
     return mode in _TREES
 
 
-def lengths_of(batch: Any) -> Lengths:
+def read_lengths(batch: Any) -> Lengths:
     """Return the lengths of a batch's rows.
 
     Raises:
         Refusal: an unsupported mode.
     """
-    mode = mode_of(batch)
+    mode = forward_mode_name(batch)
     if mode == "DECODE":
         lens = batch.seq_lens.long()
         return Lengths(lens - 1, torch.ones_like(lens))
@@ -96,7 +96,7 @@ def lengths_of(batch: Any) -> Lengths:
     )
 
 
-def view_of(
+def make_view(
     batch: Any,
     rows: BatchRows,
     trees: Trees,
@@ -117,8 +117,8 @@ def view_of(
     n, device = len(indices), indices.device
     if n > rows.capacity:
         raise Refusal(f"looked for {rows.capacity} rows at most, found {n}")
-    prefix, extend = lengths_of(batch)
-    mode = mode_of(batch)
+    prefix, extend = read_lengths(batch)
+    mode = forward_mode_name(batch)
     # Some versions leave rows of earlier, larger batches after the last one.
     is_live = torch.arange(n, device=device) < rows.live
     req_rows = torch.where(is_live, indices, 0)

@@ -20,7 +20,7 @@ from kv_canary.layout import (
     scattered_fingerprint,
 )
 from kv_canary.slot_bytes import PageLayout, SlotBytes
-from kv_canary.span import stack_of
+from kv_canary.span import stack_layers
 
 FULL, LATENT = "full", "latent"
 _ROW_MAJOR = (None, "nhd")
@@ -86,7 +86,7 @@ def read_pool(pool: Any, mode: FingerprintMode) -> SeenPool:
     tensors = [layer for layers in halves.values() for layer in layers]
     fingerprint, scattered = NO_FINGERPRINT, None
     if mode is not FingerprintMode.NONE:
-        stacks = [stack_of([x.flatten(1) for x in h]) for h in halves.values()]
+        stacks = [stack_layers([x.flatten(1) for x in h]) for h in halves.values()]
         try:
             if all(stack is not None for stack in stacks):
                 fingerprint = _fingerprint(mode, group, stacks, page_size)

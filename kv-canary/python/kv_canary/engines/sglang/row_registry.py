@@ -55,7 +55,7 @@ class RowRegistry:
         number, rid, salt = (
             int(request.req_pool_idx),
             str(request.rid),
-            salt_of(request),
+            request_salt(request),
         )
         row = self._by_number.get(number)
         if row is None or (row.rid, row.salt) != (rid, salt):
@@ -65,7 +65,7 @@ class RowRegistry:
             row.length, row.lineage = 0, 0
         if self.has_draft:
             if not row.length:
-                first = int(tokens_of(request, 0, 1)[0])
+                first = int(request_tokens(request, 0, 1)[0])
                 row.seed = row.shifted = draft_seed(first, salt)
             row.shifted = _extended(row, row.shifted, request, prefix, shift=1)
         row.lineage = _extended(row, row.lineage, request, prefix)
@@ -82,7 +82,7 @@ class RowRegistry:
         self.serials.add(row.serial, rid)
         return row
 
-    def rows_of(self, rids: Sequence[str]) -> list[Row]:
+    def find_rows(self, rids: Sequence[str]) -> list[Row]:
         """Return the rows of requests.
 
         Raises:
@@ -105,7 +105,7 @@ def _extended(
     row: Row, lineage: int, request: Any, prefix: int, *, shift: int = 0
 ) -> int:
     """Return the lineage after the tokens of slots [row.length, prefix)."""
-    tokens = tokens_of(request, row.length + shift, prefix + shift)
+    tokens = request_tokens(request, row.length + shift, prefix + shift)
     if len(tokens) != prefix - row.length:
         raise RuntimeError(
             f"kv_canary: request {row.rid!r} has {prefix} tokens in its KV, but only "
@@ -114,7 +114,7 @@ def _extended(
     return extend_lineage(lineage, tokens, start_position=row.length, salt=row.salt)
 
 
-def tokens_of(request: Any, begin: int, end: int) -> npt.NDArray[np.int64]:
+def request_tokens(request: Any, begin: int, end: int) -> npt.NDArray[np.int64]:
     """Return tokens [begin, end) of a request's prompt and output."""
     prompt, output = request.origin_input_ids, request.output_ids
     n = len(prompt)
@@ -125,7 +125,7 @@ def tokens_of(request: Any, begin: int, end: int) -> npt.NDArray[np.int64]:
     return np.concatenate(parts)
 
 
-def salt_of(request: Any) -> int:
+def request_salt(request: Any) -> int:
     """Return the namespace of a request's KV: its adapter and its cache key."""
     names = (getattr(request, "lora_id", None), getattr(request, "extra_key", None))
     if not any(names):

@@ -21,14 +21,14 @@ from torch import Tensor
 
 from kv_canary import launches
 from kv_canary.accepted import SampledTokens
-from kv_canary.engines.reporting import reporter_of
+from kv_canary.engines.reporting import create_worker_reporter
 from kv_canary.engines.sglang.batch import (
     IDLE,
     BatchRows,
+    forward_mode_name,
     has_trees,
-    lengths_of,
-    mode_of,
-    view_of,
+    make_view,
+    read_lengths,
 )
 from kv_canary.engines.sglang.row_registry import Row, RowRegistry
 from kv_canary.engines.sglang.tree import Trees
@@ -98,7 +98,7 @@ class RunnerCanary:
         )
         self.draft: RunnerCanary | None = None
         self.reporter: ViolationReporter = (
-            reporter_of(
+            create_worker_reporter(
                 settings,
                 page_size=pool.page_size,
                 serials=self.registry.serials,
@@ -117,7 +117,7 @@ class RunnerCanary:
             reporter=self.reporter,
             with_tokens=settings.report_tokens,
         )
-        self._testimony = Testimony(owner_of=self._owner_of)
+        self._testimony = Testimony(owner_of=self._owner_lookup)
         capacity = req_to_token.shape[0] + _SPARE_ROWS
         self.rows = BatchRows(capacity, self._device)
         self.trees = Trees(capacity, tree_width, self._device)
@@ -167,32 +167,32 @@ class RunnerCanary:
             CanaryViolation: in mode `raise`, if an earlier forward found something.
         """
         self.poll()
-        self._mode = mode_of(batch)
+        self._mode = forward_mode_name(batch)
         if self._mode == IDLE or not batch.batch_size:
             self._mode = IDLE
             return
         if self._announced:
             self._runtime.announce(self._announcement)
         self._runtime.begin()
-        rows = self._rows_of(batch)
+        rows = self._batch_rows(batch)
         self.rows.begin([row.serial for row in rows], [row.salt for row in rows])
         if has_trees(self._mode):
             spec = batch.spec_info
             self.trees.begin(
                 getattr(spec, "custom_mask", None),
-                lengths_of(batch).prefix[: len(rows)],
+                read_lengths(batch).prefix[: len(rows)],
                 int(spec.draft_token_num),
             )
 
     def before(self, batch: Any) -> None:
         """Run before the model's forward; during a capture, become part of the
         graph."""
-        mode = mode_of(batch)
+        mode = forward_mode_name(batch)
         if mode == IDLE:
             self._runtime.forward.abandon()
             return
         self._has_trees = has_trees(mode)
-        view = view_of(batch, self.rows, self.trees, self._table, self._group.seeds)
+        view = make_view(batch, self.rows, self.trees, self._table, self._group.seeds)
         self._histories.before(view)
         self._runtime.forward.before([view])
 
@@ -223,11 +223,11 @@ class RunnerCanary:
 
     def sampled(self, batch: Any, tokens: Tensor) -> None:
         """Record the next inputs of the rows of the forward that has just run."""
-        mode = mode_of(batch)
+        mode = forward_mode_name(batch)
         if mode == IDLE or has_trees(mode) or tokens.numel() != batch.batch_size:
             return
         n = tokens.numel()
-        lengths = lengths_of(batch)
+        lengths = read_lengths(batch)
         launches.note_tokens(
             self._group.state,
             SampledTokens(
@@ -276,7 +276,7 @@ class RunnerCanary:
     def summary(self) -> str:
         return self._runtime.summary()
 
-    def _owner_of(self, group: CanaryGroup) -> OwnerOf:
+    def _owner_lookup(self, group: CanaryGroup) -> OwnerOf:
         return self.owner
 
     def _holds(self, row: Row, slot: int) -> bool:
@@ -286,14 +286,14 @@ class RunnerCanary:
         """Return this canary and the draft model's, if any."""
         return [self] if self.draft is None else [self, self.draft]
 
-    def _rows_of(self, batch: Any) -> Sequence[Row]:
+    def _batch_rows(self, batch: Any) -> Sequence[Row]:
         rids = batch.rids
         if rids is None or len(rids) != batch.batch_size:
             raise RuntimeError(
                 f"kv_canary: looked for the ids of {batch.batch_size} requests in "
                 f"ForwardBatch.rids, found {rids!r}"
             )
-        return self.registry.rows_of(rids)
+        return self.registry.find_rows(rids)
 
     def _announcement(self) -> Announcement:
         rows, self._announced = list(self._announced.values()), {}

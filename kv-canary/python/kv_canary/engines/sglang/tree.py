@@ -22,13 +22,13 @@ class Tree(NamedTuple):
     mask: Tensor | None
 
 
-def chain_of(rows: int, nodes: int, device: torch.device) -> Tree:
+def make_chains(rows: int, nodes: int, device: torch.device) -> Tree:
     """Return trees in which each node follows the one before it."""
     place = torch.arange(rows * nodes, device=device)
     return Tree(torch.where(place % nodes == 0, -1, place - 1), None)
 
 
-def tree_of(mask: Tensor, prefix_lens: Tensor, nodes: int) -> Tree:
+def find_trees(mask: Tensor, prefix_lens: Tensor, nodes: int) -> Tree:
     """Return the trees that a mask over prefixes and nodes was made from.
 
     Ancestors precede a node, so its parent is the last other node that it attends to.
@@ -67,7 +67,7 @@ class Trees:
 
     def __init__(self, rows: int, width: int, device: torch.device) -> None:
         self._width = width
-        self._parents = chain_of(rows, max(width, 1), device).parents
+        self._parents = make_chains(rows, max(width, 1), device).parents
         self._mask = torch.zeros(rows * width * width, dtype=torch.bool, device=device)
 
     def begin(self, mask: Tensor | None, prefix_lens: Tensor, nodes: int) -> None:
@@ -83,10 +83,10 @@ class Trees:
             )
         rows = len(prefix_lens)
         if mask is None:
-            tree = chain_of(rows, nodes, prefix_lens.device)
+            tree = make_chains(rows, nodes, prefix_lens.device)
             attends = _chain_mask(rows, nodes, prefix_lens.device)
         else:
-            tree = tree_of(mask, prefix_lens, nodes)
+            tree = find_trees(mask, prefix_lens, nodes)
             assert tree.mask is not None
             attends = tree.mask
         self._parents[: rows * nodes].copy_(tree.parents)

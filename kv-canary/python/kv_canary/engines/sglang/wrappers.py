@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kv_canary.engines.hooks import Hook, problem_with, wrap
 from kv_canary.engines.sglang import hooks_of
-from kv_canary.engines.sglang.attachment import attach, canary_of, require_attached
-from kv_canary.engines.sglang.batch import IDLE, PREFILL, mode_of
+from kv_canary.engines.sglang.attachment import attach, get_canary, require_attached
+from kv_canary.engines.sglang.batch import IDLE, PREFILL, forward_mode_name
 from kv_canary.engines.sglang.draft import extend_after
 
 if TYPE_CHECKING:
@@ -39,10 +39,10 @@ def wrap_engine(settings: Settings) -> list[Callable[[], None]]:
     def forward(
         method: Method, runner: Any, forward_batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
-        canary = canary_of(runner)
+        canary = get_canary(runner)
         if runner.is_draft_worker:
             call = functools.partial(method, runner, forward_batch, *args, **kwargs)
-            is_checked = mode_of(forward_batch) == PREFILL
+            is_checked = forward_mode_name(forward_batch) == PREFILL
             return _checked(canary if is_checked else None, forward_batch, call)
         if canary is None:
             require_attached(runner, settings)
@@ -87,9 +87,9 @@ def _checked(
 def _draft_extend(
     method: Method, worker: Any, batch: Any, batch_result: Any, *args: Any, **kw: Any
 ) -> Any:
-    canary = canary_of(worker.draft_runner)
+    canary = get_canary(worker.draft_runner)
     call = functools.partial(method, worker, batch, batch_result, *args, **kw)
-    if canary is None or mode_of(batch) == IDLE:
+    if canary is None or forward_mode_name(batch) == IDLE:
         return call()
     return _checked(canary, extend_after(batch, batch_result), call)
 
@@ -103,7 +103,7 @@ def _sample(
     **kwargs: Any,
 ) -> Any:
     tokens = method(runner, logits_output, forward_batch, *args, **kwargs)
-    canary = canary_of(runner)
+    canary = get_canary(runner)
     if canary is not None:
         canary.sampled(forward_batch, tokens)
     return tokens
@@ -111,7 +111,7 @@ def _sample(
 
 def _prepare_for_extend(method: Method, batch: Any, *args: Any, **kwargs: Any) -> Any:
     result = method(batch, *args, **kwargs)
-    canary = canary_of(batch.req_to_token_pool)
+    canary = get_canary(batch.req_to_token_pool)
     if canary is not None:
         for request in batch.reqs:
             canary.announce(request)
@@ -122,7 +122,7 @@ def _run_batch(
     method: Method, scheduler: Any, batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
     result = method(scheduler, batch, *args, **kwargs)
-    canary = canary_of(batch.req_to_token_pool)
+    canary = get_canary(batch.req_to_token_pool)
     if canary is not None and result is not None:
         canaries = [canary] if canary.draft is None else [canary, canary.draft]
         held = [Held(each, each.take_pending()) for each in canaries]
@@ -144,14 +144,14 @@ def _process_batch_result(
 def _free(
     method: Method, allocator: Any, free_index: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    canary = canary_of(allocator)
+    canary = get_canary(allocator)
     if canary is not None:
         canary.free(free_index)
     return method(allocator, free_index, *args, **kwargs)
 
 
 def _clear(method: Method, allocator: Any, *args: Any, **kwargs: Any) -> Any:
-    canary = canary_of(allocator)
+    canary = get_canary(allocator)
     if canary is not None:
         canary.clear()
     return method(allocator, *args, **kwargs)
@@ -161,7 +161,7 @@ def _move(
     method: Method, pool: Any, tgt_loc: Any, src_loc: Any, *args: Any, **kwargs: Any
 ) -> Any:
     result = method(pool, tgt_loc, src_loc, *args, **kwargs)
-    canary = canary_of(pool)
+    canary = get_canary(pool)
     if canary is not None:
         canary.move(dst=tgt_loc, src=src_loc)
     return result

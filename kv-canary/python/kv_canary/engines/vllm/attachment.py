@@ -63,7 +63,7 @@ class Attachment:
         else:
             self.canary.finish()
 
-    def tokens_of(self, output: Any) -> Any:
+    def pass_on(self, output: Any) -> Any:
         """Pass on the output of a step. Mode `raise` holds it back until all findings
         of its forward have arrived.
 
@@ -93,7 +93,7 @@ class Attachment:
                 self.canary.note_tokens(rid, of_request)
 
 
-def attachment_of(runner: Any) -> Attachment | None:
+def get_attachment(runner: Any) -> Attachment | None:
     """The attachment of a runner, or None if it is not checked."""
     found: Attachment | None = getattr(runner, _ATTRIBUTE, None)
     return found
@@ -129,10 +129,10 @@ def sample_tokens(
 ) -> Any:
     """Wrap a runner's method of this name, which may return nothing."""
     output = method(runner, *args, **kwargs)
-    attachment = attachment_of(runner)
+    attachment = get_attachment(runner)
     if attachment is None or output is None:
         return output
-    return attachment.tokens_of(output)
+    return attachment.pass_on(output)
 
 
 def _create(runner: Any, settings: Settings) -> EngineCanary:

@@ -67,7 +67,7 @@ def _read_layers(
     kind: tuple[object, ...] = ()
     for index, name in enumerate(names):
         layer, spec = modules[name], specs[index % len(specs)]
-        kv = _tensor_of(layer, name)
+        kv = _kv_tensor(layer, name)
         if kv.data_ptr() in tensors:
             continue  # shares the KV of an earlier layer
         axis = page_axis(kv, num_blocks, name)
@@ -85,7 +85,7 @@ def _read_layers(
     return list(tensors.values()), pages
 
 
-def _tensor_of(layer: Any, name: str) -> Tensor:
+def _kv_tensor(layer: Any, name: str) -> Tensor:
     kv = layer.kv_cache
     if isinstance(kv, list | tuple) and len(kv) == 1:
         kv = kv[0]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kv_canary.engines.hooks import Refusal, wrap
 from kv_canary.engines.step import ForwardReads, GroupReads
-from kv_canary.engines.vllm.attachment import attach, attachment_of, sample_tokens
+from kv_canary.engines.vllm.attachment import attach, get_attachment, sample_tokens
 from kv_canary.engines.vllm.hooks_of import FORWARD_CONTEXT, V1_HOOKS
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def wrap_runner(settings: Settings) -> list[Callable[[], None]]:
 def _execute_model(
     method: Method, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    attachment = attachment_of(self)
+    attachment = get_attachment(self)
     if attachment is None:
         return method(self, scheduler_output, *args, **kwargs)
     attachment.begin(scheduler_output)
@@ -64,7 +64,7 @@ def _model_forward(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    attachment = attachment_of(self)
+    attachment = get_attachment(self)
     if attachment is not None and attachment.is_in_step:
         reads = _reads(self, attachment.num_tokens, input_ids, positions)
         attachment.check(reads)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kv_canary.engines.hooks import wrap
 from kv_canary.engines.step import ForwardReads, GroupReads
-from kv_canary.engines.vllm.attachment import attach, attachment_of, sample_tokens
+from kv_canary.engines.vllm.attachment import attach, get_attachment, sample_tokens
 from kv_canary.engines.vllm.hooks_of import V2_HOOKS
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _execute_model(
     **kwargs: Any,
 ) -> Any:
     given = (self, scheduler_output, intermediate_tensors, dummy_run, *args)
-    attachment = attachment_of(self)
+    attachment = get_attachment(self)
     if attachment is None or dummy_run:
         return method(*given, **kwargs)
     attachment.begin(scheduler_output)
@@ -60,7 +60,7 @@ def _execute_model(
 
 def _prepare_attn(method: Method, self: Any, input_batch: Any) -> Any:
     block_tables, slot_mappings = method(self, input_batch)
-    attachment = attachment_of(self)
+    attachment = get_attachment(self)
     if attachment is not None and attachment.is_in_step:
         attachment.check(
             _reads(input_batch, attachment.num_tokens, block_tables, slot_mappings)

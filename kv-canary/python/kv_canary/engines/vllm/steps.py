@@ -51,7 +51,7 @@ def _new_request(request: Any, ledger: BlockLedger) -> Admission:
         tokens=tokens,
         blocks=request.block_ids,
         computed=request.num_computed_tokens,
-        salt=salt_of(request.lora_request),
+        salt=lora_salt(request.lora_request),
         # A streaming session's next input; the V2 runner released preempted ones.
         goes_on=request.req_id in ledger,
     )
@@ -73,7 +73,7 @@ def _resumed(
     )
 
 
-def salt_of(lora: Any) -> int:
+def lora_salt(lora: Any) -> int:
     """Return the namespace of a request's KV: its adapter. With another adapter equal
     tokens have other KV, and other blocks."""
     if lora is None:

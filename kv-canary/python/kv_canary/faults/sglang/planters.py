@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kv_canary.engines.sglang.batch import lengths_of
+from kv_canary.engines.sglang.batch import read_lengths
 from kv_canary.faults.catalogue import by_host_name
 from kv_canary.faults.fault import Engine
 
@@ -47,7 +47,7 @@ class Scene:
 
     def length(self, row: int) -> int:
         """Return the number of tokens before the forward."""
-        return int(lengths_of(self.batch).prefix[row])
+        return int(read_lengths(self.batch).prefix[row])
 
     def position(self, row: int) -> int:
         """Return a position in the row's prefix whose slot was not used yet."""

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from kv_canary.engines.hooks import wrap
 from kv_canary.engines.sglang import hooks_of
-from kv_canary.engines.sglang.attachment import canary_of
-from kv_canary.engines.sglang.batch import has_trees, mode_of
+from kv_canary.engines.sglang.attachment import get_canary
+from kv_canary.engines.sglang.batch import forward_mode_name, has_trees
 from kv_canary.engines.sglang.plugin import SELF_TEST
 from kv_canary.faults.sglang.planters import IN_TREES, PLANTERS, Due, Scene
 
@@ -51,9 +51,9 @@ class Planter:
         self, method: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kw: Any
     ) -> Any:
         """Wrap the forward of a runner, inside the canary's wrapper."""
-        canary = canary_of(runner)
+        canary = get_canary(runner)
         # A draft model's forwards may be captured, and nothing may wait for them.
-        if canary is None or mode_of(batch) != self._mode:
+        if canary is None or forward_mode_name(batch) != self._mode:
             return method(runner, batch, *args, **kw)
         free = _free_slots(runner.token_to_kv_pool_allocator)
         if len(free) < _MIN_FREE or not self._is_due(batch):

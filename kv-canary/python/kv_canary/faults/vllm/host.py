@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kv_canary.engines.vllm.attachment import attachment_of
+from kv_canary.engines.vllm.attachment import get_attachment
 
 if TYPE_CHECKING:
     from kv_canary.engines.block_ledger import Request
@@ -116,7 +116,7 @@ class Host:
 
     @property
     def canary(self) -> EngineCanary:
-        attachment = attachment_of(self.runner)
+        attachment = get_attachment(self.runner)
         if attachment is None:
             raise RuntimeError("the runner is not checked: is KV_CANARY set?")
         return attachment.canary

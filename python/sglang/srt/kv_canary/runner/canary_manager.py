@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kv_canary.findings import counters_of, is_clean
+from kv_canary.findings import is_clean, parse_counters
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import (
     FIRST_CLOCK,
@@ -525,7 +525,7 @@ class CanaryManager:
         Raises:
             RuntimeError: the canary does not run.
         """
-        counters = counters_of(words)
+        counters = parse_counters(words)
         if counters[_TAIL_LAUNCHES] == self._counters[_TAIL_LAUNCHES]:
             raise RuntimeError(
                 "the KV canary is not running: no tail launch since the last result, "

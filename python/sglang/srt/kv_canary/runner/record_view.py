@@ -94,7 +94,7 @@ def slot_records(managers: Sequence[CanaryManager], slot: int) -> list[dict[str,
         target = manager.target
         found.append(_record(manager, target.buffers, slot, group="full"))
         if target.windows is not None:
-            (window,) = target.windows.slots.slots_of(np.array([slot])).tolist()
+            (window,) = target.windows.slots.map_slots(np.array([slot])).tolist()
             if window:
                 buffers = target.windows.buffers
                 found.append(_record(manager, buffers, window, group="swa"))

@@ -91,8 +91,8 @@ class Sweeper:
             before = node.parent.slots[-1:]
         if self._group is not None:
             # 0 for a predecessor that has no slot there, hence none to be read.
-            slots = self._group.slots.slots_of(slots)
-            before = self._group.slots.slots_of(before)
+            slots = self._group.slots.map_slots(slots)
+            before = self._group.slots.map_slots(before)
         prev_slot = int(before[0]) if len(before) else -1
         return _run(node, offset, slots, prev_slot, token_offset=self._token_offset)
 

@@ -50,7 +50,7 @@ class WindowCanary:
 
     def on_region_free(self, slots: Tensor) -> None:
         """Remember freed slots of the draft region (int64, host)."""
-        self._freed.append(torch.from_numpy(self.group.slots.slots_of(slots.numpy())))
+        self._freed.append(torch.from_numpy(self.group.slots.map_slots(slots.numpy())))
 
     def forget_freed(self) -> None:
         """Let the slots that were freed since the last launch be as they are."""

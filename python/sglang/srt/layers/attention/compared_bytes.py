@@ -37,7 +37,7 @@ class ComparedBytes:
         self, layer_id: int, batch: ForwardBatch, rows: AttendedRows
     ) -> ComparedLayer:
         """Return how the decode launch of a layer over `rows` compares bytes."""
-        (group, layer) = self._pool.place_of(layer_id)
+        (group, layer) = self._pool.layer_place(layer_id)
         attended = self._groups[group.name]
         if self._attended is not batch:
             self._attended, self._checks = batch, {}

@@ -246,7 +246,7 @@ class PagedAttnBackend(AttentionBackend):
         """Return the tables of a layer's group, or None for the primary group."""
         if not self._tables:
             return None
-        return self._tables.get(self._kv_pool.place_of(layer.layer_id)[0].name)
+        return self._tables.get(self._kv_pool.layer_place(layer.layer_id)[0].name)
 
     def _group_cache_loc(
         self, layer: RadixAttention, forward_batch: ForwardBatch

@@ -117,7 +117,7 @@ class _Books:
 
     def region_owner(self, slot: int) -> int | None:
         """The request (by index) whose row a slot of the draft region belongs to."""
-        row = 0 if self._region is None else self._region.row_of(slot)
+        row = 0 if self._region is None else self._region.slot_to_row(slot)
         if not row:
             return None
         held = (i for i, req in enumerate(self.reqs) if req.req_pool_idx == row)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from kv_canary.checks import EVERY_REASON
-from kv_canary.findings import verdicts_of
+from kv_canary.findings import parse_verdicts
 from kv_canary.records import Counter, Ring
 from kv_canary.reporter import CanaryViolation, as_error
 from kv_canary.violation import POOLS
@@ -119,7 +119,7 @@ class CanaryGate:
         if not found:
             return None
         if self.heals:
-            return self._sight([verdicts_of(words) for words in result.findings])
+            return self._sight([parse_verdicts(words) for words in result.findings])
         self._report(found)
         return None
 

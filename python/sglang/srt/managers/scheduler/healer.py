@@ -318,7 +318,7 @@ class Healer:
         watch; returns the number of cached tokens that are gone."""
         cache = self._cache
         secondary = cache.allocator.secondary
-        in_groups = [group.pages_of(blame.pages) for group in secondary]
+        in_groups = [group.map_pages(blame.pages) for group in secondary]
         self._gate.forget_rows([req.req_pool_idx for req in touched])
         own = [host_array(cache.let_go(req)) for req in touched]
         cut = host_array(cache.cut(blame.nodes))

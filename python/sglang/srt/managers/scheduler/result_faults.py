@@ -11,7 +11,7 @@ from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from kv_canary.checks import Reason
-from kv_canary.findings import counters_of
+from kv_canary.findings import parse_counters
 from kv_canary.records import (
     HALF_BITS,
     RING_WORDS,
@@ -99,7 +99,7 @@ def idle_fault(*, forward: int) -> list[int]:
 def _forward_of(result: GenerationBatchResult) -> int:
     """Number of the target's forward that ended the step: forwards are counted from 1,
     where they end."""
-    return counters_of(result.findings[_TARGET])[Counter.TAIL_LAUNCHES]
+    return parse_counters(result.findings[_TARGET])[Counter.TAIL_LAUNCHES]
 
 
 def _is_kept(

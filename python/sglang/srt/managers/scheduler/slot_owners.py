@@ -56,7 +56,7 @@ class SlotOwners:
     def _owner_of_region(self, slot: int) -> Owner:
         """The owner of a slot after the allocator's last: a request row."""
         region = self._cache.req_to_token_pool.region
-        row = 0 if region is None else region.row_of(slot)
+        row = 0 if region is None else region.slot_to_row(slot)
         if not row:
             return Owner("outside the pool")
         for req in self._running:

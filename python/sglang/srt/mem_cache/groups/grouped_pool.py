@@ -62,7 +62,7 @@ class GroupedKVPool(KVCache):
     def groups(self) -> tuple[KVGroup, ...]:
         return self._groups
 
-    def place_of(self, layer_id: int) -> KVPlace:
+    def layer_place(self, layer_id: int) -> KVPlace:
         return self._places[layer_id]
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -51,7 +51,7 @@ class KVGroup:
 
     def on_host(self, slots: IntArray) -> IntArray:
         """Return the same from the host's records."""
-        return slots if self.slots is None else self.slots.slots_of(slots)
+        return slots if self.slots is None else self.slots.map_slots(slots)
 
 
 def check_layers(layers: Sequence[tuple[str, Sequence[int]]], num_layers: int) -> None:

@@ -122,11 +122,11 @@ class GroupSlots(ABC):
         """Return the primary pages that have a page, ascending."""
 
     @abstractmethod
-    def pages_of(self, pages: IntArray) -> IntArray:
+    def map_pages(self, pages: IntArray) -> IntArray:
         """Return the page of each of these primary pages, or 0."""
 
     @abstractmethod
-    def slots_of(self, slots: IntArray) -> IntArray:
+    def map_slots(self, slots: IntArray) -> IntArray:
         """Return the slot of each of these primary slots, or 0."""
 
     @abstractmethod

@@ -123,10 +123,10 @@ class WindowSlots(GroupSlots):
     def mapped_pages(self) -> IntArray:
         return np.flatnonzero(self._page_of[: self._num_pages + 1])
 
-    def pages_of(self, pages: IntArray) -> IntArray:
+    def map_pages(self, pages: IntArray) -> IntArray:
         return self._page_of[pages]
 
-    def slots_of(self, slots: IntArray) -> IntArray:
+    def map_slots(self, slots: IntArray) -> IntArray:
         pages = slots // self.page_size
         window_pages = self._page_of[pages]
         found = window_pages * self.page_size + (slots - pages * self.page_size)
@@ -209,7 +209,7 @@ class WindowSlots(GroupSlots):
 
     def expected_mapping(self) -> torch.Tensor:
         slots = np.arange(len(self._page_of) * self.page_size, dtype=np.int64)
-        expected = torch.from_numpy(self.slots_of(slots))
+        expected = torch.from_numpy(self.map_slots(slots))
         if self._stale:
             pages = torch.from_numpy(np.concatenate(self._stale))
             given = self.mapping.cpu().view(-1, self.page_size)

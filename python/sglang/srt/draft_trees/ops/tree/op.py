@@ -163,7 +163,7 @@ def build_tree_ref(
     for q, (selected, seq_len) in enumerate(
         zip(best.tolist(), seq_lens.tolist(), strict=True)
     ):
-        parents = _parents_of(selected, all_parents[q], shape.topk)
+        parents = _find_parents(selected, all_parents[q], shape.topk)
         depths = [0] * nodes
         children: list[list[int]] = [[] for _ in range(nodes)]
         mask = torch.eye(nodes, dtype=torch.bool)
@@ -195,7 +195,7 @@ build_tree = Op(
 )
 
 
-def _parents_of(selected: list[int], parents: list[int], topk: int) -> list[int]:
+def _find_parents(selected: list[int], parents: list[int], topk: int) -> list[int]:
     """Return the parent of each node of one request; -1 for the root and unlinked
     nodes."""
     found = [-1]
@@ -206,13 +206,13 @@ def _parents_of(selected: list[int], parents: list[int], topk: int) -> list[int]
             continue
         expanded = parents[group]
         # A parent must be one level up, or the depth would have no bound.
-        is_before = _level_of(expanded, topk) == _level_of(place, topk) - 1
+        is_before = _place_to_level(expanded, topk) == _place_to_level(place, topk) - 1
         is_linked = is_before and expanded in selected
         found.append(1 + selected.index(expanded) if is_linked else -1)
     return found
 
 
-def _level_of(place: int, topk: int) -> int:
+def _place_to_level(place: int, topk: int) -> int:
     return 0 if place < topk else 1 + (place - topk) // topk**2
 
 

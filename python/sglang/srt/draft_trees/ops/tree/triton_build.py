@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
     chunk: int
 
 
-def sizes_of(shape: TreeShape) -> Sizes:
+def make_sizes(shape: TreeShape) -> Sizes:
     return Sizes(
         topk=shape.topk,
         steps=shape.num_steps,
@@ -96,7 +96,7 @@ def build_kernel(
     is_draft = is_node & (node > 0)
     pick = tl.load(picks + node - 1, mask=is_draft, other=-1)
     parents = group_parents + q64 * SIZES.groups
-    parent = _parents_of(pick, node, is_draft, parents, SIZES.topk)
+    parent = _find_parents(pick, node, is_draft, parents, SIZES.topk)
     token = tl.load(candidate_tokens + q64 * CANDIDATES + pick, mask=is_draft, other=0)
     token = tl.where(node == 0, tl.load(root_tokens + q), token)
     first = q64 * NODES
@@ -156,11 +156,11 @@ def _select(scores, picks, SIZES: tl.constexpr):
 
 
 @triton.jit
-def _parents_of(pick, node, is_draft, group_parents, K: tl.constexpr):
+def _find_parents(pick, node, is_draft, group_parents, K: tl.constexpr):
     """Return int32: the parent of each node, -1 for the root and unlinked nodes."""
     group = pick // K
     expanded = tl.load(group_parents + group, mask=is_draft & (group > 0), other=-1)
-    is_before = _level_of(expanded, K) == _level_of(pick, K) - 1
+    is_before = _place_to_level(expanded, K) == _place_to_level(pick, K) - 1
     is_parent = (expanded[:, None] == pick[None, :]) & is_draft[None, :]
     found = tl.sum(tl.where(is_parent, node[None, :], 0), axis=1)
     found = tl.where(is_before & (found > 0), found, -1)
@@ -169,7 +169,7 @@ def _parents_of(pick, node, is_draft, group_parents, K: tl.constexpr):
 
 
 @triton.jit
-def _level_of(place, K: tl.constexpr):
+def _place_to_level(place, K: tl.constexpr):
     return tl.where(place < K, 0, 1 + (place - K) // (K * K))
 
 
@@ -213,7 +213,7 @@ def build_tree(
         tree.next_sibling,
         tree.mask.view(torch.uint8),
         tree.selected,
-        SIZES=sizes_of(shape),
+        SIZES=make_sizes(shape),
         num_warps=build_warps(shape),
         **launch_options(root_tokens.device),
     )

@@ -44,7 +44,7 @@ class Walk(NamedTuple):
     topk_block: int
 
 
-def walk_of(*, nodes: int, steps: int, topk: int) -> Walk:
+def make_walk(*, nodes: int, steps: int, topk: int) -> Walk:
     return Walk(
         nodes=nodes,
         nodes_block=block_of(nodes),
@@ -115,7 +115,7 @@ def verify_tree_greedy(
         result.predict,
         result.accept_index,
         result.accept_lens,
-        WALK=walk_of(nodes=nodes, steps=steps, topk=result.rejected.shape[1]),
+        WALK=make_walk(nodes=nodes, steps=steps, topk=result.rejected.shape[1]),
         num_warps=1,
         **launch_options(target_ids.device),
     )

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang.srt.draft_trees.ops.verify.triton_greedy import require_result, walk_of
+from sglang.srt.draft_trees.ops.verify.triton_greedy import make_walk, require_result
 from sglang.srt.sampling.ops.choose_tokens.triton import split_size
 from sglang.srt.sampling.ops.triton_noise import uniform
 from sglang.srt.utils.triton_launch import (
@@ -233,7 +233,7 @@ def verify_tree_target_only(
         target_probs.stride(0),
         SINGLE=threshold_single,
         ACCUMULATED=threshold_acc,
-        WALK=walk_of(nodes=nodes, steps=steps, topk=topk),
+        WALK=make_walk(nodes=nodes, steps=steps, topk=topk),
         num_warps=1,
         **options,
     )
