@@ -247,7 +247,7 @@ class Plan {
     std::vector<Buffer> chunks;
   };
 
-  int32_t rows_of(const AttentionItem& item) const {
+  int32_t count_rows(const AttentionItem& item) const {
     return item.tokens * (args_.q_heads / args_.kv_heads);
   }
 
@@ -291,7 +291,7 @@ void Plan::run() {
   Buffer buffer;
   for (CutItem& cut : cut_items_) {
     const AttentionItem& item = items_[cut.item];
-    const int32_t rows = rows_of(item);
+    const int32_t rows = count_rows(item);
     const AttentionState state = buffer.reset(rows, padded_);
     for (Buffer& chunk : cut.chunks)
       table_.attention_merge(rows, padded_, state, chunk.state(rows, padded_));
@@ -307,7 +307,7 @@ void Plan::find_cut_items() {
     CutItem& added = cut_items_.emplace_back();
     added.item = cut.item;
     added.chunks.resize(item.chunk_end - item.chunk_begin);
-    for (Buffer& buffer : added.chunks) buffer.reset(rows_of(item), padded_);
+    for (Buffer& buffer : added.chunks) buffer.reset(count_rows(item), padded_);
   }
 }
 
@@ -338,11 +338,11 @@ void Plan::run_part(Cut begin, Cut end) {
     if (CutItem* cut = cut_item(i)) {
       for (int64_t chunk = first; chunk < last; chunk++) {
         Buffer& part = cut->chunks[chunk - item.chunk_begin];
-        run_chunks(i, chunk, chunk + 1, part.state(rows_of(item), padded_), scratch);
+        run_chunks(i, chunk, chunk + 1, part.state(count_rows(item), padded_), scratch);
       }
       continue;
     }
-    const AttentionState state = buffer.reset(rows_of(item), padded_);
+    const AttentionState state = buffer.reset(count_rows(item), padded_);
     run_chunks(i, first, last, state, scratch);
     table_.attention_finish(args_, item, state);
   }

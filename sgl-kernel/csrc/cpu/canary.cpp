@@ -53,7 +53,7 @@ const int64_t* longs(
   return t ? vector_data<const int64_t>(op, name, *t, ScalarType::Long, size) : nullptr;
 }
 
-canary::State state_of(const char* op, const Tensor& t) {
+canary::State read_state(const char* op, const Tensor& t) {
   int64_t* begin = vector_data<int64_t>(op, "state", t, ScalarType::Long, t.numel());
   SGLK_CHECK(t.numel() > canary::kHeaderWords, op, "state", t, "a header and its parts");
   canary::Arena arena(begin);
@@ -82,7 +82,7 @@ class TensorList {
   const OptionalTensors& given_;
 };
 
-int64_t elements_of(const OptionalTensor& t) { return t ? t->numel() : 0; }
+int64_t count_elements(const OptionalTensor& t) { return t ? t->numel() : 0; }
 
 void check_lineage_row(
     const char* op, const canary::State& s, int64_t r, const char* verb, int64_t row) {
@@ -105,32 +105,32 @@ void check_rows(const char* op, const canary::Rows& rows, const canary::State& s
   }
 }
 
-canary::Rows rows_of(
+canary::Rows read_rows(
     const char* op, const OptionalTensors& given, int64_t max_depth,
     const canary::State& s) {
   using canary::Length;
   using canary::Row;
   const TensorList t(op, "rows", given, Row::kCount);
   canary::Rows rows{};
-  rows.count = elements_of(t[Row::kReqRows]);
-  rows.tokens = elements_of(t[Row::kInputIds]);
-  rows.seed_rows = elements_of(t[Row::kSeedTable]);
+  rows.count = count_elements(t[Row::kReqRows]);
+  rows.tokens = count_elements(t[Row::kInputIds]);
+  rows.seed_rows = count_elements(t[Row::kSeedTable]);
   rows.max_depth = max_depth;
-  const auto length_of = [&](Length length, const OptionalTensor& tensor) {
+  const auto get_length = [&](Length length, const OptionalTensor& tensor) {
     switch (length) {
       case Length::kRows: return rows.count;
       case Length::kRowEnds: return rows.count + 1;
       case Length::kTokens: return rows.tokens;
       case Length::kAny: break;
     }
-    return elements_of(tensor);
+    return count_elements(tensor);
   };
   canary::visit_rows(
       rows, [&](const int64_t*& to, int64_t index, const char* name, Length length,
                 bool is_required) {
         const OptionalTensor& tensor = t[index];
         SGLK_REQUIRE(tensor || !is_required, op, ": ", name, " is missing");
-        to = longs(op, name, tensor, length_of(length, tensor));
+        to = longs(op, name, tensor, get_length(length, tensor));
       });
   check_rows(op, rows, s);
   return rows;
@@ -143,7 +143,7 @@ void check_req_rows(const char* op, const canary::Rows& rows, int64_t limit) {
         rows.req_rows[r], ", expected 0 .. ", limit - 1);
 }
 
-canary::Columns columns_of(
+canary::Columns read_columns(
     const char* op, const char* name, const OptionalTensor& t, const canary::Rows& rows) {
   if (!t) return {};
   SGLK_CHECK(
@@ -173,7 +173,7 @@ void set_flat(
   table.indptr = longs(op, "indptr", indptr, indptr.numel());
 }
 
-canary::Table table_of(
+canary::Table read_table(
     const char* op, const OptionalTensors& given, int64_t rows,
     const canary::ReadNumbers& n) {
   using canary::Read;
@@ -206,28 +206,28 @@ canary::Table table_of(
 }
 
 // Keys that tell the words of a slot apart, hashed once for each shape of a pool.
-const uint64_t* keys_of(int64_t layers, int64_t count) {
+const uint64_t* get_keys(int64_t layers, int64_t count) {
   static std::mutex mutex;
   static std::map<std::pair<int64_t, int64_t>, std::vector<uint64_t>> known;
   const std::lock_guard<std::mutex> lock(mutex);
   std::vector<uint64_t>& keys = known[{layers, count}];
   if (keys.empty())
     for (int64_t layer = 0; layer < layers; layer++)
-      for (int64_t i = 0; i < count; i++) keys.push_back(canary::key_of(layer, i));
+      for (int64_t i = 0; i < count; i++) keys.push_back(canary::word_key(layer, i));
   return keys.data();
 }
 
-canary::Words words_of(const char* op, const char* name, const Tensor& t, int64_t slots) {
+canary::Words read_words(const char* op, const char* name, const Tensor& t, int64_t slots) {
   SGLK_CHECK(
       t.dim() == 3 && t.scalar_type() == ScalarType::Long && t.stride(2) == 1 &&
           t.size(1) >= slots,
       op, name, t, "int64 [layers, slots, words] with contiguous words");
   return {
-      static_cast<const int64_t*>(t.const_data_ptr()), keys_of(t.size(0), t.size(2)),
+      static_cast<const int64_t*>(t.const_data_ptr()), get_keys(t.size(0), t.size(2)),
       t.stride(0), t.stride(1), t.size(2)};
 }
 
-canary::Bytes bytes_of(
+canary::Bytes read_bytes(
     const char* op, const OptionalTensor& k, const OptionalTensor& v,
     const canary::CheckNumbers& n, int64_t slots) {
   canary::Bytes bytes{};
@@ -235,8 +235,8 @@ canary::Bytes bytes_of(
   bytes.period = n.rotation_period;
   if (n.mode == canary::FingerprintMode::kNone) return bytes;
   SGLK_REQUIRE(k && v && bytes.period > 0, op, ": fingerprints need K, V and a period");
-  bytes.k = words_of(op, "k_words", *k, slots);
-  bytes.v = words_of(op, "v_words", *v, slots);
+  bytes.k = read_words(op, "k_words", *k, slots);
+  bytes.v = read_words(op, "v_words", *v, slots);
   SGLK_CHECK(v->size(0) == k->size(0), op, "v_words", *v, "the layers of k_words");
   bytes.layers = k->size(0);
   bytes.hash_words = kernels().hash_words;
@@ -255,7 +255,7 @@ void check_manager(const char* op, const canary::State& s, int64_t manager) {
       manager, ", expected ", canary::kNoManager, " .. ", s.num_managers - 1);
 }
 
-canary::Site site_of(const canary::State& s, int64_t launch, int64_t manager) {
+canary::Site make_site(const canary::State& s, int64_t launch, int64_t manager) {
   using namespace canary;
   const int64_t of_manager = (manager & kTagManagerMask) << kTagManagerShift;
   return {*s.clock, launch | of_manager | s.pool << kTagPoolShift};
@@ -266,7 +266,7 @@ void run_verify(const canary::VerifyArgs& a, int64_t manager) {
   using canary::Launch;
   const bool sweep = !a.slots.data;
   const canary::Site site =
-      site_of(a.state, sweep ? Launch::kSweep : Launch::kVerify, manager);
+      make_site(a.state, sweep ? Launch::kSweep : Launch::kVerify, manager);
   canary::step_phase(
       a.state, site, manager, canary::Phase::kIdle, canary::Phase::kAfterVerify);
   canary::count(a.state, sweep ? Counter::kSweepLaunches : Counter::kVerifyLaunches, 1);
@@ -289,14 +289,14 @@ void canary_verify(
   const char* op = "canary_verify";
   const auto n = unpack<ReadNumbers>(op, numbers);
   canary::VerifyArgs a{};
-  a.state = state_of(op, state);
-  a.rows = rows_of(op, rows, n.forward.max_depth, a.state);
+  a.state = read_state(op, state);
+  a.rows = read_rows(op, rows, n.forward.max_depth, a.state);
   check_req_rows(op, a.rows, a.state.req_rows);
   check_manager(op, a.state, n.forward.manager);
-  a.table = table_of(op, table, a.rows.count, n.table);
-  a.bytes = bytes_of(op, k, v, n.checks, a.state.num_slots);
-  a.slots = columns_of(op, "req_to_token", req_to_token, a.rows);
-  a.tokens = columns_of(op, "tokens", tokens, a.rows);
+  a.table = read_table(op, table, a.rows.count, n.table);
+  a.bytes = read_bytes(op, k, v, n.checks, a.state.num_slots);
+  a.slots = read_columns(op, "req_to_token", req_to_token, a.rows);
+  a.tokens = read_columns(op, "tokens", tokens, a.rows);
   a.token_offset = n.checks.token_offset;
   run_verify(a, steps_phase ? n.forward.manager : canary::kNoManager);
 }
@@ -305,8 +305,8 @@ canary::WriteArgs write_args(
     const char* op, const Tensor& state, const OptionalTensors& rows,
     const WriteNumbers& n) {
   canary::WriteArgs a{};
-  a.state = state_of(op, state);
-  a.rows = rows_of(op, rows, n.forward.max_depth, a.state);
+  a.state = read_state(op, state);
+  a.rows = read_rows(op, rows, n.forward.max_depth, a.state);
   check_req_rows(op, a.rows, a.state.req_rows);
   check_manager(op, a.state, n.forward.manager);
   a.page_size = n.checks.page_size;
@@ -346,7 +346,7 @@ void set_oracle(
 }
 
 void run_head(const canary::WriteArgs& a, int64_t manager) {
-  const canary::Site site = site_of(a.state, canary::Launch::kHead, manager);
+  const canary::Site site = make_site(a.state, canary::Launch::kHead, manager);
   canary::step_phase(
       a.state, site, manager, canary::Phase::kAfterVerify, canary::Phase::kAfterHead);
   canary::count(a.state, canary::Counter::kHeadLaunches, 1);
@@ -364,10 +364,10 @@ void canary_write_head(
   const char* op = "canary_write_head";
   const auto n = unpack<WriteNumbers>(op, numbers);
   canary::WriteArgs a = write_args(op, state, rows, n);
-  a.bytes = bytes_of(op, k, v, n.checks, a.state.num_slots);
+  a.bytes = read_bytes(op, k, v, n.checks, a.state.num_slots);
   set_mask(op, a, tree_mask);
-  a.slots = columns_of(op, "req_to_token", req_to_token, a.rows);
-  a.published = columns_of(op, "published", published, a.rows);
+  a.slots = read_columns(op, "req_to_token", req_to_token, a.rows);
+  a.published = read_columns(op, "published", published, a.rows);
   set_oracle(op, a, oracle_tokens, oracle_positions);
   run_head(a, n.forward.manager);
 }
@@ -382,16 +382,16 @@ void canary_before_model(
   const char* op = "canary_before_model";
   const auto n = unpack<ReadNumbers>(op, numbers);
   canary::WriteArgs w = write_args(op, state, rows, n);
-  w.slots = columns_of(op, "req_to_token", req_to_token, w.rows);
-  w.published = columns_of(op, "published", published, w.rows);
+  w.slots = read_columns(op, "req_to_token", req_to_token, w.rows);
+  w.published = read_columns(op, "published", published, w.rows);
   set_oracle(op, w, oracle_tokens, oracle_positions);
   canary::VerifyArgs a{};
   a.state = w.state;
   a.rows = w.rows;
   a.slots = w.slots;
-  a.table = table_of(op, table, a.rows.count, n.table);
-  a.bytes = w.bytes = bytes_of(op, k, v, n.checks, a.state.num_slots);
-  a.tokens = columns_of(op, "tokens", tokens, a.rows);
+  a.table = read_table(op, table, a.rows.count, n.table);
+  a.bytes = w.bytes = read_bytes(op, k, v, n.checks, a.state.num_slots);
+  a.tokens = read_columns(op, "tokens", tokens, a.rows);
   a.token_offset = n.checks.token_offset;
   set_mask(op, w, tree_mask);
   run_verify(a, n.forward.manager);
@@ -434,8 +434,8 @@ void canary_write_tail(
   const auto n = unpack<WriteNumbers>(op, numbers);
   const int64_t manager = n.forward.manager;
   canary::WriteArgs a = write_args(op, state, rows, n);
-  a.bytes = bytes_of(op, k, v, n.checks, a.state.num_slots);
-  const canary::Site site = site_of(a.state, canary::Launch::kTail, manager);
+  a.bytes = read_bytes(op, k, v, n.checks, a.state.num_slots);
+  const canary::Site site = make_site(a.state, canary::Launch::kTail, manager);
   canary::step_phase(
       a.state, site, manager, canary::Phase::kAfterHead, canary::Phase::kIdle);
   canary::count(a.state, canary::Counter::kTailLaunches, 1);
@@ -449,7 +449,7 @@ void canary_write_tail(
 void canary_poison(
     const Tensor& state, const Tensor& slots, const OptionalTensor& n_live) {
   const char* op = "canary_poison";
-  const canary::State s = state_of(op, state);
+  const canary::State s = read_state(op, state);
   const int64_t* at = longs(op, "slots", slots, slots.numel());
   const int64_t* live = longs(op, "n_live", n_live, 1);
   const int64_t count = live && *live < slots.numel() ? *live : slots.numel();
@@ -468,15 +468,15 @@ void canary_gather_findings(
     const Tensor& state, const Tensor& req_rows, const Tensor& findings) {
   const char* op = "canary_gather_findings";
   const int64_t n = req_rows.numel();
-  take_findings(op, state_of(op, state), longs(op, "req_rows", req_rows, n), n, findings);
+  take_findings(op, read_state(op, state), longs(op, "req_rows", req_rows, n), n, findings);
 }
 
 void canary_finish_step(
     const Tensor& state, const OptionalTensors& rows, const Tensor& findings,
     int64_t max_depth) {
   const char* op = "canary_finish_step";
-  const canary::State s = state_of(op, state);
-  const canary::Rows r = rows_of(op, rows, max_depth, s);
+  const canary::State s = read_state(op, state);
+  const canary::Rows r = read_rows(op, rows, max_depth, s);
   advance_lineages(s, r);
   take_findings(op, s, r.req_rows, r.count, findings);
 }
@@ -499,7 +499,7 @@ void canary_expect_rows(
     const OptionalTensor& seeds) {
   using canary::Expected;
   const char* op = "canary_expect_rows";
-  const canary::State s = state_of(op, state);
+  const canary::State s = read_state(op, state);
   const int64_t count = rows.numel();
   const int64_t* row = longs(op, "rows", rows, count);
   SGLK_CHECK(
@@ -520,7 +520,7 @@ void canary_expect_rows(
   }
 }
 
-int64_t* marks_of(const char* op, const Tensor& marks, int64_t count) {
+int64_t* read_marks(const char* op, const Tensor& marks, int64_t count) {
   SGLK_CHECK(
       marks.scalar_type() == ScalarType::Long && marks.is_contiguous() &&
           marks.numel() == 2 * count,
@@ -533,14 +533,14 @@ void canary_note_tokens(
     const Tensor& tokens, const Tensor& prefix_lens, const Tensor& extend_lens,
     const Tensor& marks) {
   const char* op = "canary_note_tokens";
-  const canary::State s = state_of(op, state);
+  const canary::State s = read_state(op, state);
   const int64_t count = req_rows.numel();
   const int64_t* rows = longs(op, "req_rows", req_rows, count);
   const int64_t* serial = longs(op, "serials", serials, count);
   const int64_t* token = longs(op, "tokens", tokens, count);
   const int64_t* prefix = longs(op, "prefix_lens", prefix_lens, count);
   const int64_t* extend = longs(op, "extend_lens", extend_lens, count);
-  int64_t* mark = marks_of(op, marks, count);
+  int64_t* mark = read_marks(op, marks, count);
   for (int64_t r = 0; r < count; r++)
     note(
         op, s, rows[r], serial[r], token[r], prefix[r] + extend[r], mark + r,
@@ -561,7 +561,7 @@ const int64_t* matrix(
 void canary_note_accepted(
     const Tensor& state, const OptionalTensors& path, const Tensor& marks) {
   const char* op = "canary_note_accepted";
-  const canary::State s = state_of(op, state);
+  const canary::State s = read_state(op, state);
   constexpr int64_t kTensors = 10;
   SGLK_REQUIRE(path.size() == kTensors, op, ": expected ", kTensors, " tensors");
   for (int64_t i = 0; i < kTensors - 1; i++)
@@ -583,9 +583,9 @@ void canary_note_accepted(
   p.accept_lens = longs(op, rows_only, path[7], p.count);
   p.gained = matrix(op, "gained", path[8], p.count, p.width);
   p.choices = matrix(op, "choices", path[9], p.count, p.nodes);
-  int64_t* mark = marks_of(op, marks, p.count);
+  int64_t* mark = read_marks(op, marks, p.count);
   // The verification's own tail has already advanced the clock.
-  canary::Site site = site_of(s, canary::Launch::kAccept, canary::kNoManager);
+  canary::Site site = make_site(s, canary::Launch::kAccept, canary::kNoManager);
   site.clock--;
   for (int64_t q = 0; q < p.count; q++) {
     canary::check_path(s, site, p, q);
@@ -609,7 +609,7 @@ void canary_carry(
     const Tensor& state, const OptionalTensors& given, const Tensor& sums,
     const std::vector<int64_t>& numbers, bool checks) {
   const char* op = "canary_carry";
-  const canary::State s = state_of(op, state);
+  const canary::State s = read_state(op, state);
   SGLK_REQUIRE(given.size() == 7 && numbers.size() == 4, op, ": not those of CarriedRows");
   for (int64_t i = 0; i < 4; i++) SGLK_REQUIRE(given[i], op, ": tensor ", i, " is missing");
   canary::Carried c{};
@@ -629,7 +629,7 @@ void canary_carry(
   c.width = numbers[2];
   c.row_stride = numbers[3];
   SGLK_REQUIRE(c.count == c.group * requests, op, ": ", c.count, " rows of ", requests);
-  const canary::Site site = site_of(s, canary::Launch::kCarried, canary::kNoManager);
+  const canary::Site site = make_site(s, canary::Launch::kCarried, canary::kNoManager);
   for (int64_t i = 0; i < c.count; i++) {
     if (!canary::is_carried(c, i)) continue;
     SGLK_REQUIRE(c.places[i] < c.num_sums, op, ": places[", i, "] is ", c.places[i],

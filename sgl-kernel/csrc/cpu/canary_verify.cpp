@@ -19,7 +19,7 @@ Truth before(const VerifyArgs& a, int64_t r, int64_t i, int64_t p, int64_t previ
   if (i == 0) {
     if (a.table.prev_slots) slot = a.table.prev_slots[r];
     else if (a.slots.data)
-      slot = a.slots.at(a.rows.req_rows[r], column_of(a.rows, r, p - 1));
+      slot = a.slots.at(a.rows.req_rows[r], shift_column(a.rows, r, p - 1));
     else slot = -1;
   }
   if (slot < a.table.page_size || slot >= s.num_slots) return {false, 0};
@@ -55,7 +55,7 @@ void check_lineages(
     const Record& tail, Found& f) {
   const Truth parent = before(a, r, i, p, previous);
   if (parent.known) {
-    f.expected_lineage = word(parent.lineage + term_of(tail.word0, a.rows.salt(r)));
+    f.expected_lineage = word(parent.lineage + lineage_term(tail.word0, a.rows.salt(r)));
     if (f.expected_lineage != tail.lineage) f.reasons |= Reason::kVerifyLineage;
   }
   if (a.slots.data && p == a.rows.prefix_lens[r] - 1) {
@@ -94,7 +94,7 @@ int64_t check_record(
   f.found_word3 = tail.word3;
   f.found_fingerprint = tail.fingerprint;
   if (!check_halves(a.state.head[slot], tail, f)) return 0;
-  if (position_of(tail.word0) != p) f.reasons |= Reason::kVerifyPosition;
+  if (unpack_position(tail.word0) != p) f.reasons |= Reason::kVerifyPosition;
   check_lineages(a, r, i, p, previous, tail, f);
   if (a.tokens.data) check_tokens(a, r, p, tail, f);
   return check_bytes(a, r, slot, tail, f);
@@ -149,7 +149,7 @@ class Scan {
   void fetch_bytes(Block& b, int64_t j) const {
     const Bytes& bytes = a_.bytes;
     const int64_t slot = b.slots[j];
-    const Sample at = sample_of(bytes, tail_[slot].lineage);
+    const Sample at = sample_place(bytes, tail_[slot].lineage);
     b.k[j] = bytes.k.at(slot, at.layer) + at.k_word;
     b.v[j] = bytes.v.at(slot, at.layer) + at.v_word;
     b.k_keys[j] = bytes.k.keys + at.layer * bytes.k.count + at.k_word;
@@ -170,10 +170,10 @@ class Scan {
   void compare(const Block& b, int64_t j, Chain& chain) const {
     const Record &tail = tail_[b.slots[j]], &head = head_[b.slots[j]];
     // Poison has position -1, which no element has.
-    uint64_t wrong = bits(position_of(tail.word0) ^ (first_ + b.begin + j));
+    uint64_t wrong = bits(unpack_position(tail.word0) ^ (first_ + b.begin + j));
     wrong |= bits(
         (tail.word0 ^ head.word0) | (tail.lineage ^ head.lineage) | (tail.word3 ^ head.word3));
-    wrong |= (chain.lineage + term_of(tail.word0, salt_)) ^ bits(tail.lineage);
+    wrong |= (chain.lineage + lineage_term(tail.word0, salt_)) ^ bits(tail.lineage);
     chain.lineage = bits(tail.lineage);
     if (samples_) {
       const uint64_t k = sum_words(b.k[j], b.k_keys[j]), v = sum_words(b.v[j], b.v_keys[j]);
@@ -189,7 +189,7 @@ class Scan {
     const int64_t req = a_.rows.req_rows[r_], p0 = first_ + b.begin;
     uint64_t wrong = chain.wrong;
     for (int64_t j = 0; j < b.count; j++)
-      wrong |= bits(b.slots[j] ^ a_.slots.at(req, column_of(a_.rows, r_, p0 + j)));
+      wrong |= bits(b.slots[j] ^ a_.slots.at(req, shift_column(a_.rows, r_, p0 + j)));
     if (p0 + b.count == a_.rows.prefix_lens[r_])
       wrong |= chain.lineage ^ bits(a_.state.expected_lineage[a_.rows.lineage_row(r_)]);
     return wrong == 0;
@@ -241,7 +241,7 @@ bool check_slots(const VerifyArgs& a, int64_t r, int64_t p, int64_t slot, Found&
     return false;
   }
   if (a.slots.data)
-    f.expected_slot = a.slots.at(a.rows.req_rows[r], column_of(a.rows, r, p));
+    f.expected_slot = a.slots.at(a.rows.req_rows[r], shift_column(a.rows, r, p));
   if (!in_range || (a.slots.data && slot != f.expected_slot)) f.reasons |= Reason::kReadSet;
   const bool is_scratch = in_range && slot < a.table.page_size;
   if (is_scratch) f.reasons |= Reason::kReadScratch;

@@ -40,11 +40,11 @@ bool is_taken(const WriteArgs& a, const Site& site, int64_t r, int64_t slot) {
   const Record& old = a.state.head[slot];
   if (old.word0 == kPoisonWord) return false;
   // A record of this same forward is an alias, which the tail write reports.
-  if (clock_of(old.word3) == (site.clock & kClockMask)) return false;
+  if (unpack_clock(old.word3) == (site.clock & kClockMask)) return false;
   if ((old.word3 ^ a.rows.serials[r]) & kSerialMask) return true;
-  const int64_t p = position_of(old.word0);
+  const int64_t p = unpack_position(old.word0);
   return a.slots.data && p < a.rows.prefix_lens[r] &&
-         a.slots.at(a.rows.req_rows[r], column_of(a.rows, r, p)) == slot;
+         a.slots.at(a.rows.req_rows[r], shift_column(a.rows, r, p)) == slot;
 }
 
 // Records what was due as the input of new token t.
@@ -62,7 +62,7 @@ struct Depth {
   bool is_sound;
 };
 
-Depth depth_of(const Rows& rows, int64_t start, int64_t t) {
+Depth find_depth(const Rows& rows, int64_t start, int64_t t) {
   int64_t child = t, parent = rows.parent_index[t], ancestors = 0;
   for (; ancestors < rows.max_depth && parent >= start && parent < child; ancestors++) {
     child = parent;
@@ -91,7 +91,7 @@ void check_shape(const WriteArgs& a, int64_t r, int64_t t, int64_t j, Found& f) 
   int64_t reasons = 0, due = rows.prefix_lens[r] + j;
   if (rows.parent_index) {
     const int64_t start = rows.start(r);
-    const Depth depth = depth_of(rows, start, t);
+    const Depth depth = find_depth(rows, start, t);
     const bool is_orphan = j && rows.parent_index[t] == -1;
     due = is_orphan ? position : rows.prefix_lens[r] + depth.ancestors;
     if (is_orphan || !depth.is_sound || (a.tree_mask && !has_sound_mask(a, t, j, start)))
@@ -112,7 +112,7 @@ void check_request(const WriteArgs& a, int64_t r, int64_t t, Found& f) {
   const int64_t own = pack_word0(a.rows.input_ids[t], a.rows.positions[t]);
   const int64_t unlike = known.next_word0 == kUnknown ? 0 : known.next_word0 ^ own;
   if (unlike & kTokenMask) reasons |= Reason::kWriteToken;
-  if (position_of(unlike)) reasons |= Reason::kWritePosition;
+  if (unpack_position(unlike)) reasons |= Reason::kWritePosition;
   expect_input(a, t, known.next_word0, reasons, f);
 }
 
@@ -176,7 +176,7 @@ void check_slots(const WriteArgs& a, const Site& site, int64_t r, int64_t j, Fou
     if (is_taken(a, site, r, slot)) f.reasons |= Reason::kWriteForeign;
   }
   if (!a.slots.data) return;
-  const int64_t column = column_of(a.rows, r, a.rows.prefix_lens[r] + j);
+  const int64_t column = shift_column(a.rows, r, a.rows.prefix_lens[r] + j);
   f.expected_slot = a.slots.at(a.rows.req_rows[r], column);
   if (slot != f.expected_slot && !(f.reasons & Reason::kWriteScratch))
     f.reasons |= Reason::kWriteForeign;

@@ -386,7 +386,7 @@ class StackRun {
   const int64_t* slots_ = nullptr;
 };
 
-const StackHead& head_of(const char* op, const Tensor& plan) {
+const StackHead& read_head(const char* op, const Tensor& plan) {
   SGLK_CHECK(
       plan.dim() == 1 && plan.scalar_type() == ScalarType::Long && plan.is_contiguous() &&
           plan.size(0) > kHeadWords,
@@ -406,7 +406,7 @@ void decoder_stack(
     const OptionalTensor& tree_mask, int64_t page_size, const OptionalTensor& first,
     const std::vector<int64_t>& captured_layers, const OptionalTensor& captured) {
   const char* op = "decoder_stack";
-  const StackHead& head = head_of(op, plan);
+  const StackHead& head = read_head(op, plan);
   const auto* layers = reinterpret_cast<const LayerWeights*>(
       static_cast<const int64_t*>(plan.const_data_ptr()) + kHeadWords);
   AttentionRows rows{};

@@ -67,7 +67,7 @@ int64_t* long_output(const char* op, const char* name, const Tensor& t, int64_t 
   return output<int64_t>(op, name, t, ScalarType::Long, size);
 }
 
-int layer_of(const char* op, int64_t layer) {
+int check_layer(const char* op, int64_t layer) {
   SGLK_REQUIRE(
       layer >= 0 && layer < mock::kLayers, op, ": layer is ", layer, ", expected 0 .. ",
       mock::kLayers - 1);
@@ -107,7 +107,7 @@ void mock_qkv(const Tensor& x, int64_t layer, const Tensor& out) {
   const int64_t rows = x.numel();
   const int64_t* key = longs(op, "x", x, rows);
   const Matrix to = written(op, out, rows, mock::kQkv);
-  const int which = layer_of(op, layer);
+  const int which = check_layer(op, layer);
   by_type(to.dtype, [&](auto* type) {
     each_row(rows, [&](int64_t t) { mock::write_qkv(to.row(t, type), key[t], which); });
   });
@@ -118,7 +118,7 @@ void mock_fold(const Tensor& mean, const Tensor& count, int64_t layer, const Ten
   const Matrix means = matrix(op, "mean", mean, mock::kHidden);
   const int64_t* elements = longs(op, "count", count, means.rows);
   int64_t* to = long_output(op, "out", out, means.rows);
-  const int which = layer_of(op, layer);
+  const int which = check_layer(op, layer);
   by_type(means.dtype, [&](auto* type) {
     each_row(means.rows, [&](int64_t t) {
       to[t] = mock::fold(means.row(t, type), elements[t], which);
@@ -135,7 +135,7 @@ void mock_fold_onto(
                 *from = longs(op, "before", before, means.rows),
                 *key = longs(op, "x", x, means.rows);
   int64_t* to = long_output(op, "out", out, means.rows);
-  const int which = layer_of(op, layer);
+  const int which = check_layer(op, layer);
   by_type(means.dtype, [&](auto* type) {
     each_row(means.rows, [&](int64_t t) {
       const int64_t fold = word(bits(from[t]) + bits(mock::term(key[t], which)));

@@ -40,7 +40,7 @@ struct Rows {
 };
 
 // [..., width] as rows; leading dimensions must collapse into one stride.
-Rows rows_of(const char* op, const char* name, const Tensor& t) {
+Rows read_rows(const char* op, const char* name, const Tensor& t) {
   const int64_t dim = t.dim();
   SGLK_CHECK(dim >= 1 && t.size(dim - 1) > 0, op, name, t, "a non-empty last dimension");
   const int64_t width = t.size(dim - 1);
@@ -59,7 +59,7 @@ void check_like(
 }
 
 void rmsnorm(const Tensor& x, const Tensor& weight, double eps, const Tensor& out) {
-  const Rows rows = rows_of("rmsnorm", "x", x);
+  const Rows rows = read_rows("rmsnorm", "x", x);
   const DType dtype = float_type("rmsnorm", "x", x);
   check_vector("rmsnorm", "weight", weight, x.scalar_type(), rows.width);
   check_like("rmsnorm", "out", out, x, x.numel());
@@ -71,7 +71,7 @@ void rmsnorm(const Tensor& x, const Tensor& weight, double eps, const Tensor& ou
 
 void fused_add_rmsnorm(
     const Tensor& x, const Tensor& residual, const Tensor& weight, double eps) {
-  const Rows rows = rows_of("fused_add_rmsnorm", "x", x);
+  const Rows rows = read_rows("fused_add_rmsnorm", "x", x);
   const DType dtype = float_type("fused_add_rmsnorm", "x", x);
   SGLK_CHECK(x.is_contiguous(), "fused_add_rmsnorm", "x", x, "a contiguous tensor");
   check_vector("fused_add_rmsnorm", "weight", weight, x.scalar_type(), rows.width);
@@ -84,7 +84,7 @@ void fused_add_rmsnorm(
 }
 
 void gated(const char* op, Activation activation, const Tensor& x, const Tensor& out) {
-  const Rows rows = rows_of(op, "x", x);
+  const Rows rows = read_rows(op, "x", x);
   const DType dtype = float_type(op, "x", x);
   SGLK_CHECK(rows.width % 2 == 0, op, "x", x, "an even last dimension");
   check_like(op, "out", out, x, x.numel() / 2);

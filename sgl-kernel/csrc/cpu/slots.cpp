@@ -21,7 +21,7 @@ struct Batch {
   slots::Row row(int64_t q) const { return {table + indices[q] * stride, width, lens[q]}; }
 };
 
-Batch batch_of(
+Batch read_batch(
     const char* op, const Tensor& table, const Tensor& indices, const Tensor& lens) {
   SGLK_CHECK(
       table.dim() == 2 && table.scalar_type() == ScalarType::Int &&
@@ -49,7 +49,7 @@ Batch batch_of(
   return batch;
 }
 
-slots::Layout layout_of(const char* op, const Numbers& n) {
+slots::Layout read_layout(const char* op, const Numbers& n) {
   SGLK_REQUIRE(n.size() == 5, op, ": layout has ", n.size(), " numbers, expected 5");
   SGLK_REQUIRE(
       n[0] > 0 && n[1] > 0 && n[2] > 0, op, ": page size ", n[0], ", topk ", n[1],
@@ -67,7 +67,7 @@ int64_t* longs(const char* op, const char* name, const Tensor& t, int64_t size) 
 void slots_tail(
     const Tensor& table, const Tensor& indices, const Tensor& lens, const Tensor& out) {
   const char* op = "slots_tail";
-  const Batch batch = batch_of(op, table, indices, lens);
+  const Batch batch = read_batch(op, table, indices, lens);
   SGLK_CHECK(out.dim() == 2, op, "out", out, "[requests, width]");
   const int64_t width = out.size(1);
   int64_t* to = longs(op, "out", out, batch.count * width);
@@ -81,8 +81,8 @@ void slots_draft(
     const Tensor& table, const Tensor& indices, const Tensor& lens, const Numbers& numbers,
     const Tensor& out) {
   const char* op = "slots_draft";
-  const Batch batch = batch_of(op, table, indices, lens);
-  const slots::Layout layout = layout_of(op, numbers);
+  const Batch batch = read_batch(op, table, indices, lens);
+  const slots::Layout layout = read_layout(op, numbers);
   const int64_t k = layout.topk, n = batch.count;
   int64_t* to = longs(op, "out", out, n * k * layout.steps);
   for (int64_t q = 0; q < n; q++) {
@@ -98,8 +98,8 @@ void slots_shifts(
     const Tensor& table, const Tensor& indices, const Tensor& lens, const Numbers& numbers,
     bool paged, const Tensor& shift_from, const Tensor& column_shift) {
   const char* op = "slots_shifts";
-  const Batch batch = batch_of(op, table, indices, lens);
-  const slots::Layout layout = layout_of(op, numbers);
+  const Batch batch = read_batch(op, table, indices, lens);
+  const slots::Layout layout = read_layout(op, numbers);
   const int64_t k = layout.topk;
   int64_t* from = longs(op, "shift_from", shift_from, batch.count * k);
   int64_t* shift = longs(op, "column_shift", column_shift, batch.count * k);
@@ -114,8 +114,8 @@ void slots_tail_copies(
     const Tensor& table, const Tensor& indices, const Tensor& lens, const Numbers& numbers,
     const Tensor& src, const Tensor& dst) {
   const char* op = "slots_tail_copies";
-  const Batch batch = batch_of(op, table, indices, lens);
-  const slots::Layout layout = layout_of(op, numbers);
+  const Batch batch = read_batch(op, table, indices, lens);
+  const slots::Layout layout = read_layout(op, numbers);
   const int64_t most = layout.max_tail(), copies = layout.copies();
   const int64_t size = batch.count * copies * most;
   int64_t* from = longs(op, "src", src, size);
@@ -164,8 +164,8 @@ void slots_branch_table(
     const Tensor& table, const Tensor& indices, const Tensor& lens, const Numbers& numbers,
     bool paged, bool skip_prefix, const Tensor& out) {
   const char* op = "slots_branch_table";
-  const Batch batch = batch_of(op, table, indices, lens);
-  const slots::Layout layout = layout_of(op, numbers);
+  const Batch batch = read_batch(op, table, indices, lens);
+  const slots::Layout layout = read_layout(op, numbers);
   const int64_t k = layout.topk, unit = paged ? layout.page_size : 1;
   SGLK_CHECK(
       out.dim() == 2 && out.scalar_type() == ScalarType::Int &&
@@ -193,8 +193,8 @@ void slots_branch_indices(
     const Tensor& table, const Tensor& indices, const Tensor& lens, const Numbers& numbers,
     const Tensor& indptr, const Tensor& out) {
   const char* op = "slots_branch_indices";
-  const Batch batch = batch_of(op, table, indices, lens);
-  const slots::Layout layout = layout_of(op, numbers);
+  const Batch batch = read_batch(op, table, indices, lens);
+  const slots::Layout layout = read_layout(op, numbers);
   SGLK_CHECK(out.dim() == 2, op, "indices", out, "[steps, capacity]");
   const int64_t steps = out.size(0), capacity = out.size(1), rows = batch.count * layout.topk;
   int32_t* ends = output<int32_t>(op, "indptr", indptr, ScalarType::Int, steps * (rows + 1));

@@ -25,7 +25,7 @@ using OptionalTensor = std::optional<Tensor>;
 // The kernels of the level in use.
 const KernelTable& kernels();
 
-inline std::string shape_of(const Tensor& t) {
+inline std::string format_shape(const Tensor& t) {
   std::string text = "[";
   for (int64_t i = 0; i < t.dim(); i++)
     text += (i ? ", " : "") + std::to_string(t.size(i));
@@ -49,7 +49,7 @@ template <class... Parts>
 #define SGLK_CHECK(ok, op, name, tensor, expected)                                       \
   SGLK_REQUIRE(                                                                          \
       ok, op, ": ", name, " is ", torch::headeronly::toString((tensor).scalar_type()), " ", \
-      ::sglk::shape_of(tensor), ", expected ", expected)
+      ::sglk::format_shape(tensor), ", expected ", expected)
 
 inline DType float_type(const char* op, const char* name, const Tensor& t) {
   const ScalarType type = t.scalar_type();

@@ -125,7 +125,7 @@ struct Levels {
   int64_t rows, candidates, groups;
 };
 
-Levels levels_of(const char* op, const Tensors& t, size_t count) {
+Levels read_levels(const char* op, const Tensors& t, size_t count) {
   SGLK_REQUIRE(
       t.size() == count, op, ": levels has ", t.size(), " tensors, expected ", count);
   SGLK_CHECK(t[0].dim() == 2, op, "scores", t[0], "[requests, candidates]");
@@ -146,7 +146,7 @@ void tree_select(
     const OptionalTensor& hot, const Tensors& level_tensors, const Tensor& input_ids,
     const Tensor& hidden_rows) {
   const char* op = "tree_select";
-  const Levels to = levels_of(op, level_tensors, 4);
+  const Levels to = read_levels(op, level_tensors, 4);
   SGLK_CHECK(topk_p.dim() == 2, op, "topk_p", topk_p, "[rows, topk]");
   const int64_t k = topk_p.size(1), groups = level ? k : 1, size = groups * k;
   SGLK_REQUIRE(
@@ -201,7 +201,7 @@ void tree_build(
     const Tensors& level_tensors, int64_t topk, const Tensor& root_tokens,
     const Tensor& seq_lens, const Tensors& t) {
   const char* op = "tree_build";
-  const Levels from = levels_of(op, level_tensors, 3);
+  const Levels from = read_levels(op, level_tensors, 3);
   SGLK_REQUIRE(t.size() == 7, op, ": tree has ", t.size(), " tensors, expected 7");
   SGLK_CHECK(t[0].dim() == 2, op, "tokens", t[0], "[requests, nodes]");
   const int64_t rows = from.rows, n = t[0].size(1);
@@ -260,7 +260,7 @@ struct Verification {
   }
 };
 
-Verification verification_of(
+Verification read_verification(
     const char* op, const Tensor& tokens, const Tensor& parents, const Tensors& result,
     size_t count) {
   SGLK_REQUIRE(
@@ -286,7 +286,7 @@ void tree_verify_greedy(
     const Tensor& tokens, const Tensor& parents, const Tensor& target_ids,
     const Tensors& result) {
   const char* op = "tree_verify_greedy";
-  const Verification v = verification_of(op, tokens, parents, result, 3);
+  const Verification v = read_verification(op, tokens, parents, result, 3);
   const int64_t* targets = longs(op, "target_ids", target_ids, v.rows, v.nodes);
   for (int64_t q = 0; q < v.rows; q++)
     tree::verify_greedy(v.row(q), targets + q * v.nodes);
@@ -297,7 +297,7 @@ void tree_verify_sampled(
     const Tensor& probs, const Tensor& totals, const Tensor& keys,
     const std::vector<double>& thresholds, const Tensors& result) {
   const char* op = "tree_verify_sampled";
-  const Verification v = verification_of(op, tokens, parents, result, 4);
+  const Verification v = read_verification(op, tokens, parents, result, 4);
   SGLK_CHECK(
       probs.dim() == 2 && probs.scalar_type() == ScalarType::Float &&
           probs.size(0) == v.rows * v.nodes && probs.size(1) > 0 &&

@@ -14,16 +14,16 @@ inline int64_t pack_word0(int64_t token, int64_t position) {
   return word(bits(position) << kHalfBits | bits(token & kTokenMask));
 }
 
-inline int64_t position_of(int64_t word0) { return word0 >> kHalfBits; }
+inline int64_t unpack_position(int64_t word0) { return word0 >> kHalfBits; }
 
 inline int64_t pack_word3(int64_t clock, int64_t kind, int64_t serial) {
   return word(bits(clock) << kClockShift) | (kind << kSerialBits) | (serial & kSerialMask);
 }
 
-inline int64_t clock_of(int64_t word3) { return word3 >> kClockShift & kClockMask; }
+inline int64_t unpack_clock(int64_t word3) { return word3 >> kClockShift & kClockMask; }
 
 // A lineage term of a packed word 0, given mix64(salt ^ kSaltKey).
-inline uint64_t term_of(int64_t word0, uint64_t salt) {
+inline uint64_t lineage_term(int64_t word0, uint64_t salt) {
   return mix64(mix64(bits(word0)) ^ salt);
 }
 
@@ -112,13 +112,13 @@ struct Columns {
   }
 };
 
-inline int64_t column_of(const Rows& rows, int64_t r, int64_t p) {
+inline int64_t shift_column(const Rows& rows, int64_t r, int64_t p) {
   return rows.shift_from && p >= rows.shift_from[r] ? p + rows.column_shift[r] : p;
 }
 
 struct Words {
   const int64_t* data;
-  const uint64_t* keys;  // key_of(layer, index), layer after layer
+  const uint64_t* keys;  // word_key(layer, index), layer after layer
   int64_t layer_stride, slot_stride, count;  // strides in words; words of a slot and layer
 
   const int64_t* at(int64_t slot, int64_t layer) const {
@@ -133,7 +133,7 @@ struct Bytes {
   uint64_t (*hash_words)(const int64_t* words, const uint64_t* keys, int64_t count);
 };
 
-inline uint64_t key_of(int64_t layer, int64_t index) {
+inline uint64_t word_key(int64_t layer, int64_t index) {
   return mix64(bits(layer) << kHalfBits | bits(index));
 }
 
@@ -152,7 +152,7 @@ struct Sample {
   int64_t layer, k_word, v_word;
 };
 
-inline Sample sample_of(const Bytes& bytes, int64_t lineage) {
+inline Sample sample_place(const Bytes& bytes, int64_t lineage) {
   const uint64_t spread = mix64(bits(lineage));
   const uint64_t low = spread & bits(kTokenMask), high = spread >> kHalfBits;
   // Multiply and shift: a place in 0 .. n - 1 without a division.
@@ -169,7 +169,7 @@ inline int64_t pack_fingerprint(uint64_t k, uint64_t v) {
 inline int64_t fingerprint(const Bytes& bytes, int64_t slot, int64_t lineage) {
   uint64_t k = 0, v = 0;
   if (bytes.mode == FingerprintMode::kPartial) {
-    const Sample at = sample_of(bytes, lineage);
+    const Sample at = sample_place(bytes, lineage);
     k = sum_sample(bytes.k, slot, at.layer, at.k_word);
     v = sum_sample(bytes.v, slot, at.layer, at.v_word);
   } else if (bytes.mode != FingerprintMode::kNone) {

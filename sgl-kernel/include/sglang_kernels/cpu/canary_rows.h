@@ -6,7 +6,7 @@
 namespace sglk::canary {
 
 // The lineage before the row's new tokens.
-inline uint64_t base_of(const State& s, const Rows& rows, int64_t r) {
+inline uint64_t load_base_lineage(const State& s, const Rows& rows, int64_t r) {
   return rows.prefix_lens[r] > 0 ? bits(s.expected_lineage[rows.lineage_row(r)])
                                  : rows.seed(r);
 }
@@ -16,9 +16,9 @@ template <class Body>
 void for_each_token(const State& s, const Rows& rows, int64_t r, const Body& body) {
   if (rows.req_rows[r] == 0) return;
   const int64_t start = rows.start(r), extend = rows.extend(r);
-  const uint64_t salt = rows.salt(r), base = base_of(s, rows, r);
+  const uint64_t salt = rows.salt(r), base = load_base_lineage(s, rows, r);
   const auto term = [&](int64_t t) {
-    return term_of(pack_word0(rows.input_ids[t], rows.positions[t]), salt);
+    return lineage_term(pack_word0(rows.input_ids[t], rows.positions[t]), salt);
   };
   uint64_t sum = base;
   for (int64_t j = 0; j < extend; j++) {

@@ -90,7 +90,7 @@ constexpr FoldWeights make_fold_weights() {
 constexpr FoldWeights kFoldWeights = make_fold_weights();
 
 // An integer for every float, as torch's nan_to_num and conversion give it on x86.
-inline int64_t integer_of(float x) {
+inline int64_t to_integer(float x) {
   if (std::fabs(x) < 0x1p62f) return std::lrint(x);
   if (std::isnan(x)) return 3000000;
   if (std::isinf(x)) return x > 0 ? 5000000 : -5000000;
@@ -103,7 +103,7 @@ int64_t fold(const T* mean, int64_t count, int layer) {
   const float elements = float(count);
   uint64_t sum = 0;
   for (int i = 0; i < kHidden; i++)
-    sum += bits(integer_of(float(mean[i]) * elements)) * kFoldWeights.of[layer][i];
+    sum += bits(to_integer(float(mean[i]) * elements)) * kFoldWeights.of[layer][i];
   return word(sum);
 }
 

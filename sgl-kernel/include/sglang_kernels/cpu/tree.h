@@ -65,7 +65,7 @@ struct Shape {
   int64_t topk, nodes, candidates, groups;
 };
 
-inline int64_t level_of(int64_t place, int64_t topk) {
+inline int64_t place_to_level(int64_t place, int64_t topk) {
   return place < topk ? 0 : 1 + (place - topk) / (topk * topk);
 }
 
@@ -94,11 +94,11 @@ inline void select_nodes(const Shape& s, const BuildRow& row) {
 }
 
 // The parent's node, or -1 if it was not selected.
-inline int64_t parent_of(const Shape& s, const BuildRow& row, int64_t place) {
+inline int64_t find_parent(const Shape& s, const BuildRow& row, int64_t place) {
   const int64_t group = place / s.topk;
   if (group == 0) return 0;
   const int64_t expanded = row.group_parents[group];
-  if (level_of(expanded, s.topk) != level_of(place, s.topk) - 1) return -1;
+  if (place_to_level(expanded, s.topk) != place_to_level(place, s.topk) - 1) return -1;
   const int64_t *begin = row.selected, *end = begin + s.nodes - 1;
   const int64_t* found = std::lower_bound(begin, end, expanded);
   return found != end && *found == expanded ? found - begin + 1 : -1;
@@ -112,7 +112,7 @@ inline void build_row(const Shape& s, const BuildRow& row) {
   std::fill(row.mask, row.mask + n * n, false);
   for (int64_t i = 0; i < n; i++) {
     const int64_t place = i ? row.selected[i - 1] : 0;
-    const int64_t parent = i ? parent_of(s, row, place) : -1;
+    const int64_t parent = i ? find_parent(s, row, place) : -1;
     row.tokens[i] = i ? row.candidate_tokens[place] : row.root_token;
     row.parent_index[i] = parent < 0 ? -1 : row.first_place + parent;
     row.positions[i] = parent < 0 ? row.seq_len : row.positions[parent] + 1;
