@@ -250,7 +250,7 @@ def _writer(violation: dict[str, Any]) -> str:
     writer = violation["writer"]
     by = f"request {_request(writer['rid'], otherwise='unknown')}"
     if writer["kind"] == NONE:
-        return "no record was read: there is none for this slot"
+        return "no record was read: this slot has none"
     if writer["kind"] != POISON:
         return f"written by {writer['kind']} of {by} in forward {writer['forward']}"
     if not writer["forward"]:
@@ -265,12 +265,12 @@ def _input(word: dict[str, Any]) -> str:
     token = "token withheld (--kv-canary-report-tokens shows it)"
     if "token" in word:
         known = word["token"] is not None
-        token = f"token {word['token']}" if known else "a token that is not known"
+        token = f"token {word['token']}" if known else "an unknown token"
     return f"{token}, position {word['position']}"
 
 
 def _slot(slot: int) -> str:
-    return "no slot that is known" if slot < 0 else f"slot {slot}"
+    return "an unknown slot" if slot < 0 else f"slot {slot}"
 
 
 def _record(record: dict[str, Any]) -> str:

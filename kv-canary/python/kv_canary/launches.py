@@ -116,7 +116,7 @@ def write_tail(
             "write_tail: a tree's lineages cannot advance; use finish_step"
         )
     if findings is not None and not advance:
-        raise ValueError("write_tail: findings require advance")
+        raise ValueError("write_tail: findings need a launch that advances")
     _write_tail(state, view, checks, advance, findings)
 
 

@@ -251,7 +251,7 @@ def test_launches_dispatch_and_refuse() -> None:
     with pytest.raises(ValueError, match="parent_index"):
         tree = dataclasses.replace(rows, parent_index=rows.positions, max_depth=1)
         launches.finish_step(w.state, tree)
-    with pytest.raises(ValueError, match="lineages of a tree"):
+    with pytest.raises(ValueError, match="a tree's lineages"):
         launches.write_tail(w.state, tree, checks, advance=True)
     with pytest.raises(ValueError, match="advances"):
         out = rows.positions

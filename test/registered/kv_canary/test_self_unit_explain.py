@@ -163,7 +163,7 @@ PARTS: list[tuple[Reason, dict[str, int], list[str]]] = [
             "because   a live token was written to the scratch page [write_scratch]",
             "writes    [token 17, ]position 12, lineage 0x0000000000000001; by the row "
             "it belongs into slot 78",
-            "slot held no record was read: there is none for this slot",
+            "slot held no record was read: this slot has none",
         ],
     ),
     (
@@ -187,7 +187,7 @@ PARTS: list[tuple[Reason, dict[str, int], list[str]]] = [
             "because   attention read a slot that the request's table does not name "
             "[read_set]",
             "expected  position 12, slot 78",
-            "found     no record was read: there is none for this slot",
+            "found     no record was read: this slot has none",
         ],
     ),
     (
@@ -196,8 +196,8 @@ PARTS: list[tuple[Reason, dict[str, int], list[str]]] = [
         [
             "because   attention read a slot that the request's table does not name "
             "[read_set]",
-            "expected  position 12, no slot that is known",
-            "found     no record was read: there is none for this slot",
+            "expected  position 12, an unknown slot",
+            "found     no record was read: this slot has none",
         ],
     ),
     (

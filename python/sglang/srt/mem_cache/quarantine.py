@@ -135,7 +135,7 @@ class Quarantine:
         if len(bad):
             self.kept = np.union1d(self.kept, bad)
             logger.error(
-                "kv_canary: page(s) %s were written to while no one held them; %d "
+                "kv_canary: page(s) %s were written to while nobody held them; %d "
                 "page(s) stay out of use",
                 bad[:16].tolist(),
                 len(self.kept),

@@ -51,7 +51,7 @@ def check_tree(root: TreeNode, *, page_size: int, queued: Set[int]) -> None:
 def _check_node(node: TreeNode, page_size: int, queued: Set[int]) -> None:
     size = len(node.slots)
     _require(size > 0 and size % page_size == 0, node, "is not whole pages")
-    _require(len(node.elements) == size, node, "has not one slot per element")
+    _require(len(node.elements) == size, node, "does not have one slot per element")
     pages = node.slots.reshape(-1, page_size)
     expected = pages[:, :1] + np.arange(page_size)
     in_order = (pages == expected).all() and not (pages[:, 0] % page_size).any()

@@ -15,7 +15,7 @@ _FREE = "slots that are given back: poison"
 
 POOL = AnyOf(
     hooks=(
-        # Up to 0.5.13 one step; later versions go through `alloc_memory_pool`.
+        # The only step up to 0.5.13; later `alloc_memory_pool` goes through it.
         Hook(
             owner=RUNNER,
             method="alloc_memory_pool",

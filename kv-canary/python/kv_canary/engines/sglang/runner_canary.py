@@ -2,8 +2,7 @@
 
 ```
 announce(request), free(slots)   from the scheduler, queued
-begin(batch)                     applies them in the forward's stream, and names its
-rows
+begin(batch)                     applies them in the forward's stream; sets its rows
   before(batch), after()         inside the model's forward, captured with it
 end()                            sends findings to the host
 sampled(batch, tokens)           what the next inputs must be

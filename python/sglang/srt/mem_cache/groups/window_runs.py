@@ -218,13 +218,13 @@ class WindowRuns(GroupRuns):
             mark = self._mark(node)
             mapped = self.slots.has(self._pages(node.slots))
             if not (mapped == mark.has_slots).all():
-                raise RuntimeError(f"{node} has other window slots than it says")
+                raise RuntimeError(f"{node} does not have the window slots it claims")
             if mark.lock_ref and not (mark.has_slots and node.lock_ref):
-                raise RuntimeError(f"{node} is locked in its window alone")
+                raise RuntimeError(f"{node} is only locked in its window")
             if mark.has_slots:
                 sizes[mark.lock_ref > 0] += len(node.slots)
                 if not (mark.is_queued or mark.lock_ref):
-                    raise RuntimeError(f"{node} is missing in the window queue")
+                    raise RuntimeError(f"{node} is missing from the window queue")
         if (sizes[False], sizes[True]) != (self._evictable, self._protected):
             raise RuntimeError(
                 f"cache counts {self._evictable} evictable and {self._protected} "
