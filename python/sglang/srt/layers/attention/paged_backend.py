@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -100,6 +101,32 @@ class AttendedRows(NamedTuple):
     first_position: Tensor | None = None
 
 
+class AttentionPlan:
+    """What all layers of one forward share. Each part is made when a layer first needs
+    it.
+
+    Attributes:
+        batch: the forward.
+    """
+
+    def __init__(self, backend: PagedAttnBackend, batch: ForwardBatch) -> None:
+        self.batch = batch
+        self._backend = backend
+
+    @cached_property
+    def view(self) -> KVReadView:
+        """The slots that attention reads. `attend` takes its arguments from it too."""
+        backend, batch = self._backend, self.batch
+        takes_new = not backend._reads_new(batch)
+        return KVReadView(
+            read_lens=batch.seq_lens if takes_new else batch.prefix_lens,
+            page_size=backend._page_size,
+            page_table=backend.page_table,
+            row_index=None if backend._is_own_table else batch.req_pool_indices,
+            takes_new=takes_new,
+        )
+
+
 class PagedAttnBackend(AttentionBackend):
     """Base of the paged backends. Subclasses differ in the ops they call.
 
@@ -124,9 +151,8 @@ class PagedAttnBackend(AttentionBackend):
         self.page_table = req_to_token_pool.req_to_token[:, :: self._page_size]
         # Whether row r of a forward reads row r of the table.
         self._is_own_table = False
-        # Of the forward that was viewed last.
-        self._viewed: ForwardBatch | None = None
-        self._view: KVReadView | None = None
+        # Of the newest forward.
+        self._plan: AttentionPlan | None = None
         # By name of the secondary group.
         self._tables = make_window_tables(kv_pool, max_rows=req_to_token_pool.size)
 
@@ -144,7 +170,7 @@ class PagedAttnBackend(AttentionBackend):
         other.page_table = page_table
         other._page_size = page_size
         other._is_own_table = True
-        other._viewed = other._view = None
+        other._plan = None
         other._tables = {
             name: tables.for_table(len(page_table))
             for name, tables in self._tables.items()
@@ -166,7 +192,7 @@ class PagedAttnBackend(AttentionBackend):
     ) -> StackRun | None:
         if self.stack_op is None or self._tables or not native_available():
             return None
-        view, batch = self._make_view(forward_batch), forward_batch
+        view, batch = self._get_plan(forward_batch).view, forward_batch
         is_decode = batch.forward_mode.is_decode
         pool = self._kv_pool
         caches = [pool.get_kv_buffer(layer) for layer in range(plan.num_layers)]
@@ -198,30 +224,22 @@ class PagedAttnBackend(AttentionBackend):
         """Nothing to fill: a graph reads the static batch and the pools."""
 
     def read_view(self, forward_batch: ForwardBatch) -> Sequence[KVReadView]:
-        return (self._make_view(forward_batch),)
+        return (self._get_plan(forward_batch).view,)
 
     def group_forwards(self, forward_batch: ForwardBatch) -> dict[str, WindowForward]:
-        view = self._make_view(forward_batch)
+        view = self._get_plan(forward_batch).view
         return {
             name: tables.make(view, forward_batch)
             for name, tables in self._tables.items()
         }
 
-    def _make_view(self, forward_batch: ForwardBatch) -> KVReadView:
-        """Return the view of a forward, the same for all layers. `attend` takes its
-        arguments from it too."""
-        if self._viewed is not forward_batch:
-            batch = self._viewed = forward_batch
-            takes_new = not self._reads_new(batch)
-            self._view = KVReadView(
-                read_lens=batch.seq_lens if takes_new else batch.prefix_lens,
-                page_size=self._page_size,
-                page_table=self.page_table,
-                row_index=None if self._is_own_table else batch.req_pool_indices,
-                takes_new=takes_new,
-            )
-        assert self._view is not None
-        return self._view
+    def _get_plan(self, forward_batch: ForwardBatch) -> AttentionPlan:
+        if self._plan is None or self._plan.batch is not forward_batch:
+            self._plan = self._make_plan(forward_batch)
+        return self._plan
+
+    def _make_plan(self, forward_batch: ForwardBatch) -> AttentionPlan:
+        return AttentionPlan(self, forward_batch)
 
     def store(
         self,
@@ -269,7 +287,7 @@ class PagedAttnBackend(AttentionBackend):
         out: Tensor,
     ) -> None:
         k_cache, v_cache = self._kv_pool.get_kv_buffer(layer.layer_id)
-        view = self._make_view(forward_batch)
+        view = self._get_plan(forward_batch).view
         rows = AttendedRows(
             view.page_table,
             view.row_index,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.layers.attention.compared_bytes import ComparedBytes
 from sglang.srt.layers.attention.paged_backend import (
     AttendedRows,
+    AttentionPlan,
     PagedAttnBackend,
     store_kv,
 )
@@ -67,6 +69,49 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
 
 
+class TritonPlan(AttentionPlan):
+    """Adds the parts of long prefills."""
+
+    _backend: TritonAttnBackend
+
+    @cached_property
+    def prefix(self) -> tuple[PrefixBlock, ...]:
+        """Cached latents that the forward expands."""
+        view, lens = self.view, self.batch.lens_cpu
+        assert view.page_table is not None and lens is not None
+        return prefix_blocks(
+            view.page_table,
+            row_index=view.row_index,
+            prefix_lens=self.batch.prefix_lens,
+            lens=lens.prefix_lens,
+            page_size=view.page_size,
+            most=latent_form.PREFIX_BLOCK,
+        )
+
+    @cached_property
+    def extend(self) -> ExtendPlan | None:
+        """The plan of `extend_hopper`, or None if it does not serve this forward."""
+        batch, lens = self.batch, self.batch.lens_cpu
+        is_prefill = batch.forward_mode is ForwardMode.EXTEND
+        if not self._backend.plans_prefills or not is_prefill or lens is None:
+            return None
+        if sum(lens.extend_lens) < MIN_TOKENS:
+            return None
+        size = plan_size(lens.prefix_lens, lens.extend_lens)
+        if size.elements > gathered_elements(self._backend.max_context):
+            return None
+        view = self.view
+        assert view.page_table is not None and batch.qo_indptr is not None
+        return plan_extend(
+            view.page_table,
+            row_index=view.row_index,
+            page_size=view.page_size,
+            qo_indptr=batch.qo_indptr,
+            prefix_lens=batch.prefix_lens,
+            size=size,
+        )
+
+
 class TritonAttnBackend(PagedAttnBackend):
     """Attention with Triton kernels. All layers and graphs share one workspace of each
     kind, because forwards do not overlap."""
@@ -81,7 +126,7 @@ class TritonAttnBackend(PagedAttnBackend):
     def __init__(self, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache) -> None:
         super().__init__(req_to_token_pool=req_to_token_pool, kv_pool=kv_pool)
         self._rows = req_to_token_pool.size
-        self._max_context = req_to_token_pool.context_len
+        self.max_context = req_to_token_pool.context_len
         self._device = req_to_token_pool.device
         k_cache, v_cache = kv_pool.get_kv_buffer(0)
         self._head_dim, self._v_head_dim = k_cache.shape[-1], v_cache.shape[-1]
@@ -93,13 +138,7 @@ class TritonAttnBackend(PagedAttnBackend):
         self._workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
         # All layers have one head size.
         self._extend_workspace: ExtendWorkspace | None = None
-        # Prefixes of the forward that was expanded last; all layers share them.
-        self._expanded: ForwardBatch | None = None
-        self._prefix: tuple[PrefixBlock, ...] = ()
-        # Plan of the forward that was planned last.
-        self._planned: ForwardBatch | None = None
-        self._plan: ExtendPlan | None = None
-        self._plans = hopper_serves(
+        self.plans_prefills = hopper_serves(
             head_dim=self._head_dim, dtype=kv_pool.dtype, device=k_cache.device
         )
 
@@ -109,7 +148,7 @@ class TritonAttnBackend(PagedAttnBackend):
         costs more than the separate pass of the read check. On the CPU kernels are
         interpreted."""
         known = super().capabilities
-        is_cheap = self._plans or torch.device(self._device).type != "cuda"
+        is_cheap = self.plans_prefills or torch.device(self._device).type != "cuda"
         return replace(known, compares_bytes=is_cheap and not self._is_latent)
 
     def compare_bytes(self, groups: Mapping[str, AttendedBytes]) -> None:
@@ -122,7 +161,6 @@ class TritonAttnBackend(PagedAttnBackend):
         assert isinstance(other, TritonAttnBackend)
         other._rows = len(page_table)
         other._workspaces = {}
-        other._expanded = other._planned = None
         return other
 
     def wrap_calls(
@@ -183,7 +221,7 @@ class TritonAttnBackend(PagedAttnBackend):
                 q_heads=layer.num_heads,
                 kv_heads=layer.num_kv_heads,
                 head_dim=layer.head_dim,
-                max_context=self._max_context,
+                max_context=self.max_context,
                 device=self._device,
             )
         return workspace
@@ -195,64 +233,31 @@ class TritonAttnBackend(PagedAttnBackend):
             expansion = Expansion(
                 weight=layer.weight,
                 new_slots=forward_batch.out_cache_loc,
-                prefix=self._prefix_blocks(forward_batch),
+                prefix=self._get_triton_plan(forward_batch).prefix,
             )
             return self.expanded_op, {"expansion": expansion}
         if self._reads_new(forward_batch):
             # The store left k as the pool holds it.
             options: dict[str, Any] = {"k_new": k, "v_new": v}
             if layer.window <= 0 and layer.logit_cap == 0:
-                options["plan"] = self._forward_plan(forward_batch)
+                options["plan"] = self._get_triton_plan(forward_batch).extend
             return self.extend_op, options
         return self.extend_op, {"workspace": self._shared_workspace()}
 
-    def _prefix_blocks(self, forward_batch: ForwardBatch) -> tuple[PrefixBlock, ...]:
-        if self._expanded is not forward_batch:
-            view, lens = self._make_view(forward_batch), forward_batch.lens_cpu
-            assert view.page_table is not None and lens is not None
-            self._expanded = forward_batch
-            self._prefix = prefix_blocks(
-                view.page_table,
-                row_index=view.row_index,
-                prefix_lens=forward_batch.prefix_lens,
-                lens=lens.prefix_lens,
-                page_size=view.page_size,
-                most=latent_form.PREFIX_BLOCK,
-            )
-        return self._prefix
+    def _make_plan(self, forward_batch: ForwardBatch) -> TritonPlan:
+        return TritonPlan(self, forward_batch)
 
-    def _forward_plan(self, forward_batch: ForwardBatch) -> ExtendPlan | None:
-        """Return None if `extend_hopper` does not serve this forward."""
-        if self._planned is not forward_batch:
-            self._planned = forward_batch
-            self._plan = self._new_plan(forward_batch) if self._plans else None
-        return self._plan
-
-    def _new_plan(self, forward_batch: ForwardBatch) -> ExtendPlan | None:
-        lens = forward_batch.lens_cpu
-        is_prefill = forward_batch.forward_mode is ForwardMode.EXTEND
-        if not is_prefill or lens is None or sum(lens.extend_lens) < MIN_TOKENS:
-            return None
-        size = plan_size(lens.prefix_lens, lens.extend_lens)
-        if size.elements > gathered_elements(self._max_context):
-            return None
-        view = self._make_view(forward_batch)
-        assert view.page_table is not None and forward_batch.qo_indptr is not None
-        return plan_extend(
-            view.page_table,
-            row_index=view.row_index,
-            page_size=view.page_size,
-            qo_indptr=forward_batch.qo_indptr,
-            prefix_lens=forward_batch.prefix_lens,
-            size=size,
-        )
+    def _get_triton_plan(self, forward_batch: ForwardBatch) -> TritonPlan:
+        plan = self._get_plan(forward_batch)
+        assert isinstance(plan, TritonPlan)
+        return plan
 
     def _shared_workspace(self) -> ExtendWorkspace:
         """Return the workspace of extends and of decodes over latents."""
         if self._extend_workspace is None:
             self._extend_workspace = extend_workspace(
                 head_dim=self._v_head_dim,
-                max_context=self._max_context,
+                max_context=self.max_context,
                 device=self._device,
             )
         return self._extend_workspace
