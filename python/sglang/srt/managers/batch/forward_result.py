@@ -1,5 +1,6 @@
-"""The result of a forward, and the slots that a decode iteration needs: shared by
-scheduler and workers."""
+"""The result of a forward and the slots a decode iteration needs, shared by the
+scheduler and the workers.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +15,24 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class GenerationBatchResult:
-    """The results of one forward that the host needs, there once `copy_done` is
-    reached.
+    """The results of one forward on the host; valid once `copy_done` is reached.
 
     Fields:
-        packed: int64 words: `stride` tokens of each request, accept lengths if there
-            are any, then the findings of the KV canary, pool by pool
-            (`kv_canary/findings.py`), then its marks. On the CPU a list.
-        bs: requests.
+        packed: int64 words: `stride` tokens per request, then accept lengths (if any),
+            then the KV canary's findings for each pool (`kv_canary/findings.py`), then
+            its marks. A list on the CPU.
+        bs: number of requests.
         stride: tokens per request (1 without speculation).
-        has_accept_lens: False where each request got one token.
-        num_pools: KV pools with findings: the target's, and the draft's where it
-            worked. has_marks: whether there are marks.
-        logprobs: of the sampled tokens, for requests that asked.
-        input_logprobs: of prompt tokens, by index in the batch, for requests that
-            asked.
-        hidden: [T, H], where a request asked; with accept lengths `stride` rows of each
-            request, like its tokens.
-        copy_done: event of the copy to the host; None: already there.
+        has_accept_lens: False if each request got exactly one token.
+        num_pools: number of KV pools with findings: the target's, plus the draft's if
+            it ran. has_marks: whether there are marks.
+        logprobs: logprobs of the sampled tokens, for requests that asked for them.
+        input_logprobs: logprobs of prompt tokens by batch index, for requests that
+            asked for them.
+        hidden: [T, H] hidden states if any request asked for them; with accept lengths,
+            `stride` rows per request, laid out like the tokens.
+        copy_done: event that marks the end of the copy to the host, or None if the data
+            is already there.
     """
 
     packed: torch.Tensor | list[int]
@@ -57,7 +58,7 @@ class GenerationBatchResult:
 
     @property
     def accept_lens(self) -> list[int] | None:
-        """[b], or None where each request got one token."""
+        """[b], or None if each request got exactly one token."""
         if not self.has_accept_lens:
             return None
         begin = self.bs * self.stride
@@ -65,7 +66,7 @@ class GenerationBatchResult:
 
     @property
     def findings(self) -> list[list[int]]:
-        """Words of the KV canary's findings by pool; none while it is off."""
+        """Words of the KV canary's findings by pool; empty while it is off."""
         words = self._unpacked()
         begin = self.bs * (self.stride + self.has_accept_lens)
         end = len(words) - 2 * self.bs * self.has_marks
@@ -76,8 +77,9 @@ class GenerationBatchResult:
 
     @property
     def marks(self) -> tuple[list[int], list[int]] | None:
-        """(serials, words 0 of the last tokens), [b] each, as the KV canary noted them
-        on the device; None while it is off."""
+        """(serials, words 0 of the last tokens), [b] each, as recorded on the device by
+        the KV canary, or None while it is off.
+        """
         if not self.has_marks:
             return None
         words, bs = self._unpacked(), self.bs
@@ -88,6 +90,6 @@ class GenerationBatchResult:
         """`packed` on the host; waits for the copy."""
         if isinstance(self.packed, torch.Tensor):
             self.wait()
-            # Once: slicing small tensors would take longer.
+            # Convert once: slicing many small tensors would take longer.
             self.packed = self.packed.tolist()
         return self.packed

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 class GrammarMasks:
-    """Fills the masks. A request whose grammar fails is sampled freely in this step: it
-    does not keep the result (`Req.grammar_failure`).
+    """Fills the masks. A request whose grammar fails is sampled without a mask in this
+    step, because it discards the result (`Req.grammar_failure`).
 
     Args:
-        max_batch_size: requests of a batch at most.
+        max_batch_size: maximum number of requests in a batch.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class GrammarMasks:
         )
 
     def for_requests(self, batch: ScheduleBatch) -> SamplingBatchInfo:
-        """The batch's sampling info with a mask per request."""
+        """Return the batch's sampling info with one mask per request."""
         for req, row in zip(batch.reqs, self._masks, strict=False):
             if req.grammar is None:
                 row.fill_(-1)
@@ -52,10 +52,10 @@ class GrammarMasks:
         return self._with_masks(batch, self._masks[: len(batch)])
 
     def for_nodes(self, batch: ScheduleBatch, tree: DraftTree) -> SamplingBatchInfo:
-        """The batch's sampling info with a mask per node of its draft trees, [b * D,
+        """Return the batch's sampling info with one mask per draft-tree node, [b * D,
         words].
 
-        Reads the trees on the host: a request with a grammar waits for its draft.
+        Reads the trees on the host, so a request with a grammar waits for its draft.
         """
         links = torch.stack((tree.tokens, tree.next_token, tree.next_sibling)).cpu()
         nodes = tree.tokens.shape[1]

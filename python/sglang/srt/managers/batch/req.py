@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 _serials = itertools.count(1)
 
-# A request whose grammar grows to its limits goes on with another one, but not for less
-# than so many tokens.
+# A request whose grammar reaches its limits continues with another one, but only if the
+# last one lasted at least this many tokens.
 MIN_TOKENS_PER_GRAMMAR = 32
 
 
@@ -55,14 +55,14 @@ class Req:
     Attributes:
         serial: number of the request in this process, never reused.
         arrived: when this process took it, in seconds of the monotonic clock.
-        finished_len: output tokens that count; set with `finish_reason`.
+        finished_len: number of output tokens that count; set with `finish_reason`.
         stop_ids: tokens that end the output; one set for all copies of a prompt.
-        max_total_len: prompt plus output at most.
+        max_total_len: maximum of prompt plus output tokens.
         input_embeds: float32 [prompt_len, hidden_size] in place of the prompt's tokens,
-            which are then all 0. Such a prompt shares no prefix with anybody.
-        is_chunked: the prefill that runs now does not reach the end of `tokens`.
-        grammar_failure: why it has lost its grammar, until it has another one. It
-            keeps nothing of the step in which that happened, or its first tokens.
+            which are then all 0. Such a prompt shares its prefix with no other request.
+        is_chunked: whether the current prefill stops before the end of `tokens`.
+        grammar_failure: why the request lost its grammar, until it has another one. Of
+            the step in which that happened it keeps nothing, or the first tokens.
     """
 
     def __init__(
@@ -146,27 +146,27 @@ class Req:
 
     @property
     def decodes_on(self) -> bool:
-        """Whether it needs one more forward than were prepared for it."""
+        """Whether it needs another forward after those already prepared."""
         return not self.is_finished and self.committed_len + 1 < self.max_total_len
 
     @property
     def output_len(self) -> int:
-        """Output tokens that count: after a finish inside a run, those up to it."""
+        """Number of output tokens that count: all, or up to the finish."""
         if self.finished_len is not None:
             return self.finished_len
         return len(self.tokens) - self.prompt_len
 
     @property
     def remaining_new_tokens(self) -> int:
-        """Tokens that it may still sample."""
+        """Number of tokens that it may still sample."""
         return max(self.max_total_len - len(self.tokens), 0)
 
     def cacheable_prefix_len(self) -> int:
-        """Tokens that a prefix match may cover.
+        """Number of tokens that a prefix match may cover.
 
-        All but the last, whose logits are needed, and none whose logits score a prompt
-        token or whose hidden state is still owed; nothing of a prompt that is not made
-        of tokens.
+        Excludes the last token, because its logits are needed, and any token whose
+        logits score a prompt token or whose hidden state is still owed. Zero for a
+        prompt of embeddings.
         """
         if self.input_embeds is not None:
             return 0
@@ -189,7 +189,7 @@ class Req:
         self.finished_len = at
 
     def finish_if_aborted(self) -> bool:
-        """Turn a pending abort into the finish; True where there was one."""
+        """Turn a pending abort into the finish; returns whether there was one."""
         if self.abort_message is None or self.is_finished:
             return False
         self.abort(self.abort_message, status_code=499)
@@ -199,8 +199,9 @@ class Req:
         self.grammar, self.grammar_failure = grammar, None
 
     def lose_grammar(self) -> bool:
-        """Let go of a grammar that has failed; False where the request fails with it,
-        because the grammar before it failed nearly at the same token."""
+        """Drop a grammar that has failed. Returns False if the request fails with it,
+        because the previous grammar failed at almost the same token.
+        """
         assert self.grammar_failure is not None
         before, self._grammar_lost_at = self._grammar_lost_at, self.output_len
         self.grammar = None
@@ -223,13 +224,14 @@ class Req:
         self.finish(FinishReason(type="length", length=at), at=at)
 
     def finish_by_grammar(self) -> None:
-        """End because nothing may follow; no token is to be trimmed."""
+        """End because the grammar allows nothing more; no token is trimmed."""
         self.finish(FinishReason(type="stop"), at=len(self.tokens) - self.prompt_len)
 
     @property
     def hidden_end(self) -> int:
-        """Positions whose hidden states count: of all tokens but the newest, and of the
-        prompt."""
+        """End of the positions whose hidden states count: the prompt and all tokens but
+        the newest.
+        """
         return self.prompt_len + max(self.output_len - 1, 0)
 
     def _check_finished(self, before: int, new_tokens: Sequence[int]) -> None:
@@ -251,7 +253,9 @@ class Req:
             self.finish_by_length()
 
     def prepare_again(self) -> None:
-        """Prepare for another prefill, its memory released; nothing is sent twice."""
+        """Prepare for another prefill after its memory was released; nothing is sent
+        twice.
+        """
         self.num_restarts += 1
         self.is_chunked = False
         self.no_cache = self.input_embeds is not None
@@ -264,7 +268,7 @@ class Req:
     def rewind(self, num_tokens: int) -> None:
         """Forget all tokens after the first `num_tokens`, and an end that followed.
 
-        A grammar cannot go back over its end: it is let go, to be made again.
+        A grammar cannot be rewound past its end, so it is dropped and compiled again.
         """
         del self.tokens[num_tokens:]
         self.finish_reason = self.finished_len = None

@@ -27,12 +27,12 @@ class ReqLogprobs:
 
     Attributes:
         is_wanted: whether the client gets any.
-        top_num: most likely tokens per position.
+        top_num: number of most likely tokens per position.
         token_ids: tokens whose log probabilities are named at every position.
         start: first prompt position that is scored, or -1 for none.
         score_from: next position whose logits score a prompt token, or None when all
             are scored.
-        input, output: of prompt and output positions.
+        input, output: entries of prompt and output positions.
     """
 
     __slots__ = (
@@ -64,8 +64,8 @@ class ReqHiddenStates:
 
     Attributes:
         are_wanted: whether the client gets any.
-        only_last: whether it gets the last one alone.
-        states: of positions from `begin` on.
+        only_last: whether it gets only the last one.
+        states: states of the positions from `begin`.
         until: positions below it have been computed.
     """
 
@@ -85,14 +85,14 @@ class ReqHiddenStates:
         return self.until if self.are_wanted and not self.only_last else None
 
     def store(self, start: int, states: torch.Tensor, *, newest: int) -> None:
-        """Keep the states of each position once; a retracted request computes some of
-        them again.
+        """Keep the states of each position once; a retracted request recomputes some of
+        them.
 
-        A request for the last state alone keeps the one of the newest known token and
-        those of accepted drafts, because the output may end at any of them.
+        A request for the last state only keeps the newest known token's state and the
+        accepted drafts' states, because the output may end at any of them.
 
         Args:
-            states: [n, H], of positions from `start` on.
+            states: [n, H], states of the positions from `start`.
             newest: position of the newest known token.
         """
         end = start + len(states)
@@ -106,7 +106,7 @@ class ReqHiddenStates:
         self.until = max(self.until, end)
 
     def drop(self, start: int) -> None:
-        """Forget the states of positions from `start` on."""
+        """Drop the states of positions from `start`."""
         del self.states[max(start - self.begin, 0) :]
         self.until = min(self.until, start)
 
@@ -131,8 +131,8 @@ class Heals:
     """Healings since the request's last new token.
 
     Fields:
-        count: how many.
-        num_tokens: tokens that the request had at the last one.
+        count: number of healings.
+        num_tokens: number of tokens that the request had at the last one.
     """
 
     count: int = 0
@@ -150,7 +150,7 @@ class Heals:
 
 @dataclass(slots=True, kw_only=True)
 class Verifications:
-    """Verifications of drafts, and the output tokens that they yielded."""
+    """Numbers of verified drafts and of the output tokens they yielded."""
 
     count: int = 0
     accepted_tokens: int = 0

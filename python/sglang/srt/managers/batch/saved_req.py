@@ -21,13 +21,14 @@ class SavedReq:
     """An unfinished request between two steps.
 
     Fields:
-        num_tokens: prompt and output so far.
-        row: of `req_to_token`; 0: it holds no memory.
-        run: index of the saved run whose path it has locked; -1: the root.
-        slots: int64 [allocated], of its row.
-        num_heals, healed_len: of `Req.heals`. score_from: of `Req.logprobs`.
-        hidden_until: of `Req.hidden`.
-        Others: of `Req`, by their names there.
+        num_tokens: number of prompt and output tokens so far.
+        row: row in `req_to_token`, or 0 if the request holds no memory.
+        run: index of the saved run whose path it has locked, or -1 for the root.
+        slots: int64 [allocated], the slots in its row.
+        num_heals, healed_len: fields of `Req.heals`. score_from: field of
+            `Req.logprobs`.
+        hidden_until: field of `Req.hidden`.
+        Others: the attributes of `Req` with the same names.
     """
 
     serial: int
@@ -83,10 +84,10 @@ def save_req(req: Req, rows: ReqToTokenPool, runs: dict[int, int]) -> SavedReq:
 
 
 def load_req(req: Req, saved: SavedReq, *, node: TreeNode) -> None:
-    """Give a new request what a saved one held.
+    """Restore a saved request's state into a new request.
 
     Args:
-        node: of the saved tree, the root where it has locked nothing.
+        node: the locked node of the saved tree, or the root if nothing is locked.
     """
     req.req_pool_idx = saved.row
     req.committed_len = saved.committed
@@ -103,6 +104,6 @@ def load_req(req: Req, saved: SavedReq, *, node: TreeNode) -> None:
     req.logprobs.score_from = saved.score_from
     req.hidden.begin = req.hidden.until = saved.hidden_until
     req.abort_message = saved.abort_message
-    # Sent before, to a client that is not here.
+    # Already sent, to a client that is not here.
     req.sent.tokens = req.output_len
     req.logprobs.is_wanted = False

@@ -2,7 +2,7 @@
 device.
 
 `prepare_for_extend` and `prepare_for_decode` take slots and write the rows;
-`forward_batch` then describes the forward. Knows nothing of queues or policies.
+`forward_batch` then describes the forward. Knows nothing about queues or policies.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class BatchEnvironment:
     """Constants that every batch of a scheduler shares.
 
     Fields:
-        decode_reserve: KV slots after the known ones that a speculative iteration
-            needs; 0: decode steps take one slot each.
+        decode_reserve: KV slots that a speculative iteration needs beyond the known
+            ones, or 0 if each decode step takes one slot.
     """
 
     cache: BasePrefixCache
@@ -58,16 +58,17 @@ class BatchEnvironment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchRecord:
-    """A prepared batch as it was launched: the batch itself goes on changing.
+    """A snapshot of a launched batch; the batch itself keeps changing.
 
     Fields:
         reqs: rows of the forward.
-        is_speculative: whether `is_decode` and the step verifies drafts.
-        is_chunked: rows whose prompt went on after this forward; they sampled nothing.
+        is_speculative: whether this is a decode step that verifies drafts.
+        is_chunked: rows whose prompt continues after this forward; they sampled
+            nothing.
         logprob_reqs: requests whose logprobs the result holds, in order.
         starts, ends: int64 [R] on the host; tokens with KV before and after the
             forward.
-        dropped: serials of requests that take nothing from this forward any more.
+        dropped: serials of requests that no longer use this forward's result.
     """
 
     reqs: tuple[Req, ...]
@@ -81,7 +82,7 @@ class LaunchRecord:
     dropped: set[int] = field(default_factory=set)
 
     def live_rows(self) -> list[int]:
-        """Rows whose requests still take their part of the result."""
+        """Rows whose requests still use the result."""
         dropped = self.dropped
         return [
             row
@@ -90,7 +91,7 @@ class LaunchRecord:
         ]
 
     def before_result(self) -> StepStart:
-        """The requests as they are before the result is processed."""
+        """Return the state of the requests before the result is processed."""
         return StepStart(
             live=frozenset(self.live_rows()),
             lengths=[len(req.tokens) for req in self.reqs],
@@ -102,8 +103,8 @@ class StepStart:
     """The requests of a step before its result is processed.
 
     Fields:
-        live: rows whose requests take their part of the result.
-        lengths: tokens of each request.
+        live: rows whose requests use the result.
+        lengths: number of tokens of each request.
     """
 
     live: frozenset[int]
@@ -114,14 +115,14 @@ class ScheduleBatch:
     """Requests that run together.
 
     Attributes:
-        reqs: in row order.
+        reqs: the requests in row order.
         seq_lens_cpu: int64 [R], tokens with KV once the prepared forward has run.
         req_pool_indices_cpu: int64 [R], rows of `req_to_token`.
         serials: int64 [R] on the host; replaced, never changed.
         seq_lens, req_pool_indices: the same on the device.
-        sampling_info: of the requests, without grammar masks.
-        starting_rows: int64, rows that hold slots for a speculative iteration and have
-            begun none since their prefill.
+        sampling_info: sampling parameters of the requests, without grammar masks.
+        starting_rows: int64, rows that hold slots for a speculative iteration but have
+            not started one since their prefill.
     """
 
     def __init__(self, reqs: list[Req], env: BatchEnvironment) -> None:
@@ -184,7 +185,7 @@ class ScheduleBatch:
         return host.pin_memory().to(self.env.device, non_blocking=True)
 
     def _upload_vectors(self, vectors: IntArray) -> torch.Tensor:
-        """Int64 [n, length] in one upload, each vector as `padded_vectors` has it."""
+        """Upload int64 [n, length] at once, padded as in `padded_vectors`."""
         return self._upload(padded_vectors(vectors))[:, : vectors.shape[1]]
 
     # -- composition ---------------------------------------------------------------
@@ -195,20 +196,21 @@ class ScheduleBatch:
             self._take(keep)
 
     def filter_decoding(self) -> None:
-        """Keep the requests that decode on.
+        """Keep the requests that continue to decode.
 
-        A request that ends by length in a forward still in flight is known already.
+        A request that ends by length in a forward still in flight is already known to
+        end.
         """
         self.filter([i for i, r in enumerate(self.reqs) if r.decodes_on])
 
     def sort_for_decode(self) -> None:
-        """Sort longest first: a GPU starts the programs of a launch in row order, and
-        with short rows at the end no multiprocessor is left alone with a long one.
+        """Sort longest first: a GPU starts thread blocks in row order, so with short
+        rows last no multiprocessor is left alone with a long one.
         """
         self.filter(self._longest_first())
 
     def merge(self, other: ScheduleBatch) -> None:
-        """Take in the requests of `other`; all of them then decode, longest first."""
+        """Add the requests of `other`; all of them then decode, longest first."""
         self.reqs = self.reqs + other.reqs
         self.req_pool_indices_cpu = np.concatenate(
             [self.req_pool_indices_cpu, other.req_pool_indices_cpu]
@@ -234,16 +236,16 @@ class ScheduleBatch:
     def prepare_for_extend(
         cls, reqs: list[Req], extend_lens: Sequence[int], env: BatchEnvironment
     ) -> ScheduleBatch | None:
-        """A batch that prefills the next `extend_lens` tokens of each request.
+        """Return a batch that prefills the next `extend_lens` tokens of each request.
 
         New requests (row 0) get a row, with their cached prefix and all their tokens.
 
         Returns:
-            None, with nothing taken, where the slots do not suffice.
+            None if there are not enough slots; nothing is taken then.
 
         Raises:
-            RuntimeError: a request has no token to prefill, so that nothing would
-                yield its next one.
+            RuntimeError: a request has no token to prefill, so nothing would yield its
+                next token.
         """
         for req, length in zip(reqs, extend_lens, strict=True):
             if length < 1:
@@ -283,8 +285,9 @@ class ScheduleBatch:
     def prepare_for_refill(
         cls, reqs: list[Req], extend_lens: Sequence[int], env: BatchEnvironment
     ) -> ScheduleBatch:
-        """A batch that prefills the next `extend_lens` tokens of each request into the
-        slots that its row names already; takes nothing."""
+        """Return a batch that prefills the next `extend_lens` tokens of each request
+        into the slots already in its row; takes no slots.
+        """
         batch = cls(reqs, env)
         batch.forward_mode = ForwardMode.EXTEND
         starts = batch.seq_lens_cpu
@@ -305,8 +308,8 @@ class ScheduleBatch:
         return batch
 
     def prepare_for_decode(self) -> bool:
-        """Take the slots of one decode step; False, with nothing taken, where they do
-        not suffice even after eviction.
+        """Take the slots for one decode step. Returns False and takes nothing if there
+        are not enough even after eviction.
         """
         self.forward_mode = ForwardMode.DECODE
         self._update_groups()
@@ -325,8 +328,9 @@ class ScheduleBatch:
         return True
 
     def _update_groups(self) -> None:
-        """Now and then free what no token reads any more in the secondary groups, and
-        publish what changed in them."""
+        """Periodically free secondary-group slots that no token reads any more, and
+        publish what changed.
+        """
         groups = self.env.cache.allocator.secondary
         if not groups:
             return
@@ -336,8 +340,9 @@ class ScheduleBatch:
             group.sync()
 
     def _prepare_for_speculation(self) -> bool:
-        """Take the slots of a speculative step, whose length only the device knows:
-        `seq_lens_cpu` counts what is known."""
+        """Take the slots for a speculative step. Only the device knows its length;
+        `seq_lens_cpu` counts the known tokens.
+        """
         reqs = self.reqs
         committed = np.fromiter((r.committed_len for r in reqs), np.int64)
         held = np.fromiter((r.allocated_len for r in reqs), np.int64)
@@ -351,7 +356,7 @@ class ScheduleBatch:
         if allocated is None:
             return False
         self.seq_lens_cpu = self._prefix_lens = committed
-        # A prefill takes the slots of its tokens and no more.
+        # A prefill takes slots for its own tokens only.
         self.starting_rows = np.flatnonzero(held == committed)
         for req, end in zip(reqs, allocated.tolist(), strict=True):
             req.allocated_len = end
@@ -362,12 +367,13 @@ class ScheduleBatch:
         return torch.cat((self.req_pool_indices[None], self._identity))
 
     def identity_of(self, rows: IntArray) -> torch.Tensor:
-        """The same of these rows, [4, len(rows)]."""
+        """The identity of these rows, [4, len(rows)]."""
         return self.identity().index_select(1, self._upload(rows))
 
     def known_lens(self) -> list[int] | None:
-        """Tokens with KV, where attention needs them on the host; exact only while no
-        result is in flight."""
+        """Tokens with KV, if attention needs them on the host; exact only while no
+        result is in flight.
+        """
         return self.seq_lens_cpu.tolist() if self.env.needs_host_lens else None
 
     def _advance(self, slots: torch.Tensor, ends: IntArray) -> None:
@@ -392,15 +398,17 @@ class ScheduleBatch:
         """The prepared forward.
 
         Args:
-            sampling_info: may carry this step's grammar masks.
-            capture_hidden_mode: hidden states that the worker needs in any case.
+            sampling_info: the batch's sampling info, possibly with this step's grammar
+                masks.
+            capture_hidden_mode: hidden states that the worker needs even if no request
+                asks for them.
         """
         if self.forward_mode.is_decode:
             return self._decode_forward_batch(sampling_info)
         return self._extend_forward_batch(sampling_info, capture_hidden_mode)
 
     def token_history(self) -> TokenHistory | None:
-        """Tokens of each row, where a penalty needs them."""
+        """Tokens of each row, if a penalty needs them."""
         if not self.sampling_info.has_penalty:
             return None
         return TokenHistory(
@@ -474,8 +482,9 @@ class ScheduleBatch:
     def _input_embeds(
         self, spans: Sequence[tuple[Req, int, int]]
     ) -> InputEmbeds | None:
-        """Embeddings of the new prompt tokens of requests that brought some. The output
-        of a retracted request is new, too, and has tokens."""
+        """Embeddings of the new prompt tokens of requests that supplied embeddings. A
+        retracted request's output is also new, but consists of tokens.
+        """
         rows, values, offset = [], [], 0
         for req, start, end in spans:
             if req.input_embeds is not None and start < req.prompt_len:
@@ -491,7 +500,7 @@ class ScheduleBatch:
         )
 
     def prefix_lens(self) -> list[int]:
-        """Tokens per request that have KV before the prepared prefill."""
+        """Number of tokens per request that have KV before the prepared prefill."""
         lens: list[int] = self._prefix_lens.tolist()
         return lens
 
@@ -507,7 +516,7 @@ class ScheduleBatch:
         return wanted if self.wants_hidden_states else CaptureHiddenMode.NULL
 
     def record(self) -> LaunchRecord:
-        """The prepared batch, as the processing of its result needs it."""
+        """Return a snapshot of the prepared batch for processing its result."""
         return LaunchRecord(
             reqs=tuple(self.reqs),
             is_decode=self.forward_mode.is_decode,
@@ -521,7 +530,7 @@ class ScheduleBatch:
         )
 
     def sampled_rows(self) -> torch.Tensor | None:
-        """Indices of the rows whose sampled token counts; None: all of them.
+        """Indices of the rows whose sampled token counts, or None if all do.
 
         A chunk that does not reach the end of its prompt samples nothing.
         """

@@ -1,7 +1,7 @@
-"""Whose request the running task handles: set at the door, read where it matters.
+"""The client whose request the running task handles: set on entry, read where needed.
 
-A context variable and no argument: a route that forgot to hand it on would put its
-requests out of their owner's reach.
+A context variable rather than an argument: a route that forgot to pass it on would put
+its requests out of their owner's reach.
 """
 
 from collections.abc import Callable, Coroutine
@@ -9,17 +9,17 @@ from contextvars import ContextVar
 from typing import Any
 
 CALLER: ContextVar[str] = ContextVar("caller", default="")
-"""A name made of the client's key; empty where there are no keys."""
+"""A name derived from the client's key; empty if there are no keys."""
 
 PEER: ContextVar[str] = ContextVar("peer", default="")
-"""The address that the request came from; empty for the offline engine."""
+"""The address the request came from; empty for the offline engine."""
 
 LEAVING: ContextVar[Callable[[], Coroutine[Any, Any, None]] | None] = ContextVar(
     "leaving", default=None
 )
-"""Waits until the client has left; to be called once its body is read."""
+"""Waits until the client has left; call it once the body is read."""
 
 
 def client_tag() -> str:
-    """Tells clients apart where they share something: by key and address."""
+    """Identify a client by key and address, for sharing resources fairly."""
     return f"{CALLER.get()}@{PEER.get()}"

@@ -1,4 +1,4 @@
-"""Messages in OpenAI's format, checked and brought into the form of chat templates.
+"""Validates messages in OpenAI's format and converts them for chat templates.
 
 Owns the roles, the fields and the content parts that this engine accepts.
 """
@@ -12,10 +12,10 @@ from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-# Fields that a message of the role has no use for, and whose loss would change what it
-# says; further fields are ignored.
+# Fields that a message of this role cannot use, but whose loss would change its
+# meaning; other fields are ignored.
 SAYING_FIELDS = ("audio", "function_call", "image", "images", "tool_calls", "videos")
-# Others that messages have. Some are in answers that clients send back.
+# Other fields of messages. Some come from answers that clients send back.
 KNOWN_FIELDS = frozenset(
     (
         *SAYING_FIELDS,
@@ -32,7 +32,7 @@ ASSISTANT_PARTS = {**TEXT_PARTS, "refusal": "refusal"}
 def template_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return the messages in the form that `ChatTemplate.render` takes.
 
-    A tool's message bears the name of the function that was called.
+    A tool message gets the name of the function that was called.
 
     Raises:
         BadRequest: names the message and the field.
@@ -61,7 +61,7 @@ def _plain_message(index: int, message: Mapping[str, Any]) -> dict[str, Any]:
         )
     for field in SAYING_FIELDS:
         is_read = field == "tool_calls" and role == "assistant"
-        # Clients send empty lists and nulls in place of fields that a message lacks.
+        # Clients send empty lists and nulls for fields that a message lacks.
         if not is_read and message.get(field) not in (None, [], {}, ""):
             raise BadRequest(
                 f"{where}.{field} is not supported", param=f"{where}.{field}"
@@ -135,7 +135,7 @@ def _tool_call(where: str, call: Any) -> dict[str, Any]:
 
 
 def _arguments(where: str, value: Any) -> dict[str, Any] | str:
-    """Return the arguments as they were sent; none at all are an empty object."""
+    """Return the arguments as sent; missing ones become an empty object."""
     if value is None or value == "":
         return "{}"
     if not isinstance(value, dict | str):
@@ -153,7 +153,7 @@ def _string(holder: Mapping[str, Any], name: str, *, where: str) -> str:
 
 
 def _text(where: str, content: Any, parts: Mapping[str, str]) -> str:
-    """Return the text of content; `parts`: type of a part -> its field with text."""
+    """Return the text of content; `parts` maps the type of a part to its text field."""
     if isinstance(content, str):
         return content
     if not isinstance(content, list):

@@ -1,7 +1,7 @@
 """The requests of the last minutes, written down when the engine dies.
 
-Bounded in number, in bytes and, for requests that have ended, in age. Knows nothing of
-clients: a dump holds no key and no address.
+Bounded in number, in bytes and, for requests that have ended, in age. Knows nothing
+about clients: a dump contains no keys or addresses.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ FORMAT = "sglang crash dump 2"
 KEPT_SECONDS = 300.0
 MAX_REQUESTS = 10_000
 MAX_BYTES = 128 << 20
-"""Most that a dump may have."""
+"""Maximum size of a dump."""
 CLOSE_SECONDS = 10.0
-"""An exit waits so long for a dump that is being written."""
+"""How long an exit waits for a dump that is being written."""
 
-# The most that a token takes, and a line beside its prompt and parameters.
+# Maximum bytes of a token, and of a line without its prompt and parameters.
 _TOKEN_BYTES = 8
 _LINE_BYTES = 2048
 MAX_REASON_CHARS = 400
-# Fields of a request that are written as they are.
+# Fields of a request that are written unchanged.
 _OPTIONS = (
     "rid",
     "stream",
@@ -57,23 +57,24 @@ _OPTIONS = (
 class _SharedParts:
     """Prompts and sampling parameters that requests share, each kept once.
 
-    Parameters are kept as they will be written: equal ones are one part, whichever
-    request they came with. A prompt is one part for the requests of a call.
+    Parameters are kept in their written form: equal ones share one part, whichever
+    request they came with. A prompt is one part for all requests of a call.
 
     Attributes:
-        num_bytes: what all parts take in a dump.
+        num_bytes: size of all parts in a dump.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self._users: dict[int, int] = {}
         self._params: dict[bytes, bytes] = {}
-        # What came last: the requests of a call share one object and come in a row.
+        # The latest objects: the requests of a call arrive in a row and share one
+        # object.
         self._last_ids: tuple[list[int], array[int]] | None = None
         self._last_params: tuple[SamplingParams, bytes] | None = None
 
     def take_prompt(self, input_ids: list[int]) -> array[int]:
-        """Return the part that holds a prompt, with one user more."""
+        """Return the part that holds a prompt, adding one user."""
         if self._last_ids is None or self._last_ids[0] is not input_ids:
             self._last_ids = (input_ids, array("i", input_ids))
         part = self._last_ids[1]
@@ -81,7 +82,7 @@ class _SharedParts:
         return part
 
     def take_params(self, params: SamplingParams) -> bytes:
-        """Return the part that holds sampling parameters, with one user more."""
+        """Return the part that holds sampling parameters, adding one user."""
         if self._last_params is None or self._last_params[0] is not params:
             one_output = msgspec.structs.replace(params, n=1)
             self._last_params = (params, msgspec.json.encode(one_output))
@@ -91,7 +92,7 @@ class _SharedParts:
         return part
 
     def drop(self, part: Shared) -> None:
-        """Take one user away; a part without any is forgotten."""
+        """Remove one user; a part without users is dropped."""
         self._users[id(part)] -= 1
         if self._users[id(part)] == 0:
             del self._users[id(part)]
@@ -116,12 +117,12 @@ class _Kept:
     """A request as it was sent to the scheduler.
 
     Fields:
-        options: of `POST /generate`, without prompt, parameters and namespace.
-        seed: of this output; None where the scheduler draws one.
-        arrived: seconds of the wall clock.
-        ended: seconds of `clock`; None while it is in flight.
-        finish: type of its end.
-        output_tokens: how many had arrived.
+        options: options of `POST /generate`, without prompt, parameters and namespace.
+        seed: seed of this output, or None if the scheduler draws one.
+        arrived: arrival time in seconds of the wall clock.
+        ended: end time in seconds of `clock`, or None while in flight.
+        finish: type of the finish reason.
+        output_tokens: number of output tokens that had arrived.
     """
 
     input_ids: array[int]
@@ -137,13 +138,13 @@ class _Kept:
 
 
 class CrashDump:
-    """Keeps requests in case that the engine dies.
+    """Keeps requests in case the engine dies.
 
     Args:
-        folder: of the files; exists.
-        clock: seconds, for the age of requests.
-        wall_clock: seconds since 1970.
-        max_bytes: of a dump; what exceeds it is dropped as requests arrive.
+        folder: existing folder for the files.
+        clock: returns seconds, for the age of requests.
+        wall_clock: returns seconds since 1970.
+        max_bytes: maximum size of a dump; the excess is dropped as requests arrive.
     """
 
     def __init__(
@@ -168,7 +169,7 @@ class CrashDump:
         self._writing: threading.Thread | None = None
 
     def on_sent(self, request: GenerateReq) -> None:
-        """Keep a request that goes to the scheduler."""
+        """Keep a request that is sent to the scheduler."""
         self._open[request.rid] = _Kept(
             input_ids=self._parts.take_prompt(request.input_ids),
             params=self._parts.take_params(request.sampling_params),
@@ -181,7 +182,7 @@ class CrashDump:
         self._trim()
 
     def on_output(self, output: RequestOutput) -> None:
-        """Note how many tokens there are so far, and the end of a request."""
+        """Record the number of tokens so far, and the end of a request."""
         kept = self._open.get(output.rid)
         if kept is None:
             return
@@ -192,8 +193,9 @@ class CrashDump:
             self._num_ended += 1
 
     def _trim(self) -> None:
-        """Drop what ended long ago; beyond the bounds, what ended first, and then what
-        arrived first."""
+        """Drop requests that ended long ago; beyond the bounds, first those that ended
+        earliest, then those that arrived earliest.
+        """
         horizon = self._clock() - KEPT_SECONDS
         while self._ended:
             first = next(iter(self._ended.values()))
@@ -215,25 +217,25 @@ class CrashDump:
         self._parts.drop(gone.params)
 
     def begin_writing(self, reason: str) -> None:
-        """Write in a thread what is kept now; no request may be sent any more."""
+        """Write the kept requests in a thread; no more requests may be sent."""
         self._writing = threading.Thread(
             target=self.write, args=(reason,), name="crash-dump", daemon=True
         )
         self._writing.start()
 
     def close(self, timeout: float = CLOSE_SECONDS) -> None:
-        """Wait for a dump that is being written, for `timeout` seconds at most."""
+        """Wait at most `timeout` seconds for a dump that is being written."""
         if self._writing is None:
             return
         self._writing.join(timeout)
         if self._writing.is_alive():
-            logger.error("crash dump: not written after %g s; it is left", timeout)
+            logger.error("crash dump: not written after %g s; giving up", timeout)
 
     def write(self, reason: str) -> Path | None:
-        """Write what is kept, as JSON lines with mode 0600.
+        """Write the kept requests as JSON lines with mode 0600.
 
-        Until it is whole its name ends in `.incomplete`. Returns None, and logs the
-        cause, where it cannot be written.
+        The name ends in `.incomplete` until the file is complete. Logs the cause and
+        returns None if it cannot be written.
         """
         path = self._folder / f"crash_dump-{time.time_ns()}.jsonl"
         begun = path.with_name(f"{path.name}.incomplete")
@@ -257,7 +259,9 @@ class CrashDump:
         return path
 
     def _lines(self, reason: str) -> Iterator[dict[str, Any]]:
-        """The head, then requests in order; what they share precedes its first user."""
+        """Yield the head, then the requests in order; shared parts precede their first
+        user.
+        """
         every = [*self._ended.values(), *self._open.values()]
         every.sort(key=lambda kept: kept.arrived)
         yield {
@@ -270,7 +274,7 @@ class CrashDump:
             "dropped": self._num_dropped,
         }
         begin = every[0].arrived if every else 0.0
-        # Who shares a cache namespace, without its digest.
+        # Which requests share a cache namespace, without its digest.
         namespaces: dict[str, str] = {}
         shared: dict[int, int] = {}
         for kept in every:

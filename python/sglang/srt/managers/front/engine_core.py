@@ -1,6 +1,6 @@
 """Connects tokenizer, scheduler process and ZeroMQ sockets to one TokenizerManager.
 
-The HTTP server and the offline Engine share it: start, readiness, an unexpected end of
+Shared by the HTTP server and the offline Engine: start, readiness, unexpected exit of
 the scheduler, and shutdown.
 """
 
@@ -32,10 +32,10 @@ LAST_MESSAGE_SECONDS = 0.2
 
 
 class StartedEngine(NamedTuple):
-    """A scheduler process that loads, and what the front reads of the checkpoint.
+    """A loading scheduler process, and what the front reads from the checkpoint.
 
     Fields:
-        sampling_defaults: of requests that leave them out.
+        sampling_defaults: values for sampling parameters that a request leaves out.
     """
 
     process: SchedulerProcess
@@ -44,10 +44,10 @@ class StartedEngine(NamedTuple):
 
 
 class EngineCore:
-    """One running engine on the front's side. To be created inside the asyncio loop.
+    """The front's side of one running engine. Create it inside the asyncio loop.
 
     Attributes:
-        manager: takes requests.
+        manager: accepts requests.
         died: set once the scheduler has ended unexpectedly.
     """
 
@@ -74,7 +74,7 @@ class EngineCore:
 
         Raises:
             ValueError: the scheduler refused the configuration.
-            SchedulerDied: it ended first.
+            SchedulerDied: the scheduler exited first.
         """
         ready = await asyncio.to_thread(self.process.wait_ready)
         self.manager.set_ready(ready)
@@ -84,7 +84,7 @@ class EngineCore:
     def close(self) -> None:
         """Drop running requests, end the scheduler, remove the sockets.
 
-        Blocks the loop: nothing else is left to do, and no thread can be started when
+        Blocks the loop: nothing else is left to do, and threads cannot be started while
         the interpreter exits.
         """
         self._is_stopping = True
@@ -95,11 +95,11 @@ class EngineCore:
         self.manager.refuse_all("the engine was shut down")
         self.manager.close()
         self._client.close()
-        # A process that is still loading does not read messages.
+        # A process that is still loading does not read messages yet.
         has_ended = self.process.stop(STOP_SECONDS if is_up else 0.0)
         if is_up and not has_ended:
             logger.warning(
-                "the scheduler did not leave within %g s; killed", STOP_SECONDS
+                "the scheduler did not exit within %g s; killed", STOP_SECONDS
             )
 
     def _on_exit_in_thread(self, exit_code: int) -> None:
@@ -133,14 +133,14 @@ def start_engine(server_args: ServerArgs, *, num_threads: int) -> StartedEngine:
 
 
 def _check_checkpoints(args: ServerArgs) -> dict[str, Any]:
-    """Read the configurations of target and draft: a scheduler would take seconds to
-    come to them.
+    """Read the configurations of target and draft early: the scheduler takes seconds to
+    reach them.
 
     Returns:
         The sampling defaults of the target.
 
     Raises:
-        ValueError: there is none, or one that no model has.
+        ValueError: a configuration is missing or belongs to no known model.
     """
     assert args.model_path is not None
     folder = resolve_model_path(args.model_path)

@@ -1,4 +1,4 @@
-"""Whether the engine still makes tokens: one question, shared by all who ask."""
+"""Checks whether the engine still makes tokens; concurrent callers share one check."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Health(NamedTuple):
-    """An engine that works.
+    """The state of a working engine.
 
     Fields:
-        age: seconds since it last showed it.
+        age: seconds since it last proved that it works.
         is_degraded: whether the KV canary healed something in the last minute, or keeps
             pages out of use.
     """
@@ -29,11 +29,10 @@ class Health(NamedTuple):
 
 
 class HealthProbe:
-    """Asks the engine at most once in `INTERVAL_SECONDS`, whoever asks how often.
+    """Asks the engine at most once per `INTERVAL_SECONDS`, however often it is called.
 
-    While requests run, that the scheduler answers between two steps is enough: a
-    request of its own would take a place in the queue from somebody. An idle engine
-    must make a token.
+    While requests run, an answer of the scheduler between two steps is enough: a probe
+    request would take a client's place in the queue. An idle engine must make a token.
     """
 
     def __init__(self, manager: TokenizerManager) -> None:
@@ -44,15 +43,16 @@ class HealthProbe:
         self._asking: asyncio.Task[None] | None = None
 
     async def check(self) -> Health:
-        """The health of the engine as it last showed it.
+        """Return the most recent health of the engine.
 
         Raises:
-            ApiError: it does not; Unavailable also where nothing came in time.
+            ApiError: the engine does not work; Unavailable also if it did not answer in
+                time.
         """
         if time.monotonic() - self._last_good > INTERVAL_SECONDS:
             if self._asking is None or self._asking.done():
                 self._asking = asyncio.create_task(self._ask())
-            # Somebody who leaves must not end it for the others.
+            # A caller that leaves must not end the check for the others.
             await asyncio.shield(self._asking)
         return Health(time.monotonic() - self._last_good, self._is_degraded)
 

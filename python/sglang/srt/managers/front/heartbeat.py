@@ -1,4 +1,4 @@
-"""Whether the scheduler's loop still turns: cheap questions, while it matters."""
+"""Checks cheaply whether the scheduler's loop still runs, while it matters."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from sglang.srt.managers.messages.errors import Unavailable
 logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 1.0
-"""A sign of life is true for so long."""
+"""How long a sign of life is valid."""
 
 
 class Heartbeat:
-    """Judges the scheduler by the age of the oldest question that it has not answered.
+    """Judges the scheduler by the age of its oldest unanswered question.
 
-    Any message of it is an answer: a stopped process, an endless loop and a device that
-    hangs send none. An idle one that nobody asked owes nothing.
+    Any message from the scheduler counts as an answer: a stopped process, an endless
+    loop or a hung device sends none. An idle scheduler that was not asked owes no
+    answer.
 
     Args:
         ask: sends a question that the scheduler answers between two steps.
-        timeout: seconds that it may take; longer than its longest step.
+        timeout: seconds it may take to answer; longer than its longest step.
     """
 
     def __init__(self, ask: Callable[[], None], *, timeout: float) -> None:
@@ -34,7 +35,7 @@ class Heartbeat:
         self._is_reported = False
 
     def on_sign(self) -> None:
-        """Note a message of the scheduler."""
+        """Record a message from the scheduler."""
         if self._is_reported:
             self._is_reported = False
             logger.warning("the scheduler answers again")
@@ -50,7 +51,7 @@ class Heartbeat:
 
     @property
     def silence(self) -> float:
-        """Seconds for which a question has waited for its answer."""
+        """Seconds for which a question has been unanswered."""
         return 0.0 if self._asked is None else time.monotonic() - self._asked
 
     @property
@@ -58,7 +59,7 @@ class Heartbeat:
         return self.silence <= self._timeout
 
     def check(self) -> None:
-        """Ask, and judge by what was asked before.
+        """Ask again, and judge by the earlier questions.
 
         Raises:
             Unavailable: the scheduler has been silent for too long.
@@ -71,7 +72,9 @@ class Heartbeat:
             )
 
     async def keep_asking(self, is_busy: Callable[[], bool]) -> None:
-        """Ask while `is_busy`, and log a silence once: nobody may be probing."""
+        """Ask while `is_busy`, and log each silence once, because no probe may be
+        running.
+        """
         while True:
             await asyncio.sleep(INTERVAL_SECONDS)
             if is_busy():

@@ -1,4 +1,4 @@
-"""Incidents of the KV canary for all who look: one question for all of them."""
+"""Incidents of the KV canary for all viewers, fetched once for all of them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ import msgspec
 if TYPE_CHECKING:
     from sglang.srt.managers.messages.io_struct import SchedulerStats
 
-# Snapshots from one question to the next, while violations go on.
+# Snapshots between two questions while violations continue.
 TURNS_BETWEEN = 8
 
 
 class IncidentSummary(msgspec.Struct, kw_only=True):
-    """A line of the list. `name` is "<rank>-<number>"; the fields from `diagnosis` on
-    are those of the first violation, of `num_violations`."""
+    """An entry of the list. `name` is "<rank>-<number>"; the fields from `diagnosis` on
+    describe the first of `num_violations` violations.
+    """
 
     name: str
     time: str
@@ -42,10 +43,10 @@ class IncidentBoard:
     """The incidents as of the last question.
 
     Args:
-        ask: all that the scheduler keeps, oldest first.
+        ask: fetches all incidents that the scheduler keeps, oldest first.
 
     Attributes:
-        event: for pages; another object after every change.
+        event: the event for pages; replaced after every change.
     """
 
     def __init__(self, ask: Callable[[], Awaitable[list[dict[str, Any]]]]) -> None:
@@ -56,11 +57,11 @@ class IncidentBoard:
         self.event = Incidents(incidents=[])
 
     async def follow(self, stats: SchedulerStats) -> None:
-        """Ask again if there are more violations or healings than at the last
-        question, and that was long enough ago.
+        """Ask again if violations or healings were added since the last question and
+        that was long enough ago.
 
         Raises:
-            ApiError: there is no answer.
+            ApiError: no answer arrived.
         """
         self._turns += 1
         marks = (
@@ -75,7 +76,7 @@ class IncidentBoard:
         """Ask now.
 
         Raises:
-            ApiError: there is no answer.
+            ApiError: no answer arrived.
         """
         documents = await self._ask()
         self._documents = {_name(document): document for document in documents}
@@ -83,7 +84,9 @@ class IncidentBoard:
         self.event = Incidents(incidents=[_summary(*item) for item in newest])
 
     async def document(self, name: str) -> dict[str, Any] | None:
-        """One incident; asks for it if it is not known yet. None: there is none."""
+        """Return one incident, asking for it if not known yet, or None if it does not
+        exist.
+        """
         if name not in self._documents:
             await self.refresh()
         return self._documents.get(name)

@@ -1,4 +1,5 @@
-"""The visible text of one output: stop strings cut off, possible beginnings held back.
+"""The visible text of one output: stop strings are cut off, and text that may begin one
+is held back.
 
 The scheduler detects that a stop string matched; this module decides which text is
 shown.
@@ -23,8 +24,8 @@ class OutputText:
     """Turns the tokens of one output into the pieces of text that may be shown.
 
     A stop string and everything after it is never shown, unless `no_stop_trim` is set.
-    Text that matched a `stop_regex` is shown: the text to hold back for a pattern has
-    no bound, and streams must equal whole answers.
+    Text that matched a `stop_regex` is shown: the text to hold back for a pattern is
+    unbounded, and streams must equal whole answers.
     """
 
     def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
@@ -53,7 +54,7 @@ class OutputText:
         text += self._detokenizer.finish()
         if not isinstance(matched, str) or matched not in self._stops:
             return text
-        # The last token completed the match. The same string may occur earlier, where
+        # The last token completed the match. The string may also occur earlier, where
         # `min_new_tokens` kept it from ending the output.
         at = find_stop(text, matched, known=len(before))
         return text if at < 0 else text[:at]

@@ -1,6 +1,6 @@
-"""One prompt as the interfaces pass it on, and the checks before it is sent.
+"""One prompt as passed on by the interfaces, and the checks before it is sent.
 
-Every refusal is a `BadRequest` that names the field, the value and the limit.
+Every rejection is a `BadRequest` that names the field, the value and the limit.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ class PromptRequest:
     Fields:
         prompt: text, or token ids.
         sampling_params: already validated (`SamplingParams.from_wire`).
-        is_length_exact: False where `max_new_tokens` is a default; a client's own
-            number is refused beyond the room with --strict-max-tokens.
-        add_special_tokens: False where the text has them already (chat templates).
-        rid: None means that one is generated.
-        list_rid: the one name of a list of prompts that have a `rid` each.
-        input_embeds: float32 [tokens, hidden_size] that replace the prompt, whose ids
-            then only count them.
-        token_ids_logprob: ids whose log probabilities every position shows.
-        extra_key: the `cache_namespace` of the client's key.
-        priority: with --enable-priority-scheduling; None means the lowest.
-        keeps_prompt_ids: whether updates have the token ids of the prompt.
+        is_length_exact: False if `max_new_tokens` is a default; with
+            --strict-max-tokens a client's own number is rejected if it does not fit.
+        add_special_tokens: False if the text already contains them (chat templates).
+        rid: the request id, or None to generate one.
+        list_rid: shared name of a list of prompts, each of which has its own `rid`.
+        input_embeds: float32 [tokens, hidden_size] in place of the prompt; the prompt's
+            ids then only count the rows.
+        token_ids_logprob: token ids whose log probabilities are shown at every
+            position.
+        extra_key: the client's key as a `cache_namespace`.
+        priority: priority with --enable-priority-scheduling, or None for the lowest.
+        keeps_prompt_ids: whether updates contain the prompt's token ids.
     """
 
     prompt: str | list[int]
@@ -74,7 +75,7 @@ class PromptRequest:
 
     @property
     def logprobs_per_token(self) -> int:
-        """Log probabilities that one token shows."""
+        """Number of log probabilities shown per token."""
         return 1 + self.top_logprobs_num + len(self.token_ids_logprob)
 
 
@@ -82,7 +83,7 @@ class PromptRequest:
 class Limits:
     """Capacities of the running engine, in tokens.
 
-    `hidden_size`: numbers in the hidden state of a token.
+    `hidden_size` is the size of a token's hidden state.
     """
 
     context_len: int
@@ -102,7 +103,7 @@ class Limits:
         )
 
     def check_prompt(self, ids: Sequence[int], *, field: str) -> None:
-        """Refuse a prompt that is empty, too long, or not made of known tokens."""
+        """Reject a prompt that is empty, too long, or contains unknown tokens."""
         if not ids:
             raise BadRequest(
                 "the prompt is empty: it must hold at least one token", param=field
@@ -112,7 +113,7 @@ class Limits:
         self.check_vocab(ids, field="input_ids")
 
     def check_vocab(self, ids: Sequence[int], *, field: str) -> None:
-        """Refuse ids that are no tokens of the model."""
+        """Reject ids outside the model's vocabulary."""
         low, high = min(ids, default=0), max(ids, default=0)
         if low < 0 or high >= self.vocab_size:
             raise BadRequest(
@@ -127,15 +128,15 @@ class Limits:
         """Return the error of a prompt that does not fit.
 
         Args:
-            tokens: of the prompt, at least. size: how long it is in other units.
+            tokens: lower bound of the prompt's tokens. size: its length in other units.
         """
-        # litellm searches for "is longer than the model's context length", langchain
-        # for the code: OpenAI's client shows it nothing but the text.
+        # litellm searches for "is longer than the model's context length". OpenAI's
+        # client shows langchain only the text, in which it searches for the code.
         return ContextOverflow(
             f"the input ({size or f'{tokens} tokens'}) is longer than the model's "
             f"context length ({self.max_req_input_len + 1} tokens): at most "
             f"{self.max_req_input_len} tokens fit ({self._capacity}; one token of "
-            f"output must fit too; {ContextOverflow.code})",
+            f"output must also fit; {ContextOverflow.code})",
             param=field,
             tokens=tokens,
             limit=self.max_req_input_len,
@@ -144,10 +145,10 @@ class Limits:
     def check_length(
         self, request: PromptRequest, prompt_len: int, *, is_strict: bool
     ) -> None:
-        """Refuse a least output length that does not fit after the prompt, and where
-        `is_strict` a longest one that the client chose.
+        """Reject a minimum output length that does not fit after the prompt and, if
+        `is_strict`, also a maximum length chosen by the client.
 
-        The engine ends any other output where the room ends.
+        The engine ends any other output when it runs out of room.
         """
         params = request.sampling_params
         room = self.room_after(prompt_len)
@@ -178,33 +179,33 @@ class Limits:
         )
 
     def room_after(self, prompt_len: int) -> int:
-        """Output tokens that fit; after the longest prompt there is room for one."""
+        """Number of output tokens that fit; the longest prompt leaves room for one."""
         return self.max_req_input_len + 1 - prompt_len
 
 
 def cache_namespace(
     *, salt: str | None = None, key: str | None = None, owner: str = ""
 ) -> str | None:
-    """Return the name of a part of the prefix cache: a digest, as keys may be large and
-    every cached prefix holds its name; None is the common part.
+    """Return the name of a prefix-cache namespace, or None for the shared one. The name
+    is a digest, because keys may be large and every cached prefix stores it.
 
-    Requests share prefixes where each of the three is the same.
+    Requests share prefixes only if all three arguments are equal.
     """
     parts = (salt or "", key or "", owner)
     if not any(parts):
         return None
-    # With its length before each part, no two triples are the same text.
+    # The length before each part makes the text of each triple unique.
     return digest("".join(f"{len(part)}:{part}" for part in parts))
 
 
 def prompt_rids(
     rid: str | list[str] | None, count: int, *, is_list: bool
 ) -> list[tuple[str | None, str | None]]:
-    """Return the `rid` and the `list_rid` of each prompt of a call, by what the client
-    sent: a text for a list of prompts names them `<rid>_0` and so on.
+    """Return the `rid` and the `list_rid` of each prompt of a call. A single string for
+    a list of prompts names them `<rid>_0` and so on.
 
     Raises:
-        BadRequest: a list of another length.
+        BadRequest: the list's length differs from the number of prompts.
     """
     if isinstance(rid, list):
         if len(rid) != count or not is_list:
@@ -218,9 +219,9 @@ def prompt_rids(
 
 
 def sampling_error(error: ValueError) -> BadRequest:
-    """Return the answer to a wrong value in `sampling_params`.
+    """Return the error for an invalid value in `sampling_params`.
 
-    The first word of the message names the field.
+    The first word of the message is the field's name.
     """
     named = str(error).split(maxsplit=1)[0]
     is_field = named in SamplingParams.__struct_fields__
@@ -228,7 +229,7 @@ def sampling_error(error: ValueError) -> BadRequest:
 
 
 def check_options(request: PromptRequest, *, allow_hidden_states: bool) -> None:
-    """Refuse options that are wrong for any prompt."""
+    """Reject options that are invalid for any prompt."""
     if request.return_hidden_states and not allow_hidden_states:
         raise BadRequest(
             "return_hidden_states needs a server started with "
@@ -260,8 +261,9 @@ def check_options(request: PromptRequest, *, allow_hidden_states: bool) -> None:
 
 
 def within_vocab(params: SamplingParams, limits: Limits) -> SamplingParams:
-    """Return `params` without stop tokens outside of the vocabulary; refuse a bias of
-    one."""
+    """Return `params` without stop tokens outside the vocabulary; reject a bias for
+    one.
+    """
     known = params.within_vocab(limits.vocab_size)
     try:
         known.verify_vocab(limits.vocab_size)
@@ -280,13 +282,13 @@ def to_wire(
 ) -> list[GenerateReq]:
     """Return the `n` messages to the scheduler, checked against the engine's limits.
 
-    They share `ids` and the sampling parameters, whose token ids are known ones
-    (`within_vocab`). The first alone asks for the log probabilities of the prompt,
-    which all of them show.
+    They share `ids` and the sampling parameters, whose token ids are already checked
+    (`within_vocab`). Only the first asks for the prompt's log probabilities, which all
+    of them show.
 
     Args:
-        is_strict: refuse an output length that does not fit after the prompt.
-        owner: whose request it is: two owners may use one rid.
+        is_strict: reject an output length that does not fit after the prompt.
+        owner: owner of the request; two owners may use the same rid.
     """
     limits.check_prompt(ids, field=request.field)
     limits.check_vocab(request.token_ids_logprob, field="token_ids_logprob")
@@ -328,8 +330,8 @@ def _rid(request: PromptRequest, copy: int, owner: str) -> str:
 
 @functools.lru_cache(maxsize=1024)
 def rid_scope(owner: str) -> str:
-    """Return the prefix that keeps the rids of an owner apart from those of others.
+    """Return the prefix that separates an owner's rids from other owners' rids.
 
-    Reports and pages show it to others: it tells nothing of the owner's key.
+    Reports and pages show it to others, so it reveals nothing about the owner's key.
     """
     return f"{digest(_SECRET + owner)[:12]}:" if owner else ""

@@ -1,4 +1,4 @@
-"""Prompts of chats and texts, and texts of tokens, without blocking the event loop."""
+"""Tokenizes chats and texts, and decodes tokens, without blocking the event loop."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Texts from this length on, of one client's call together, are tokenized in a process:
-# about a millisecond.
+# Texts of one call with at least this total length are tokenized in a separate process;
+# this length takes about a millisecond.
 LONG_TEXT_CHARS = 16384
-# As many ids are decoded in a process.
+# The same limit for decoding, in ids.
 LONG_IDS = 4096
-# Of the texts of a call that are tokenized in one turn.
+# Length of a call's texts that are tokenized in one turn.
 BATCH_CHARS = 1 << 17
-# Normalizers may merge characters (NFC), so a text is refused untokenized only beyond
-# this many times the longest possible prompt.
+# Normalizers may merge characters (NFC), so a text is rejected without tokenizing only
+# if it exceeds the longest possible prompt by this factor.
 NORMALIZER_SLACK = 4
 
 
 class PromptTokenizer:
-    """Tokenizes prompts; with `tokenizer` None it accepts token ids only.
+    """Tokenizes prompts; accepts token ids only if `tokenizer` is None.
 
     Args:
-        side_work: with the same tokenizer.
-        is_cut: keep the beginning of a prompt that is too long; embeddings are refused.
+        side_work: side work that uses the same tokenizer.
+        is_cut: truncate prompts that are too long; embeddings are still rejected.
     """
 
     def __init__(
@@ -54,7 +54,8 @@ class PromptTokenizer:
     ) -> str:
         """Return the prompt of a conversation, as `TemplateManager.render` makes it.
 
-        Always in a process: only running a template shows what it costs.
+        Always runs in a separate process, because a template's cost is known only by
+        running it.
 
         Raises:
             BadRequest: names the message and the field.
@@ -70,7 +71,7 @@ class PromptTokenizer:
         """Return the token ids of all prompts of a call.
 
         Raises:
-            BadRequest: a text without a tokenizer, or one that is too long.
+            BadRequest: there is no tokenizer for a text, or a text is too long.
         """
         found: list[list[int]] = []
         for batch in _batches(prompts):
@@ -95,14 +96,14 @@ class PromptTokenizer:
             )
             longest = max(encoded.counts)
             if longest > limits.max_req_input_len and not self._is_cut:
-                # Nobody needs its ids, which are many.
+                # Its many ids are not needed.
                 raise limits.too_long(longest, field=first.field)
             lists = msgspec.json.decode(encoded.ids, type=list[list[int]])
             found += [self._cut_ids(ids, limits) for ids in lists]
         return found
 
     def _cut_text(self, text: str, limits: Limits) -> str:
-        """Cut a text that is longer than any prompt, where that is asked for."""
+        """Truncate a text that is longer than any prompt, if truncation is enabled."""
         if self._is_cut and self._is_too_long(text, limits):
             return text[: self._longest_text(limits)]
         return text
@@ -157,7 +158,7 @@ class PromptTokenizer:
     async def decode(
         self, lists: Sequence[Sequence[int]], *, skip_special_tokens: bool
     ) -> list[str]:
-        """Return the text of every list of ids; there must be a tokenizer."""
+        """Return the text of every list of ids; requires a tokenizer."""
         tokenizer = self._tokenizer
         assert tokenizer is not None
         if sum(map(len, lists)) < LONG_IDS:
@@ -174,21 +175,24 @@ class PromptTokenizer:
         return msgspec.json.decode(raw, type=list[str])
 
     def _is_too_long(self, text: str, limits: Limits) -> bool:
-        """Whether any tokenization is too long; known only if tokens map to bytes."""
+        """Whether every tokenization of the text is too long; known only if tokens map
+        to bytes.
+        """
         if self._tokenizer is None or self._tokenizer.token_bytes_table is None:
             return False
         return len(text) > self._longest_text(limits)
 
     def _longest_text(self, limits: Limits) -> int:
-        """Characters beyond which no text is a prompt that fits."""
+        """Number of characters beyond which no text fits."""
         assert self._tokenizer is not None
         longest = limits.max_req_input_len * self._tokenizer.max_token_chars
         return longest * NORMALIZER_SLACK
 
 
 def _batches(prompts: Sequence[PromptRequest]) -> Iterator[list[PromptRequest]]:
-    """Prompts of a call that are tokenized together: other clients take turns between
-    two of many."""
+    """Yield groups of prompts that are tokenized together; other clients take turns
+    between groups.
+    """
     batch: list[PromptRequest] = []
     chars = 0
     for prompt in prompts:

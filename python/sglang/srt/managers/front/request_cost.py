@@ -1,7 +1,7 @@
 """Cost of a call, computed before anything is built for it.
 
 A call is what one client sends at once: some prompts, each answered `n` times. Every
-limit is a flag, and every refusal names the flag, the value and the limit.
+limit is a flag, and every rejection names the flag, the value and the limit.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
 
 
 MAX_HIDDEN_NUMBERS = 1 << 24
-"""Most numbers of hidden states in the answers of a call."""
+"""Maximum numbers in the hidden states of a call's answers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostLimits:
-    """Bounds of one call, of the flags of the same names.
+    """Bounds of one call, set by the flags of the same names.
 
     Fields:
-        max_n: outputs of one prompt.
-        max_logprobs: alternatives per token.
+        max_n: maximum outputs per prompt.
+        max_logprobs: maximum alternatives per token.
         max_logprob_entries: log probabilities of all tokens together, each with its
             alternatives.
         max_call_tokens: prompt tokens and output tokens of all outputs together.
@@ -58,7 +58,7 @@ class CostLimits:
         )
 
     def check_options(self, prompt: PromptRequest) -> None:
-        """Refuse options that cost too much for any prompt.
+        """Reject options that cost too much for any prompt.
 
         Raises:
             BadRequest: names the first.
@@ -90,8 +90,9 @@ class CostLimits:
     def fit_default(
         self, prompt: PromptRequest, prompt_len: int, room: Limits
     ) -> PromptRequest:
-        """Shorten a default output length of "all that fits" to the log probabilities
-        that may be asked for; others stay as they are."""
+        """Shorten a default output length of "all that fits" to the number of log
+        probabilities allowed; other lengths stay unchanged.
+        """
         params = prompt.sampling_params
         if not prompt.return_logprob or prompt.is_length_exact:
             return prompt
@@ -108,14 +109,14 @@ class CostLimits:
     def check_call(
         self, prompts: Sequence[PromptRequest], lens: Sequence[int], room: Limits
     ) -> None:
-        """Refuse a call whose answers would be too large.
+        """Reject a call whose answers would be too large.
 
         Args:
-            lens: tokens of each prompt.
-            room: of the engine: a default output length ends there.
+            lens: number of tokens of each prompt.
+            room: room in the engine, which bounds a default output length.
 
         Raises:
-            BadRequest: names what it asks for.
+            BadRequest: names what the call asks for too much of.
         """
         costs = [
             CallCost.of(prompt, prompt_len, room)
@@ -154,12 +155,12 @@ class CostLimits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallCost:
-    """Most that one prompt of a call may cost.
+    """Maximum cost of one prompt of a call.
 
     Fields:
-        tokens: of the prompt and of all its outputs.
-        logprobs: entries of its answers.
-        hidden_numbers: of the hidden states in its answers.
+        tokens: number of tokens in the prompt and all its outputs.
+        logprobs: number of log probability entries in its answers.
+        hidden_numbers: number of values in the hidden states of its answers.
     """
 
     tokens: int
@@ -170,10 +171,11 @@ class CallCost:
     def of(cls, prompt: PromptRequest, prompt_len: int, room: Limits) -> CallCost:
         n, start = prompt.sampling_params.n, prompt.logprob_start_len
         out = min(prompt.sampling_params.max_new_tokens, room.room_after(prompt_len))
-        # Of no output there is the entry of the token that would have come.
+        # Even without output there is one entry, for the token that would have come
+        # next.
         scored = max(out, 1) + (prompt_len - start if start >= 0 else 0)
         width = prompt.logprobs_per_token
-        # Each output shows the ids of the prompt again.
+        # Each output repeats the entries of the prompt.
         copies = n if prompt.keeps_prompt_ids else 1
         return cls(
             tokens=copies * prompt_len + n * out,
@@ -185,7 +187,7 @@ class CallCost:
 
 
 def _hidden_states(prompt: PromptRequest, prompt_len: int, output_len: int) -> int:
-    """Most hidden states that one output shows."""
+    """Maximum number of hidden states in one output."""
     if not prompt.return_hidden_states:
         return 0
     return 1 if prompt.only_last_hidden_state else prompt_len + output_len

@@ -15,11 +15,11 @@ logger = logging.getLogger(__name__)
 
 
 class RequestLog:
-    """What `--log-requests` and `/configure_logging` ask for.
+    """Logs requests as set by `--log-requests` and `/configure_logging`.
 
     Attributes:
         is_on: whether requests are logged.
-        has_params: whether their sampling parameters are.
+        has_params: whether their sampling parameters are logged.
     """
 
     def __init__(self, *, is_on: bool) -> None:
@@ -27,7 +27,7 @@ class RequestLog:
         self.has_params = True
 
     def on_sent(self, requests: Sequence[GenerateReq]) -> None:
-        """Log requests that go to the scheduler."""
+        """Log requests that are sent to the scheduler."""
         if not self.is_on:
             return
         for request in requests:
@@ -40,7 +40,7 @@ class RequestLog:
             )
 
     def on_updates(self, news: Sequence[Update]) -> None:
-        """Log the ends among updates."""
+        """Log the requests that finish in these updates."""
         if not self.is_on:
             return
         for update in news:

@@ -1,8 +1,8 @@
-"""State of requests in flight on the front's side, and of groups awaited together.
+"""The front's state of requests in flight, and of groups awaited together.
 
 Collects the scheduler's outputs until they are read: a slow reader gets them merged, so
-that memory stays bounded by the length of the outputs. For the thread of the asyncio
-loop only.
+memory stays bounded by the length of the outputs. Use only on the asyncio loop's
+thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Update:
-    """Changes of one request since the last update about it.
+    """Changes to one request since its last update.
 
     Fields:
         index: position of the request in its group.
@@ -45,7 +45,7 @@ class Update:
         prompt_tokens, completion_tokens, cached_tokens: counts so far.
         finish_reason: set in the last update of a request.
         e2e_latency: seconds since the request arrived.
-        prompt_ids: token ids of the prompt, where the request keeps them.
+        prompt_ids: token ids of the prompt, if the request keeps them.
         text_len: characters of all text so far; None while outputs are not checked.
     """
 
@@ -67,7 +67,7 @@ class Update:
 
     @property
     def size(self) -> int:
-        """Tokens and log probabilities: a measure of the work to show them."""
+        """Number of tokens and log probabilities: the work to show them."""
         size = len(self.output_ids)
         if self.logprobs is not None:
             size += self.logprobs.size
@@ -79,10 +79,10 @@ class Update:
 class RequestState:
     """One request between its arrival and its last output.
 
-    `rid` is unique among all clients, `shown_rid` is what the client calls it. `names`
-    are the client's own for it: the outputs of a prompt share one, the prompts of a
-    list another. `leader` is the request that gets the log probabilities of the prompt,
-    where this one shows them without: another output of the prompt.
+    `rid` is unique among all clients; `shown_rid` is the client's name for it. `names`
+    are the client's names that it answers to: the outputs of a prompt share one, the
+    prompts of a list another. `leader` is another output of the same prompt, which gets
+    the prompt's log probabilities if this one shows them without receiving them.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class RequestState:
         self.num_received = 0
 
     def hand_over(self) -> GenerateReq:
-        """Return the request to send, once: its prompt need not stay here."""
+        """Return the request to send, once; its prompt need not be kept here."""
         assert self._request is not None
         request, self._request = self._request, None
         return request
@@ -156,7 +156,7 @@ class RequestState:
         return None if self._check is None else self._check.take_tokens(output)
 
     def abort_unsent(self, message: str) -> None:
-        """End a request that was not sent to the scheduler yet."""
+        """End a request that has not been sent to the scheduler yet."""
         self.receive(
             RequestOutput(
                 rid=self.rid,
@@ -203,7 +203,7 @@ class RequestState:
 
     @property
     def waits_for_leader(self) -> bool:
-        """Whether the log probabilities of the prompt will still come."""
+        """Whether the prompt's log probabilities are still to come."""
         leader = self.leader
         return (
             leader is not None
@@ -212,7 +212,7 @@ class RequestState:
         )
 
     def _with_input(self, delta: LogprobDelta | None) -> LogprobDelta | None:
-        """Add the log probabilities of the prompt once, if another request has them."""
+        """Add the prompt's log probabilities once, if another request has them."""
         leader = self.leader
         if leader is None or self._has_shown_input or delta is None:
             return delta
@@ -260,7 +260,7 @@ class RequestGroup:
 
     @property
     def num_prompt_tokens(self) -> int:
-        """Of all requests; each copy of a prompt counts."""
+        """Prompt tokens of all requests; each copy of a prompt counts."""
         return sum(state.num_prompt_tokens for state in self.states)
 
     def notify(self, state: RequestState, finish: FinishReason | None) -> None:
@@ -286,14 +286,14 @@ class RequestGroup:
         """Yield the group's updates as they arrive, until all requests have finished.
 
         Raises:
-            ApiError: a request was refused, or the engine failed.
+            ApiError: a request was rejected, or the engine failed.
             ClientDisconnected: the client has left.
         """
         while self._unfinished or self._fresh:
             await self._wake.wait()
             self._wake.clear()
-            # Outputs from before a failure of the engine are valid and yielded first,
-            # even if they arrived together with it while the reader was busy.
+            # Outputs from before an engine failure are valid and yielded first, even if
+            # the failure arrived while the reader was busy.
             if not self._is_refused():
                 is_over = self._error is not None
                 fresh = [
@@ -312,7 +312,7 @@ class RequestGroup:
         return self._error is not None and not isinstance(self._error, EngineFailure)
 
     async def wait_finished(self) -> None:
-        """Wait until all requests have finished, for `take_results`.
+        """Wait until all requests have finished, before `take_results`.
 
         Raises: as `updates`.
         """
@@ -324,17 +324,17 @@ class RequestGroup:
         self._fresh.clear()
 
     def take_results(self) -> list[Update]:
-        """Return one update per request, in order; nothing changes them any more."""
+        """Return one update per request, in order; they no longer change."""
         return [state.take() for state in self.states]
 
     @property
     def num_output_tokens(self) -> int:
-        """Output tokens that have arrived."""
+        """Number of output tokens that have arrived."""
         return sum(state.num_received for state in self.states)
 
 
 def _refusal(finish: FinishReason) -> ApiError | None:
-    """Return the cause of an abort that the client did not request, if it is one."""
+    """Return the cause if this is an abort that the client did not request."""
     if finish.type != "abort" or finish.status_code in (None, CLIENT_ABORT_STATUS):
         return None
     assert finish.status_code is not None

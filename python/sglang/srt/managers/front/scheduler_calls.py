@@ -1,5 +1,6 @@
-"""Questions to the scheduler that have one answer each: flushes, state, incidents,
-snapshots, profiles, pauses."""
+"""Questions to the scheduler with one answer each: flushes, state, incidents,
+snapshots, profiles, pauses.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +30,7 @@ from sglang.srt.managers.messages.io_struct import (
 )
 
 TIMEOUT_SECONDS = 10.0
-# A profile takes seconds to begin, and to write longer than it lasted.
+# A profile takes seconds to start, and longer to write than to record.
 PROFILE_TIMEOUT_SECONDS = 300.0
 
 Question = (
@@ -56,8 +57,8 @@ class SchedulerCalls:
     """Matches answers to questions by their `call_id`.
 
     `send` hands messages to the scheduler. Belongs to the thread of the asyncio loop.
-    Every question raises Unavailable where no answer comes in time, and the ApiError
-    with which the engine failed meanwhile.
+    Every question raises Unavailable if no answer arrives in time, or the ApiError of
+    an engine that failed meanwhile.
     """
 
     def __init__(self, send: Callable[[Sequence[SchedulerRequest]], None]) -> None:
@@ -66,44 +67,44 @@ class SchedulerCalls:
         self._open: dict[int, asyncio.Future[Any]] = {}
 
     async def flush_cache(self) -> bool:
-        """Whether the prefix cache was emptied."""
+        """Empty the prefix cache; returns whether it was emptied."""
         question = FlushCacheReq(call_id=next(self._ids))
         answer: FlushCacheRsp = await self._ask(question, TIMEOUT_SECONDS)
         return answer.success
 
     async def stats(self, timeout: float = TIMEOUT_SECONDS) -> SchedulerStats:
-        """The scheduler's numbers of this moment."""
+        """Return the scheduler's current numbers."""
         question = GetStateReq(call_id=next(self._ids))
         answer: GetStateRsp = await self._ask(question, timeout)
         return answer.stats
 
     def request_sign(self) -> None:
-        """Have the scheduler send something; nobody waits for it."""
+        """Make the scheduler send something, without waiting for it."""
         self._send([GetStateReq(call_id=next(self._ids))])
 
     async def incidents(self) -> list[dict[str, Any]]:
-        """The KV canary's incidents, oldest first."""
+        """Return the KV canary's incidents, oldest first."""
         question = GetIncidentsReq(call_id=next(self._ids))
         answer: GetIncidentsRsp = await self._ask(question, TIMEOUT_SECONDS)
         return answer.incidents
 
     async def snapshot(self, *, is_whole: bool) -> GetSnapshotRsp:
-        """The KV pool and its requests of this moment, and the scheduler's numbers."""
+        """Return the current KV pool and requests, and the scheduler's numbers."""
         question = GetSnapshotReq(call_id=next(self._ids), is_whole=is_whole)
         answer: GetSnapshotRsp = await self._ask(question, TIMEOUT_SECONDS)
         return answer
 
     async def slot_records(self, slot: int) -> list[dict[str, Any]]:
-        """The KV canary's records of a slot; empty while it is off."""
+        """Return the KV canary's records of a slot; empty while it is off."""
         question = GetSlotReq(call_id=next(self._ids), slot=slot)
         answer: GetSlotRsp = await self._ask(question, TIMEOUT_SECONDS)
         return answer.records
 
     async def profile(self, *, is_start: bool, **options: Any) -> str:
-        """Begin or end a profile; returns the path of its trace.
+        """Start or stop a profile; returns the path of its trace.
 
         Raises:
-            BadRequest: the scheduler's reason why it cannot.
+            BadRequest: the scheduler cannot; the message is its reason.
         """
         question = ProfileReq(call_id=next(self._ids), is_start=is_start, **options)
         answer: ProfileRsp = await self._ask(question, PROFILE_TIMEOUT_SECONDS)
@@ -112,12 +113,12 @@ class SchedulerCalls:
         return answer.path
 
     async def pause(self, *, is_pause: bool, mode: str = "abort") -> None:
-        """Let the scheduler launch nothing, or go on."""
+        """Stop the scheduler from launching anything, or let it continue."""
         question = PauseReq(call_id=next(self._ids), is_pause=is_pause, mode=mode)
         await self._ask(question, TIMEOUT_SECONDS)
 
     def receive(self, answer: Reply) -> None:
-        """Wake the caller that asked; an answer that came too late is dropped."""
+        """Wake the caller that asked; drop answers that come too late."""
         future = self._open.get(answer.call_id)
         if future is not None and not future.done():
             future.set_result(answer)

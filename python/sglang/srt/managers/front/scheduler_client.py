@@ -1,6 +1,6 @@
 """The front's ZeroMQ connection to the scheduler, inside an asyncio loop.
 
-Sends and receives `io_struct` messages. Knows nothing of their meaning.
+Sends and receives `io_struct` messages. Knows nothing about their meaning.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LINGER_MS = 500
 
 
 class SchedulerClient:
-    """Both sockets; all methods must be called in the thread of the loop.
+    """Both sockets; call all methods on the loop's thread.
 
     Watches the socket's descriptor directly: a message costs one callback, and an idle
     connection costs nothing.
@@ -55,7 +55,7 @@ class SchedulerClient:
         self._loop = asyncio.get_running_loop()
         self._descriptor = self._responses.fileno()
         self._loop.add_reader(self._descriptor, self._drain)
-        # The descriptor signals changes only: earlier messages must be polled.
+        # The descriptor signals changes only, so earlier messages must be polled.
         self._loop.call_soon(self._drain)
 
     def send(self, messages: Sequence[SchedulerRequest]) -> None:
@@ -64,7 +64,7 @@ class SchedulerClient:
             self._requests.send_multipart([encode(message) for message in messages])
 
     def close(self) -> None:
-        """Stop watching and close, after a moment for sent messages to arrive."""
+        """Stop watching and close, after giving sent messages a moment to arrive."""
         self._loop.remove_reader(self._descriptor)
         self._responses.close()
         self._requests.close(linger=LINGER_MS)
@@ -86,10 +86,10 @@ class SchedulerClient:
         try:
             message = decode_response(frame)
         except msgspec.DecodeError:
-            logger.exception("a message of the scheduler cannot be read; dropped")
+            logger.exception("a message from the scheduler cannot be read; dropped")
             return
         try:
             self._on_message(message)
         except Exception:
             # One bad message must not stop all other requests.
-            logger.exception("a message of the scheduler was not handled")
+            logger.exception("a message from the scheduler was not handled")

@@ -1,8 +1,8 @@
-"""The processes of a scheduler, one per tensor parallel rank: starts them, waits until
-they can serve, notices an exit of any, stops them.
+"""Starts the scheduler's processes, one per tensor parallel rank, waits until they can
+serve, notices when one exits, and stops them.
 
-Uses plain child processes instead of `multiprocessing`: nothing of the caller's script
-is imported again, so `Engine()` needs no `if __name__ == "__main__"` guard.
+Uses plain child processes instead of `multiprocessing`: the caller's script is not
+imported again, so `Engine()` needs no `if __name__ == "__main__"` guard.
 """
 
 from __future__ import annotations
@@ -36,18 +36,21 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAIN_MODULE = "sglang.srt.managers.scheduler.scheduler_main"
-# A path of a unix socket holds 107 bytes; the names in the folder need about 20.
+# A unix socket path holds 107 bytes; the names in the folder need about 20.
 MAX_FOLDER_CHARS = 80
-# A rank whose peer refuses the configuration may die of it before the refusal is read.
+# If a peer rejects the configuration, a rank may die of it before the rejection is
+# read.
 GRACE_SECONDS = 2.0
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 start_child: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
-"""Starts a rank. Tests, which start hundreds, fork them where all imports are done."""
+"""Starts a rank. Tests start hundreds and fork them from a process with all imports
+done.
+"""
 
 
 class SchedulerDied(RuntimeError):
-    """The scheduler's process ended without being asked to."""
+    """The scheduler's process exited without being asked to."""
 
     def __init__(self, exit_code: int) -> None:
         how = f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
@@ -57,17 +60,18 @@ class SchedulerDied(RuntimeError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Rank:
-    """One process; `ready` is the end of the pipe on which it reports."""
+    """One process; `ready` is the read end of the pipe on which it reports."""
 
     process: subprocess.Popen[bytes]
     ready: Connection
 
 
 class SchedulerProcess:
-    """One running scheduler: a process, or one per rank, which live and die together.
+    """One running scheduler: one process per rank, all of which live and die together.
 
     Attributes:
-        addresses: where rank 0 listens and answers; sockets lie in a private folder.
+        addresses: where rank 0 listens and answers; the sockets are in a private
+            folder.
         pids: process ids by rank.
     """
 
@@ -102,12 +106,12 @@ class SchedulerProcess:
         num_threads: int,
         command: Sequence[str] = (sys.executable, "-m", MAIN_MODULE),
     ) -> SchedulerProcess:
-        """Start the processes; returns at once.
+        """Start the processes without waiting for them.
 
         Args:
-            num_threads: OpenMP threads of all children together, where OMP_NUM_THREADS
-                is not set.
-            command: program and arguments; the descriptor to report on is appended.
+            num_threads: total OpenMP threads of all children, unless OMP_NUM_THREADS is
+                set.
+            command: program and arguments; the report descriptor is appended.
         """
         folder = _make_private_folder()
         addresses = SchedulerAddresses(
@@ -129,11 +133,11 @@ class SchedulerProcess:
         return cls(ranks, addresses=addresses)
 
     def wait_ready(self) -> SchedulerReady:
-        """Block until all ranks can serve; returns the message of rank 0.
+        """Block until all ranks can serve; returns rank 0's message.
 
         Raises:
-            ValueError: a rank refused the configuration; its own message.
-            SchedulerDied: one ended before it was ready.
+            ValueError: a rank rejected the configuration, with the rank's message.
+            SchedulerDied: a rank exited before it was ready.
         """
         pipes = [rank.ready for rank in self._ranks]
         try:
@@ -168,7 +172,7 @@ class SchedulerProcess:
         return messages[0]
 
     def notify_exit(self, callback: Callable[[int], None]) -> None:
-        """Call `callback(exit code)` once, from any thread, when a process ends."""
+        """Call `callback(exit code)` once, from any thread, when a process exits."""
         with self._lock:
             self._on_exit = callback
             first_exit = self._first_exit
@@ -179,13 +183,13 @@ class SchedulerProcess:
         """End all processes at once."""
         self._is_killed = True
         for rank in self._ranks:
-            # Does nothing to a process that was waited for.
+            # Does nothing if the process was already waited for.
             rank.process.kill()
 
     def stop(self, timeout: float) -> bool:
-        """Wait for the exit, kill after `timeout` seconds, remove the sockets.
+        """Wait for the exit, kill after `timeout` seconds, and remove the sockets.
 
-        Returns True where all processes left by themselves.
+        Returns True if all processes exited by themselves.
         """
         left = self._all_exited.wait(timeout)
         if not left:
@@ -198,9 +202,10 @@ class SchedulerProcess:
         return left
 
     def forget(self) -> None:
-        """Leave the processes to the parent of this one, which was forked.
+        """Leave the processes to this forked process's parent.
 
-        A copy of their stdin would keep them running after the parent's death.
+        Closes the copies of their stdin, which would keep them running after the parent
+        dies.
         """
         for rank in self._ranks:
             if rank.process.stdin is not None:
@@ -219,7 +224,7 @@ class SchedulerProcess:
         if is_last:
             self._all_exited.set()
         elif exit_code != 0 and not self._is_killed:
-            # The others would wait for it in their next collective.
+            # The other ranks would wait for it in their next collective.
             logger.error("Rank %d: %s", rank, SchedulerDied(exit_code))
             self.kill()
         if callback is not None:
@@ -235,20 +240,20 @@ def _start_rank(
         stdin=subprocess.PIPE,
         pass_fds=(sender.fileno(),),
         env=environment,
-        # Ctrl-C in a terminal reaches the front alone, which then drains.
+        # Ctrl-C in a terminal reaches only the front, which then drains.
         start_new_session=True,
     )
     sender.close()
     assert process.stdin is not None
-    # stdin stays open: its end tells the child that this process is gone. A child
-    # that is gone already is reported by `wait_ready`.
+    # stdin stays open: when it closes, the child knows that this process is gone.
+    # `wait_ready` reports a child that has already exited.
     with contextlib.suppress(BrokenPipeError):
         os.write(process.stdin.fileno(), msgspec.json.encode(config) + b"\n")
     return _Rank(process=process, ready=receiver)
 
 
 def available_cores() -> int:
-    """Cores that this process may run on."""
+    """Number of cores this process may run on."""
     return len(os.sched_getaffinity(0))
 
 
@@ -261,8 +266,8 @@ def _make_private_folder() -> Path:
 
 
 def _environment(num_threads: int, *, computes_here: bool) -> dict[str, str]:
-    """Environment of a child: this very package, its threads, and the loopback
-    interface for the ranks of this host.
+    """Environment of a child: this package, its threads, and the loopback interface for
+    the ranks on this host.
 
     Args:
         computes_here: whether the model runs on the CPU.

@@ -1,9 +1,10 @@
-"""Main module of a process for side work: runs jobs that may cost anything.
+"""Main module of a side-work process: runs jobs of unbounded cost.
 
-Reads and answers one job at a time on the socket whose descriptor is its argument.
+Reads and answers one job at a time on the socket whose descriptor is passed as its
+argument.
 Imports no torch: it starts in a tenth of a second and takes some 35 MB beside its
-tokenizer. A job that takes more CPU time than it was given ends the process, native
-code or not; so does one that takes more memory than `MEMORY_BYTES`.
+tokenizer. A job that exceeds its CPU time or `MEMORY_BYTES` of memory ends the process,
+even in native code.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.parser.reasoning_parser import split_reasoning
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-# Of the address space; the tokens of the longest texts take a quarter of it.
+# Limit of the address space; the tokens of the longest texts take a quarter of it.
 MEMORY_BYTES = 4 << 30
-# A process that a job has made so large ends after it: its heap would stay.
+# A process that has grown this large exits after the job, because its heap would stay.
 MAX_KEPT_BYTES = 512 << 20
-# Time and no CPU time, where the machine is busy.
+# Wall time rather than CPU time, for a busy machine.
 SECONDS_PER_CPU_SECOND = 20
 LENGTH_BYTES = 8
 
 
 class JobRequest(msgspec.Struct, kw_only=True, array_like=True):
-    """A job by its name in `Jobs`, its arguments, and the CPU time that it may take."""
+    """A job's name in `Jobs`, its arguments, and its CPU time limit."""
 
     name: str
     arguments: msgspec.Raw
@@ -45,11 +46,11 @@ class JobRequest(msgspec.Struct, kw_only=True, array_like=True):
 
 
 class JobAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """What a job returned, or the refusal or the failure that it ended with.
+    """What a job returned, or the rejection or failure it ended with.
 
     Fields:
-        refusal: message, field and status of a `BadRequest`.
-        is_last: the process ends now.
+        refusal: message, field and status of the `BadRequest`, if any.
+        is_last: whether the process exits now.
     """
 
     result: msgspec.Raw = msgspec.Raw(b"null")
@@ -59,7 +60,7 @@ class JobAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class Encoded(msgspec.Struct, kw_only=True, array_like=True):
-    """Tokenized texts; the ids, and the texts of all tokens, are JSON already."""
+    """Tokenized texts; the ids and the texts of all tokens are already JSON."""
 
     counts: list[int]
     ids: msgspec.Raw
@@ -67,7 +68,7 @@ class Encoded(msgspec.Struct, kw_only=True, array_like=True):
 
 
 class Jobs:
-    """The jobs: functions of plain values, and of the tokenizer."""
+    """The jobs: functions of plain values and of the tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -157,12 +158,13 @@ def _answer(jobs: Jobs, request: JobRequest) -> JobAnswer:
     except BadRequest as error:
         answer.refusal = (error.message, error.param, error.status)
     except UnicodeEncodeError as error:
-        # JSON within a text may name half a character.
+        # JSON inside a text may contain half of a surrogate pair.
         answer.refusal = (f"the text is not valid Unicode: {error.reason}", None, 400)
     except MemoryError:
         os.abort()
     except BaseException:
-        # The tokenizer's library panics with an error that is no Exception.
+        # The tokenizer library panics with an error that does not derive from
+        # Exception.
         answer.failure = traceback.format_exc()
     largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     answer.is_last = largest > MAX_KEPT_BYTES
@@ -171,8 +173,9 @@ def _answer(jobs: Jobs, request: JobRequest) -> JobAnswer:
 
 @contextmanager
 def limited_cpu(seconds: float) -> Iterator[None]:
-    """End the process where the block takes longer: the default action of the signals
-    needs neither the interpreter nor a parent that still lives."""
+    """End the process if the block takes longer: the signals' default action needs
+    neither the interpreter nor a living parent.
+    """
     timers = {
         signal.ITIMER_PROF: seconds,
         signal.ITIMER_REAL: seconds * SECONDS_PER_CPU_SECOND,

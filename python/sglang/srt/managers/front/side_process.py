@@ -30,24 +30,24 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _JOBS = "sglang.srt.managers.front.side_jobs"
-# Beyond its own deadlines: after it the front ends the process.
+# Grace beyond the process's own deadlines, after which the front ends it.
 GRACE_SECONDS = 5.0
 READ_BYTES = 1 << 20
-# A process that has ended is gone as soon as the kernel has freed its memory.
+# An exited process is gone as soon as the kernel has freed its memory.
 REAP_SECONDS = 0.001
 KILL_SECONDS = 1.0
-# Of a child that its job did not end: somebody else did.
+# Signals that a job does not cause: something else ended the child.
 _NOT_THE_JOB = frozenset({-signal.SIGKILL, -signal.SIGTERM, -signal.SIGHUP})
 
 
 class SideProcess:
-    """One child, started at its first job, and again after it has ended.
+    """One child process, started for its first job and restarted after it exits.
 
-    One job at a time. Any event loop may use it, one after the other.
+    Runs one job at a time. Several event loops may use it, one after another.
 
     Args:
-        tokenizer: None: its jobs need none.
-        niceness: of the child; above 0 the threads of the engine go first.
+        tokenizer: the tokenizer for its jobs, or None if they need none.
+        niceness: niceness of the child; above 0 the engine's threads have priority.
     """
 
     def __init__(self, tokenizer: Tokenizer | None, *, niceness: int = 0) -> None:
@@ -59,26 +59,26 @@ class SideProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the child that lives."""
+        """Process id of the running child."""
         return None if self._child is None else self._child.pid
 
     @property
     def lateness(self) -> float:
-        """Seconds by which the job exceeds all its deadlines; 0 while there is none."""
+        """Seconds by which the job exceeds all its deadlines; 0 without a job."""
         return 0.0 if self._deadline is None else time.monotonic() - self._deadline
 
     async def run(self, request: JobRequest, *, field: str) -> msgspec.Raw:
-        """Run a job; where the caller is cancelled, its process ends.
+        """Run a job; if the caller is cancelled, the process is ended.
 
         Args:
-            field: of the body that the job works on, for errors.
+            field: field of the body that the job works on, for errors.
 
         Raises:
-            BadRequest: the job refuses its arguments, or they are too expensive.
-            Unavailable: the process was ended by somebody.
+            BadRequest: the job rejects its arguments, or they are too expensive.
+            Unavailable: something else ended the process.
             RuntimeError: the job failed.
         """
-        # Its own timers are exact; this one is for a process that is stopped.
+        # The child's own timers are exact; this one is for a stopped process.
         limit = request.cpu_seconds * SECONDS_PER_CPU_SECOND + GRACE_SECONDS
         self._deadline = time.monotonic() + limit
         is_done = False
@@ -107,7 +107,7 @@ class SideProcess:
         return answer.result
 
     def close(self) -> None:
-        """Kill the child; waits for the kernel alone, and not for long."""
+        """Kill the child; waits only briefly, for the kernel."""
         child, self._child = self._child, None
         connection, self._connection = self._connection, None
         if connection is not None:
@@ -118,9 +118,9 @@ class SideProcess:
                 child.wait(KILL_SECONDS)
 
     async def start(self) -> socket.socket:
-        """Start the child unless it runs; returns the connection to it."""
+        """Start the child unless it is running; returns the connection to it."""
         if self._child is not None and self._child.poll() is not None:
-            self.close()  # somebody ended it meanwhile
+            self.close()  # something else ended it meanwhile
         if self._connection is not None:
             return self._connection
         ours, theirs = socket.socketpair()
@@ -133,7 +133,7 @@ class SideProcess:
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 env=child_environment(TOKENIZERS_PARALLELISM="false"),
-                # Ctrl-C is for the parent: the child ends when its socket does.
+                # Ctrl-C is for the parent; the child exits when its socket closes.
                 start_new_session=True,
             )
         ours.setblocking(False)
@@ -149,7 +149,7 @@ class SideProcess:
         return await _receive(connection, int.from_bytes(head, "big"))
 
     async def _reap(self) -> int:
-        """Wait for a child that ends by itself; returns its exit code."""
+        """Wait for a child that exits by itself; returns its exit code."""
         child = self._child
         assert child is not None
         while (code := child.poll()) is None:
@@ -173,7 +173,7 @@ async def _receive(connection: socket.socket, size: int) -> bytes:
     while len(parts) < size:
         part = await loop.sock_recv(connection, min(size - len(parts), READ_BYTES))
         if not part:
-            raise ConnectionResetError("the process for side work has ended")
+            raise ConnectionResetError("the side-work process has exited")
         parts += part
     return bytes(parts)
 

@@ -1,8 +1,8 @@
-"""Pieces of the front's own work that are too long for its event loop.
+"""Runs the front's own work that would block its event loop for too long.
 
-What is linear in its input and bounded runs in a thread of this process; what a
-client's text or a checkpoint's template decides runs in processes that can be killed.
-Clients take turns in both, weighted by the cost.
+Work that is bounded and linear in its input runs in a thread of this process; work
+whose cost a client's text or a checkpoint's template decides runs in processes that can
+be killed. In both, clients take turns, weighted by cost.
 """
 
 from __future__ import annotations
@@ -30,36 +30,38 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# In bytes of a body or in tokens and log probabilities of an answer: about a
-# millisecond of work.
+# Bytes of a body, or tokens and log probabilities of an answer: about a millisecond of
+# work.
 LARGE = 1 << 14
-# Bytes of a job's arguments up to which it may use the process for cheap ones: some
-# tenths of a second of work.
+# A job with at most this many bytes of arguments may use the process for cheap jobs:
+# some tenths of a second of work.
 CHEAP_BYTES = 1 << 18
-# CPU time of a job: a slow machine tokenizes five times as much.
+# CPU time of a job: enough to tokenize five times as much on a slow machine.
 BASE_CPU_SECONDS = 2.0
 BYTES_PER_CPU_SECOND = 1 << 18
-# Of the process for expensive jobs.
+# Niceness of the process for expensive jobs.
 NICENESS = 5
-# Of one client, in bytes or entries. A small piece costs something, too.
+# Work of one client that may wait, in bytes or entries. A small piece also costs
+# something.
 MAX_WAITING = 1 << 27
 MIN_COST = 1 << 12
-# Far longer than the largest answer takes.
+# Much longer than the largest answer takes.
 STUCK_SECONDS = 60.0
 
 
 class SideWork:
-    """Runs large pieces of work beside the loop, small ones of bounded cost at once.
+    """Runs large pieces of work beside the loop, and small ones of bounded cost
+    immediately.
 
     Args:
-        tokenizer: of the jobs in processes.
+        tokenizer: the tokenizer for jobs in processes.
     """
 
     def __init__(self, tokenizer: Tokenizer | None = None) -> None:
         self._thread = _Thread()
         self._threads = FairTurns({self._thread: math.inf}, max_waiting=MAX_WAITING)
-        # One takes cheap jobs only: they never wait for an expensive one, and a chat's
-        # first token waits for them.
+        # One process takes only cheap jobs, so they never wait for an expensive one: a
+        # chat's first token waits for them.
         places = {
             SideProcess(tokenizer): CHEAP_BYTES,
             SideProcess(tokenizer, niceness=NICENESS): math.inf,
@@ -68,11 +70,11 @@ class SideWork:
         self.processes = list(places)
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """Return `work()`, which is linear in `size` and touches nothing that the loop
-        may change meanwhile.
+        """Return `work()`, which must be linear in `size` and must not touch anything
+        that the loop may change meanwhile.
 
         Raises:
-            Unavailable: too much of the client's work waits.
+            Unavailable: too much of the client's work is waiting.
         """
         if size < LARGE:
             return work()
@@ -80,17 +82,17 @@ class SideWork:
             return await thread.run(work)
 
     async def call(self, job: str, *, field: str, **arguments: Any) -> msgspec.Raw:
-        """Return the result of a job of `side_jobs.Jobs`, as JSON.
+        """Return the result of a job in `side_jobs.Jobs`, as JSON.
 
-        The job ends where its client leaves.
+        The job is ended if its client leaves.
 
         Args:
             field: of the body that the job works on, for errors.
 
         Raises:
             BadRequest: the job refuses its arguments, or they are too expensive.
-            Unavailable: too much of the client's work waits.
-            ClientDisconnected: nobody waits for the result any more.
+            Unavailable: too much of the client's work is waiting.
+            ClientDisconnected: the client no longer waits for the result.
         """
         encoded = msgspec.Raw(msgspec.json.encode(arguments))
         cost = len(memoryview(encoded))
@@ -104,29 +106,29 @@ class SideWork:
         return await _unless_left(work())
 
     async def start(self) -> None:
-        """Start the process of cheap jobs before the first one comes."""
+        """Start the process for cheap jobs before the first job arrives."""
         async with self._processes.turn("", 0) as process:
             await process.start()
 
     def check(self) -> None:
-        """Ask whether everything goes on.
+        """Check that nothing is stuck.
 
         Raises:
-            Unavailable: something is stuck that only a restart helps.
+            Unavailable: something is stuck that only a restart can fix.
         """
         lateness = max(self._thread.seconds, *(p.lateness for p in self.processes))
         if lateness > STUCK_SECONDS:
             raise Unavailable(f"side work has been stuck for {lateness:.0f} seconds")
 
     def close(self) -> None:
-        """End everything; waits for no work."""
+        """End everything without waiting for work."""
         self._thread.close()
         for process in self.processes:
             process.close()
 
 
 class _Thread:
-    """A thread that the interpreter does not wait for when it exits."""
+    """A thread that the interpreter does not wait for at exit."""
 
     def __init__(self) -> None:
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -135,7 +137,7 @@ class _Thread:
 
     @property
     def seconds(self) -> float:
-        """How long the present piece of work has taken."""
+        """How long the current piece of work has taken."""
         since = self._since
         return 0.0 if since is None else time.monotonic() - since
 
@@ -144,7 +146,7 @@ class _Thread:
         future: asyncio.Future[T] = loop.create_future()
 
         def settle(error: BaseException | None, result: Any) -> None:
-            if future.done():  # nobody waits any more
+            if future.done():  # the caller no longer waits
                 return
             if error is not None:
                 future.set_exception(error)
@@ -188,7 +190,7 @@ async def _turn(turns: FairTurns[Place], cost: int) -> AsyncIterator[Place]:
 
 
 async def _unless_left(work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns, which is cancelled where the client leaves first."""
+    """Return the result of `work`, which is cancelled if the client leaves first."""
     wait_left = LEAVING.get()
     if wait_left is None:
         return await work

@@ -1,7 +1,7 @@
-"""Snapshots of the KV pool for all who look: one question to the scheduler for all.
+"""Snapshots of the KV pool, fetched from the scheduler once for all viewers.
 
-Asks only while somebody looks, and never more often than every `INTERVAL` seconds; a
-slow snapshot is asked for less often. Knows nothing of HTTP.
+Asks only while there are viewers, and at most every `INTERVAL` seconds; slow snapshots
+are requested less often. Knows nothing about HTTP.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ if TYPE_CHECKING:
 
 INTERVAL = 0.25
 MAX_VIEWERS = 100
-# Of one client: nobody keeps the operator away.
+# Viewers of one client, so that no client keeps the operator away.
 MAX_VIEWERS_OF_CLIENT = 10
 # A snapshot takes at most this share of the scheduler's time.
 MAX_SHARE = 0.05
-# After a question that was not answered.
+# Pause after an unanswered question.
 RETRY_SECONDS = 1.0
-# A viewer that has missed more gets all pages.
+# A viewer that has missed more frames gets all pages.
 KEPT_FRAMES = 8
 
 
 class FrameShown(msgspec.Struct, kw_only=True):
-    """A `PageFrame` whose arrays are deflated."""
+    """A `PageFrame` with compressed arrays."""
 
     seq: int
     base: int | None
@@ -48,8 +48,9 @@ class FrameShown(msgspec.Struct, kw_only=True):
 
 
 class Snapshot(msgspec.Struct, kw_only=True, tag_field="type", tag="snapshot"):
-    """A `PoolSnapshot` for a page; arrays are little-endian int32, deflated and in
-    base64. `frames` lead from what the page has to `seq`, one after the other."""
+    """A `PoolSnapshot` for a page; arrays are little-endian int32, compressed and
+    base64-encoded. `frames` lead step by step from the page's state to `seq`.
+    """
 
     seq: int
     time: float
@@ -66,13 +67,13 @@ class Snapshot(msgspec.Struct, kw_only=True, tag_field="type", tag="snapshot"):
 
 
 class Trouble(msgspec.Struct, kw_only=True, tag_field="type", tag="trouble"):
-    """There is no snapshot now; the next one comes when there is."""
+    """There is no snapshot now; one follows when available."""
 
     message: str
 
 
 class End(msgspec.Struct, kw_only=True, tag_field="type", tag="end"):
-    """The last event: the server goes."""
+    """The last event: the server shuts down."""
 
     message: str
 
@@ -88,12 +89,12 @@ NAMES: dict[type, str] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where a feed gets its snapshots from.
+    """The source of a feed's snapshots.
 
     Fields:
-        ask: a snapshot; with all pages if its argument is true.
-        incidents: of the same server.
-        closed: why there will be no more; None: there will.
+        ask: fetches a snapshot, with all pages if its argument is true.
+        incidents: the incidents of the same server.
+        closed: why there will be no more snapshots, or None if there will be.
     """
 
     ask: Callable[[bool], Awaitable[GetSnapshotRsp]]
@@ -103,10 +104,10 @@ class Source:
 
 
 class SnapshotFeed:
-    """Belongs to the thread of the asyncio loop.
+    """The feed of all viewers; use only on the asyncio loop's thread.
 
     Args:
-        pause: waits for so many seconds between two questions.
+        pause: waits for the given number of seconds between two questions.
     """
 
     def __init__(
@@ -121,7 +122,8 @@ class SnapshotFeed:
         self._task: asyncio.Task[None] | None = None
         self._news = asyncio.Event()
         self._latest: Event | None = None
-        # Changes, each from the one before on; and all pages of the latest snapshot.
+        # Changes, each relative to the previous one, and all pages of the latest
+        # snapshot.
         self._frames: deque[FrameShown] = deque(maxlen=KEPT_FRAMES)
         self._whole: FrameShown | None = None
         self._encoded: dict[int, bytes] = {}
@@ -131,13 +133,13 @@ class SnapshotFeed:
         return len(self._viewers)
 
     def join(self, client: str) -> Viewer:
-        """One more viewer, who must leave.
+        """Add a viewer, who must leave later.
 
         Args:
-            client: whose viewer it is.
+            client: the viewer's client.
 
         Raises:
-            Unavailable: there are too many.
+            Unavailable: there are too many viewers.
         """
         if len(self._viewers) >= MAX_VIEWERS:
             raise Unavailable(
@@ -163,7 +165,7 @@ class SnapshotFeed:
             self._forget()
 
     def _forget(self) -> None:
-        """Keep nothing while nobody looks."""
+        """Drop everything while there are no viewers."""
         self._latest = self._whole = None
         self._frames.clear()
         self._encoded.clear()
@@ -182,7 +184,7 @@ class SnapshotFeed:
         closed = self._source.closed()
         if closed is not None:
             with suppress(ApiError):
-                # An engine that failed may have told why.
+                # A failed engine may have reported why.
                 await self._source.incidents.refresh()
             self._latest = End(message=closed)
             return 0.0
@@ -233,7 +235,7 @@ class SnapshotFeed:
         )
 
     def news(self) -> asyncio.Event:
-        """Set as soon as there is another latest event."""
+        """Event that is set as soon as there is a newer latest event."""
         return self._news
 
     @property
@@ -245,15 +247,16 @@ class SnapshotFeed:
         return self._source.incidents.event
 
     def steps_after(self, seq: int) -> list[FrameShown] | None:
-        """Frames from `seq` (-1: nothing) to the latest snapshot; None: there are
-        none."""
+        """Frames from `seq` (-1 for nothing) to the latest snapshot, or None if
+        missing.
+        """
         steps = [frame for frame in self._frames if frame.seq > seq]
         if steps and steps[0].base == seq:
             return steps
         return None if self._whole is None else [self._whole]
 
     def encoded(self, snapshot: Snapshot, steps: list[FrameShown]) -> bytes:
-        """The latest snapshot with `steps`, as JSON; made once for all who need it."""
+        """The latest snapshot with `steps`, as JSON; encoded once for all viewers."""
         key = -1 if steps[0].base is None else steps[0].base
         if key not in self._encoded:
             whole = msgspec.structs.replace(snapshot, frames=steps)
@@ -262,7 +265,7 @@ class SnapshotFeed:
 
 
 class Viewer:
-    """One who looks. A slow one gets the newest snapshot, not all of them."""
+    """A viewer. A slow one gets only the newest snapshots."""
 
     def __init__(self, feed: SnapshotFeed, client: str) -> None:
         self.client = client
@@ -273,7 +276,7 @@ class Viewer:
         self.is_waiting_for_all = True
 
     async def next(self) -> tuple[str, bytes]:
-        """(name, JSON) of the next event; waits for it. After "end" there is none."""
+        """Wait for the next event; returns (name, JSON). "end" is the last event."""
         while True:
             news, latest = self._feed.news(), self._feed.latest
             incidents = self._feed.incidents

@@ -1,4 +1,4 @@
-"""Conversion of a chat to the text of a prompt, with the tokenizer's template."""
+"""Converts a chat to the text of a prompt with the tokenizer's template."""
 
 from __future__ import annotations
 
@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 
-# Whose texts may come from anybody: the client's users, pages that its tools read.
+# Roles whose texts are untrusted: from the client's users, or pages that its tools
+# read.
 UNTRUSTED_ROLES = frozenset({"user", "tool"})
 
 
 class TemplateManager:
-    """Applies the chat template of `tokenizer` (None: token ids only)."""
+    """Applies the chat template of `tokenizer`, or accepts token ids only if it is
+    None.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
@@ -37,11 +40,12 @@ class TemplateManager:
 
         Args:
             messages: in OpenAI's format.
-            variables: extra names for the template (`chat_template_kwargs`).
-            tools: in OpenAI's format; a template that knows none leaves them out.
-            add_generation_prompt: False: end with the last message.
-            continue_final_message: end within the last message, the assistant's, after
-                its text.
+            variables: extra variables for the template (`chat_template_kwargs`).
+            tools: in OpenAI's format; ignored by a template without tools.
+            add_generation_prompt: whether to add the beginning of the assistant's
+                message.
+            continue_final_message: whether to end after the text of the last message,
+                which must be the assistant's.
 
         Raises:
             BadRequest: names the message and the field.
@@ -78,7 +82,7 @@ def _mark_tokens(
 
 
 def continued_text(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text that `continue_final_message` goes on with."""
+    """Return the text that `continue_final_message` continues."""
     return str(template_messages(messages[-1:])[0]["content"] or "")
 
 
@@ -91,7 +95,7 @@ def _open_end(messages: list[dict[str, Any]]) -> str:
             f"tool_calls; it is the {last['role']}'s",
             param="continue_final_message",
         )
-    # White space at the end of the text is part of it, whatever the template trims.
+    # Trailing white space belongs to the text, even if the template trims it.
     end = uuid.uuid4().hex
     last["content"] = (last["content"] or "") + end
     return end

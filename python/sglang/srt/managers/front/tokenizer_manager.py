@@ -1,8 +1,7 @@
-"""Checks and tokenizes prompts, sends them to the scheduler, hands the answers back.
+"""Checks and tokenizes prompts, sends them to the scheduler, and returns the answers.
 
-Lives in one asyncio loop and owns the table of requests in flight. Knows nothing of
-HTTP, of sockets or of processes: messages leave through `send` and come in through
-`receive`.
+Lives in one asyncio loop and owns the table of requests in flight. Knows nothing about
+HTTP, sockets or processes: messages leave through `send` and arrive through `receive`.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-# A long list of prompts lets other requests in after so many.
+# A long list of prompts lets other requests in after this many.
 PROMPTS_PER_TURN = 32
 
 
@@ -84,9 +83,9 @@ class TokenizerManager:
 
     Args:
         tokenizer: None with --skip-tokenizer-init.
-        send: hands messages to the scheduler; never blocks.
-        metrics: where latencies are recorded, if anywhere.
-        sampling_defaults: of requests that leave them out.
+        send: sends messages to the scheduler; never blocks.
+        metrics: where latencies are recorded, or None.
+        sampling_defaults: values for sampling parameters that a request leaves out.
     """
 
     def __init__(
@@ -112,7 +111,7 @@ class TokenizerManager:
         self._feeding: set[RequestGroup] = set()
         self._waiting_for_change: list[asyncio.Future[None]] = []
         self._failure: EngineFailure | None = None
-        # Of a scheduler that has told them before it ended.
+        # Incidents that a scheduler reported before it exited.
         self._last_incidents: list[dict[str, Any]] | None = None
         folder = server_args.crash_dump_folder
         self._crash_dump = None if folder is None else CrashDump(Path(folder))
@@ -139,8 +138,9 @@ class TokenizerManager:
             self.phase = Phase.DRAINING
 
     def set_dead(self, what: str) -> EngineFailure:
-        """Answer everything in flight with an error whose id is logged: the engine
-        failed."""
+        """Answer everything in flight with an error whose id is logged, because the
+        engine failed.
+        """
         if self._failure is None:
             self.phase = Phase.DEAD
             n = len(self._states)
@@ -156,7 +156,7 @@ class TokenizerManager:
         return self._failure
 
     def shutdown_scheduler(self) -> None:
-        """Let the scheduler exit; whatever runs is dropped."""
+        """Make the scheduler exit; running requests are dropped."""
         self._send([ShutdownReq()])
 
     def close(self) -> None:
@@ -165,21 +165,25 @@ class TokenizerManager:
             self._crash_dump.close()
 
     def check_alive(self) -> None:
-        """Refuse where only a restart helps.
+        """Raise if only a restart would help.
 
         Raises:
-            Unavailable: the scheduler is silent, or side work is stuck.
+            Unavailable: the scheduler does not answer, or side work is stuck.
         """
         self.heartbeat.check()
         self.side_work.check()
 
     @property
     def num_in_flight(self) -> int:
-        """Requests that the scheduler has not ended yet, abandoned ones included."""
+        """Number of requests that the scheduler has not ended yet, including abandoned
+        ones.
+        """
         return len(self._states)
 
     async def wait_idle(self, timeout: float) -> bool:
-        """Wait until nothing is in flight; False where `timeout` seconds pass first."""
+        """Wait until nothing is in flight; returns False if `timeout` seconds pass
+        first.
+        """
         deadline = time.monotonic() + timeout
         while self._states:
             left = deadline - time.monotonic()
@@ -191,14 +195,14 @@ class TokenizerManager:
     # -- requests ------------------------------------------------------------------
 
     def check_sizes(self, prompts: object, *, field: str) -> None:
-        """Refuse prompts that are too many or too long by the lengths of their lists,
-        before anybody looks at the millions of entries that a body may hold.
+        """Reject too many or too long prompts by their list lengths, before looking at
+        the millions of entries that a body may contain.
 
         Args:
-            prompts: what the client sent: a text, token ids, or a list of either.
+            prompts: a text, token ids, or a list of either, as the client sent them.
 
         Raises:
-            BadRequest: `submit` would refuse them too.
+            BadRequest: `submit` would also reject them.
         """
         if not isinstance(prompts, list) or not prompts or self.limits is None:
             return
@@ -217,10 +221,11 @@ class TokenizerManager:
         """Check, tokenize and send `prompts` (each `n` times).
 
         The caller reads the group with `updates` or `results` of this object, which
-        release it; a caller that does neither calls `release`.
+        release it; any other caller must call `release`.
 
         Args:
-            wait_for_room: send what exceeds the capacity later instead of refusing.
+            wait_for_room: whether to send requests beyond the capacity later instead of
+                rejecting them.
 
         Raises:
             BadRequest: a prompt or an option is wrong; nothing was sent.
@@ -257,7 +262,7 @@ class TokenizerManager:
                     leader = state
             await _let_others_in(i)
         self._check_rids(group)
-        # Others were admitted while a long text was tokenized.
+        # Other requests were admitted while a long text was tokenized.
         self._admit(count, wait_for_room=wait_for_room)
         if wait_for_room and count > self._occupancy.room_in_queue:
             group.feeder = asyncio.create_task(self._feed(group))
@@ -276,10 +281,12 @@ class TokenizerManager:
         *,
         cost: CostLimits | None,
     ) -> tuple[list[PromptRequest], list[list[int]]]:
-        """Check what needs no engine and tokenize; with `cost`, a call within bounds.
+        """Check what can be checked without the engine, and tokenize; with `cost`, also
+        check the bounds of a call.
 
         Returns:
-            The prompts, default lengths made to fit, and the token ids of each.
+            The prompts, with default lengths shortened to fit, and the token ids of
+            each.
         """
         fitted: list[PromptRequest] = []
         checked: SamplingParams | None = None
@@ -291,7 +298,7 @@ class TokenizerManager:
             )
             if cost is not None:
                 cost.check_options(prompt)
-            # The prompts of a call may share parameters of many entries.
+            # The prompts of a call may share large parameters.
             if prompt.sampling_params is not checked:
                 checked = prompt.sampling_params
                 known = within_vocab(checked, limits)
@@ -311,10 +318,10 @@ class TokenizerManager:
         return fitted, ids
 
     async def count_tokens(self, prompt: PromptRequest) -> int:
-        """Return the number of tokens that `submit` would make of `prompt`.
+        """Return the number of tokens that `submit` would make from `prompt`.
 
         Raises:
-            BadRequest: no prompt has so many.
+            BadRequest: the prompt is too long.
             Unavailable: not ready, or shutting down.
         """
         limits = self._admit(0, wait_for_room=True)
@@ -322,7 +329,7 @@ class TokenizerManager:
         return len(ids)
 
     async def updates(self, group: RequestGroup) -> AsyncIterator[list[Update]]:
-        """Updates of the group as they come; errors as of `RequestGroup.updates`."""
+        """Yield the group's updates; raises as `RequestGroup.updates`."""
         try:
             async for news in group.updates():
                 self.request_log.on_updates(news)
@@ -331,7 +338,7 @@ class TokenizerManager:
             self.release(group)
 
     async def results(self, group: RequestGroup) -> list[Update]:
-        """The whole answers of the group; errors as of `RequestGroup.updates`."""
+        """Return the group's complete answers; raises as `RequestGroup.updates`."""
         try:
             await group.wait_finished()
             results = await self.side_work.run(
@@ -343,7 +350,7 @@ class TokenizerManager:
             self.release(group)
 
     def release(self, group: RequestGroup) -> None:
-        """Abort what still runs of a group that nobody reads any more."""
+        """Abort the unfinished requests of a group that is no longer read."""
         if group.is_released:
             return
         group.is_released = True
@@ -367,8 +374,9 @@ class TokenizerManager:
         message: str | None = None,
         owner: str | None = None,
     ) -> None:
-        """End requests with the finish reason "abort"; unknown ids are ignored, as are
-        those of others than `owner` where one is given."""
+        """End requests with the finish reason "abort". Unknown ids are ignored and, if
+        `owner` is given, also other owners' ids.
+        """
         text = message or "aborted by the client"
 
         def is_meant(state: RequestState) -> bool:
@@ -387,30 +395,31 @@ class TokenizerManager:
     # -- control -------------------------------------------------------------------
 
     async def flush_cache(self) -> bool:
-        """Empty the prefix cache; False where requests run: nothing was flushed."""
+        """Empty the prefix cache; does nothing and returns False while requests run."""
         self._check_up()
         return await self._calls.flush_cache()
 
     async def scheduler_stats(self, timeout: float = TIMEOUT_SECONDS) -> SchedulerStats:
-        """The scheduler's gauges and counters of this moment."""
+        """Return the scheduler's current gauges and counters."""
         self._check_up()
         return await self._calls.stats(timeout)
 
     async def profile(self, *, is_start: bool, **options: Any) -> str:
-        """Begin or end a profile of the scheduler; returns the path of its trace.
+        """Start or stop a profile of the scheduler; returns the path of its trace.
 
         Raises:
-            BadRequest: one runs already, none runs, or it cannot be written.
+            BadRequest: a profile is already running, none is running, or it cannot be
+                written.
         """
         self._check_up()
         return await self._calls.profile(is_start=is_start, **options)
 
     async def pause_generation(self, mode: str) -> None:
-        """Generate nothing until `continue_generation`; requests that arrive wait.
+        """Generate nothing until `continue_generation`; new requests wait.
 
         Args:
-            mode: "abort" ends all requests, "retract" and "in_place" let them wait,
-                without and with their memory.
+            mode: "abort" ends all requests; "retract" makes them wait without their
+                memory, "in_place" with it.
         """
         self._check_up()
         if mode == "abort":
@@ -418,16 +427,16 @@ class TokenizerManager:
         await self._calls.pause(is_pause=True, mode=mode)
 
     async def continue_generation(self) -> None:
-        """Go on after `pause_generation`; does nothing else."""
+        """Continue after `pause_generation`; otherwise does nothing."""
         self._check_up()
         await self._calls.pause(is_pause=False)
 
     async def canary_incidents(self) -> list[dict[str, Any]]:
-        """The KV canary's incidents, oldest first; empty while it is off. Of an engine
-        that failed, those that it told of with its failure.
+        """Return the KV canary's incidents, oldest first; empty while it is off. After
+        an engine failure, returns the incidents reported with the failure.
 
         Raises:
-            EngineFailure: it ended without a word.
+            EngineFailure: the engine exited without a report.
         """
         try:
             self._check_up()
@@ -438,19 +447,19 @@ class TokenizerManager:
             return self._last_incidents
 
     async def pool_snapshot(self, *, is_whole: bool) -> GetSnapshotRsp:
-        """The KV pool and its requests of this moment; `is_whole`: with all pages."""
+        """Return the current KV pool and requests, with all pages if `is_whole`."""
         self._check_up()
         return await self._calls.snapshot(is_whole=is_whole)
 
     async def slot_records(self, slot: int) -> list[dict[str, Any]]:
-        """The KV canary's records of a slot of the pool; empty while it is off."""
+        """Return the KV canary's records of a slot; empty while it is off."""
         self._check_up()
         return await self._calls.slot_records(slot)
 
     # -- the wire ------------------------------------------------------------------
 
     def receive(self, message: SchedulerResponse) -> None:
-        """Take a message of the scheduler."""
+        """Handle a message from the scheduler."""
         self.heartbeat.on_sign()
         if isinstance(message, BatchOutput):
             for output in message.outputs:
@@ -476,7 +485,7 @@ class TokenizerManager:
         state.receive(output)
 
     def _check_up(self) -> None:
-        """Raise unless the scheduler can be asked something."""
+        """Raise unless the scheduler can answer questions."""
         if self._failure is not None:
             raise self._failure
         if self.phase is Phase.STARTING:
@@ -491,8 +500,9 @@ class TokenizerManager:
         return self.limits
 
     def _kept_apart(self, prompt: PromptRequest, owner: str) -> PromptRequest:
-        """Return `prompt` with a part of the prefix cache that is its owner's alone,
-        where the operator wants that."""
+        """Return `prompt` with a prefix-cache namespace private to its owner, if the
+        operator enabled that.
+        """
         if not owner or not self.server_args.cache_namespace_per_key:
             return prompt
         namespace = cache_namespace(key=prompt.extra_key, owner=owner)
@@ -525,7 +535,7 @@ class TokenizerManager:
             seen.add(state.rid)
 
     def _dispatch(self, states: Sequence[RequestState]) -> None:
-        """Send, then await answers: a request that cannot be sent leaves no state."""
+        """Send before registering: a request that cannot be sent leaves no state."""
         requests = [state.hand_over() for state in states]
         self.request_log.on_sent(requests)
         if self._crash_dump is not None:
@@ -539,7 +549,7 @@ class TokenizerManager:
             self._occupancy.add(state.client, state.num_prompt_tokens)
 
     async def _feed(self, group: RequestGroup) -> None:
-        """Send the requests of `group` as room appears."""
+        """Send the requests of `group` as room becomes available."""
         waiting = deque(group.states)
         self._feeding.add(group)
         try:
@@ -561,7 +571,7 @@ class TokenizerManager:
             group.fail(self._failure)
 
     def _next_change(self) -> asyncio.Future[None]:
-        """A future that is done as soon as a request leaves the table."""
+        """Return a future that is done as soon as a request leaves the table."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting_for_change.append(future)
         return future
@@ -574,6 +584,6 @@ class TokenizerManager:
 
 
 async def _let_others_in(prompt: int) -> None:
-    """Let the loop serve others after some prompts of a long list."""
+    """Let the loop serve others after every few prompts of a long list."""
     if prompt % PROMPTS_PER_TURN == PROMPTS_PER_TURN - 1:
         await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""Errors that are answered to clients, with their HTTP status.
+"""Errors that are returned to clients, with their HTTP status.
 
 The front raises them where the reason is known; `entrypoints` turns them into answers.
 """
@@ -12,22 +12,23 @@ from sglang.srt.utils.quoting import MAX_QUOTED_CHARS, clipped
 
 logger = logging.getLogger(__name__)
 
-# A client may send the same again later.
+# A client may retry the same request later.
 RETRIED_STATUSES = (429, 503)
 RETRY_SECONDS = 1
-# An abort that the client asked for: its answer is the finish reason, not an error.
+# An abort that the client asked for is answered with a finish reason, not an error.
 CLIENT_ABORT_STATUS = 499
 
 
 class ApiError(Exception):
     """An answer `{"error": {"message", "type", "param", "code"}}`.
 
-    Quoted values are cut to some hundreds of characters.
+    Quoted values are truncated to a few hundred characters.
 
     Attributes:
         status: HTTP status.
-        code: a name of OpenAI's that clients act on; None: the status is the code.
-        param: the field that is wrong, if one is.
+        code: an OpenAI error code that clients act on, or None to use the status as
+            code.
+        param: the invalid field, if any.
         headers: extra headers of the answer.
     """
 
@@ -75,10 +76,10 @@ class BadRequest(ApiError, ValueError):
 
 
 class ContextOverflow(BadRequest):
-    """More tokens than the context holds: clients shorten the conversation.
+    """There are more tokens than the context holds; clients shorten the conversation.
 
     Attributes:
-        tokens: of the prompt, at least. limit: those that fit.
+        tokens: lower bound of the prompt's tokens. limit: how many fit.
     """
 
     code = "context_length_exceeded"
@@ -109,11 +110,11 @@ class EngineFailure(ApiError):
 
 
 class ClientDisconnected(Exception):
-    """The client has left before its answer was complete."""
+    """The client left before its answer was complete."""
 
 
 def log_failure(what: str, *, error: BaseException | None = None) -> EngineFailure:
-    """Log a failure under a fresh id and return the error to answer."""
+    """Log a failure under a new id and return the error for the client."""
     error_id = uuid.uuid4().hex[:16]
     logger.error("error id %s: %s", error_id, what, exc_info=error)
     return EngineFailure(what, error_id=error_id)

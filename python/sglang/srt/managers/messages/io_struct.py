@@ -42,8 +42,8 @@ class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
     None (nothing precedes it). `output_*` hold one entry per new token of the message.
     `*_top` hold, per position, the `top_logprobs_num` most likely tokens, best first
     (None at position 0). `*_named` hold, per position, the tokens of
-    `token_ids_logprob`, in its order; of a request for no output, the `output_named`
-    is that of the token that would have come.
+    `token_ids_logprob`, in its order; for a request without output, `output_named`
+    describes the token that would have come next.
     """
 
     input_token: list[TokenLogprob] | None = None
@@ -62,13 +62,14 @@ class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Options of a request, beside its prompt and sampling parameters.
+    """Options of a request other than its prompt and sampling parameters.
 
-    `stream` False: outputs come once, when it has finished. `logprob_start_len` -1
-    means no input logprobs. `copy` counts the outputs of one prompt: it is added to the
-    seed of the parameters, which they share. `extra_key` is a digest of the client's.
-    `priority` None is the lowest. `only_last_hidden_state` comes once, with the end.
-    `client` tells clients apart, for fair shares.
+    With `stream` False, all output is sent once, when the request has finished.
+    `logprob_start_len` -1 means no input logprobs. `copy` numbers the outputs of one
+    prompt; it is added to the seed of the parameters, which they share. `extra_key` is
+    a digest of the client's key. `priority` None is the lowest.
+    `only_last_hidden_state` sends one hidden state, at the end. `client` identifies the
+    client, for fair sharing.
     """
 
     rid: str
@@ -98,7 +99,7 @@ class GenerateReq(RequestOptions, kw_only=True, tag="generate"):
 
     @property
     def seed(self) -> int | None:
-        """Seed of this output; None: the scheduler draws one."""
+        """Seed of this output, or None if the scheduler draws one."""
         seed = self.sampling_params.sampling_seed
         return None if seed is None else (seed + self.copy) % (MAX_SEED + 1)
 
@@ -109,15 +110,16 @@ class PackedPrompt(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PackedReq(RequestOptions, kw_only=True):
-    """A `GenerateReq` whose prompt and parameters are positions in its batch."""
+    """A `GenerateReq` whose prompt and parameters are indices into its batch."""
 
     prompt: int
     params: int
 
 
 class GenerateBatch(msgspec.Struct, kw_only=True, tag="generate_batch"):
-    """Requests of one call. Prompts and parameters that they share travel once, and are
-    one object again where they arrive."""
+    """Requests of one call. Shared prompts and parameters are sent once, and are shared
+    objects again for the receiver.
+    """
 
     prompts: list[PackedPrompt]
     params: list[SamplingParams]
@@ -125,7 +127,7 @@ class GenerateBatch(msgspec.Struct, kw_only=True, tag="generate_batch"):
 
     @classmethod
     def pack(cls, requests: Sequence[GenerateReq]) -> GenerateBatch:
-        """Pack `requests`; what two of them share is the same object in both."""
+        """Pack `requests`; shared parts must be the same object."""
         prompts: dict[int, tuple[int, PackedPrompt]] = {}
         params: dict[int, tuple[int, SamplingParams]] = {}
         packed = []
@@ -177,7 +179,7 @@ class GetIncidentsReq(msgspec.Struct, kw_only=True, tag="get_incidents"):
 
 
 class GetSnapshotReq(msgspec.Struct, kw_only=True, tag="get_snapshot"):
-    """Ask for a snapshot of the pool; `is_whole`: with all pages."""
+    """Ask for a snapshot of the pool, with all pages if `is_whole`."""
 
     call_id: int
     is_whole: bool = False
@@ -191,7 +193,7 @@ class GetSlotReq(msgspec.Struct, kw_only=True, tag="get_slot"):
 
 
 class ProfileReq(msgspec.Struct, kw_only=True, omit_defaults=True, tag="profile"):
-    """Begin a profile of the scheduler processes, or end the one that runs.
+    """Start a profile of the scheduler processes, or stop the running one.
 
     Every rank writes `<folder>/<name>-TP-<rank>.trace.json.gz` after `num_steps`
     forwards or at the end. `activities` are "CPU" and "GPU".
@@ -239,8 +241,10 @@ SchedulerRequest = (
 
 
 class GrammarDecision(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The grammar of request `rid` is compiled, or could not be (`error`, answered with
-    the HTTP `status_code`). Where it `is_fresh`, every rank compiles it (again)."""
+    """The grammar of request `rid` was compiled, or failed to compile (`error`,
+    returned with the HTTP `status_code`). If `is_fresh`, every rank compiles it
+    (again).
+    """
 
     rid: str
     error: str | None = None
@@ -253,7 +257,7 @@ class StepInput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Everything that depends on time or on another thread is decided by rank 0 and sent
     in here. `grammars` were decided before `requests` arrived. `history` is a digest of
-    all earlier steps: ranks with another one have diverged.
+    all earlier steps: a rank with a different digest has diverged.
     """
 
     requests: list[SchedulerRequest] = []
@@ -262,7 +266,7 @@ class StepInput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """New output of one request since the last message about it.
+    """New output of one request since its last message.
 
     `output_ids` is a delta and never holds tokens beyond the finish.
     `completion_tokens` counts all tokens so far. `finish_reason` is set in the last
@@ -290,7 +294,7 @@ class BatchOutput(msgspec.Struct, kw_only=True, tag="batch_output"):
 
 
 class FlushCacheRsp(msgspec.Struct, kw_only=True, tag="flush_cache_rsp"):
-    """Result of a flush; `success` is False if requests ran or waited."""
+    """Result of a flush; `success` is False if requests were running or waiting."""
 
     call_id: int
     success: bool
@@ -320,7 +324,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     num_running_reqs: int = 0
     num_queue_reqs: int = 0
     num_queue_tokens: int = 0
-    # Their grammars compile.
+    # Requests whose grammars are being compiled.
     num_grammar_queue_reqs: int = 0
     num_used_tokens: int = 0
     max_total_num_tokens: int = 0
@@ -337,7 +341,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     forward_passes_total: int = 0
     cuda_graph_passes_total: int = 0
     prefill_cuda_graph_passes_total: int = 0
-    # Of rank 0.
+    # Numbers of rank 0.
     kernel_loads_after_ready_total: int = 0
     kv_canary_protected_tokens_total: int = 0
     kv_canary_swept_tokens_total: int = 0
@@ -347,7 +351,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     kv_events_dropped_total: int = 0
     kv_events_replayed_total: int = 0
     kv_events_connections: int = 0
-    # Watched or kept out of use.
+    # Pages that are watched or kept out of use.
     kv_canary_quarantined_pages: int = 0
     kv_canary_quarantined_share: float = 0.0
     # Something was healed in the last minute, or pages stay out of use.
@@ -381,16 +385,16 @@ class GetSnapshotRsp(msgspec.Struct, kw_only=True, tag="get_snapshot_rsp"):
 
 
 class GetSlotRsp(msgspec.Struct, kw_only=True, tag="get_slot_rsp"):
-    """Records of a slot in all pools; none where the KV canary is off."""
+    """Records of a slot in all pools; empty if the KV canary is off."""
 
     call_id: int
     records: list[dict[str, Any]]
 
 
 class ProfileRsp(msgspec.Struct, kw_only=True, omit_defaults=True, tag="profile_rsp"):
-    """A profile has begun or ended; `path` is rank 0's trace.
+    """A profile has started or stopped; `path` is rank 0's trace.
 
-    `error` set: it has not; the reason.
+    If `error` is set, it has not, for that reason.
     """
 
     call_id: int
@@ -399,14 +403,14 @@ class ProfileRsp(msgspec.Struct, kw_only=True, omit_defaults=True, tag="profile_
 
 
 class PauseRsp(msgspec.Struct, kw_only=True, tag="pause_rsp"):
-    """Nothing is launched any more, or the scheduler goes on."""
+    """The scheduler has stopped launching, or continues."""
 
     call_id: int
 
 
 class EngineFailed(msgspec.Struct, kw_only=True, tag="engine_failed"):
-    """The last message of a scheduler that stops because of an error; with the
-    incidents of the KV canary, as in `GetIncidentsRsp`: nobody can ask for them later.
+    """The last message of a scheduler that stops because of an error. It includes the
+    KV canary's incidents, as in `GetIncidentsRsp`, which cannot be requested later.
     """
 
     message: str
@@ -427,10 +431,10 @@ SchedulerResponse = (
 
 
 class SchedulerReady(msgspec.Struct, kw_only=True):
-    """The only report of a scheduler process: it can serve, or why it cannot.
+    """The only report of a scheduler process: that it can serve, or why it cannot.
 
-    `error` set means that the process exits; the other fields are then meaningless.
-    `kv_pool_bytes` are those of this rank's KV pool, without a draft's.
+    If `error` is set, the process exits and the other fields are meaningless.
+    `kv_pool_bytes` is the size of this rank's KV pool, excluding a draft's.
     """
 
     error: str | None = None

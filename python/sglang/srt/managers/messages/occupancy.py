@@ -1,4 +1,4 @@
-"""Room for requests in flight, in requests and in tokens of their prompts."""
+"""Limits the requests in flight and their prompt tokens."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
-# Part of each limit that is there beyond it, for clients that hold no more than that.
+# Share of each limit that is added to it for clients that hold no more than that share.
 SPARE_SHARE = 16
 
 
 def spare_of(limit: int) -> int:
-    """What a client that holds little may use beyond a limit that others have reached:
-    nobody keeps everybody else out."""
+    """Return how much a client that holds little may use beyond a limit that others
+    have reached, so that no client keeps all others out.
+    """
     return max(limit // SPARE_SHARE, 1)
 
 
 class Occupancy:
-    """Counts what is in flight, and refuses what exceeds the flags' limits: with 400
-    where it never fits, with 503 where it does not fit now."""
+    """Counts requests in flight, and rejects those beyond the flags' limits: with 400
+    if they can never fit, with 503 if they do not fit now.
+    """
 
     def __init__(self, server_args: ServerArgs) -> None:
         assert server_args.max_running_requests is not None
@@ -35,7 +37,7 @@ class Occupancy:
         self.clear()
 
     def add(self, client: str, prompt_tokens: int) -> None:
-        """Count one more request."""
+        """Add a request."""
         self._num_requests += 1
         self._num_tokens += prompt_tokens
         self._requests_of[client] += 1
@@ -56,12 +58,14 @@ class Occupancy:
 
     @property
     def room_in_queue(self) -> int:
-        """Requests that the scheduler takes whatever the state of its batch is."""
+        """Number of requests that the scheduler accepts whatever the state of its
+        batch.
+        """
         return self._max_queued_requests - self._num_requests
 
     def check_count(self, count: int) -> None:
         """Raises:
-        BadRequest: `count` requests never fit.
+        BadRequest: `count` requests can never fit.
         """
         if count > self._max_requests:
             raise BadRequest(
@@ -72,7 +76,7 @@ class Occupancy:
 
     def check_requests(self, count: int, *, client: str) -> None:
         """Raises:
-        BadRequest: `count` requests never fit.
+        BadRequest: `count` requests can never fit.
         Unavailable: they do not fit now.
         """
         self.check_count(count)
@@ -87,7 +91,7 @@ class Occupancy:
 
     def check_tokens(self, count: int, *, client: str) -> None:
         """Raises:
-        BadRequest: prompts of `count` tokens never fit.
+        BadRequest: prompts of `count` tokens can never fit.
         Unavailable: they do not fit now.
         """
         if count > self._max_tokens:

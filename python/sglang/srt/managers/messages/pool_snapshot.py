@@ -9,11 +9,11 @@ import msgspec
 
 
 class PageFrame(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Pages that have changed since frame `base`; None: all pages, in order.
+    """Pages that have changed since frame `base`, or all pages in order if it is None.
 
-    `at` are their numbers less 1, ascending (empty in a frame of all), `cells` their
-    cells (`mem_cache.page_map.page_cells`), `written` the forwards that wrote them,
-    empty where no records are kept.
+    `at` holds their numbers minus 1, ascending (empty in a full frame), `cells` their
+    cells (`mem_cache.page_map.page_cells`), and `written` the forwards that wrote them
+    (empty if no records are kept).
     """
 
     seq: int
@@ -24,11 +24,11 @@ class PageFrame(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RequestView(msgspec.Struct, kw_only=True):
-    """A request that has not ended.
+    """An unfinished request.
 
     `phase` is "waiting", "prefill" or "decode". `node` is the serial of the cached run
     where its shared prefix of `cached_len` tokens ends. Its last committed token is in
-    page `tail_page`, of which `tail_fill` slots are in use; 0: it has none.
+    page `tail_page`, which has `tail_fill` slots in use; 0 if it has no page.
     """
 
     serial: int
@@ -49,7 +49,9 @@ class RequestView(msgspec.Struct, kw_only=True):
 
 
 class PoolSize(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Pages without scratch; of window pages those of a model with sliding windows."""
+    """Number of pages without scratch, and of window pages for a model with sliding
+    windows.
+    """
 
     num_pages: int
     page_size: int
@@ -58,12 +60,12 @@ class PoolSize(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class PoolSnapshot(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One look at the scheduler.
+    """A snapshot of the scheduler.
 
-    `frames` are the changes since the last snapshot, and all pages where they were
-    asked for. `tree` is `mem_cache.tree_table.tree_table`, of `num_nodes` runs in all;
-    `requests` the first of `num_requests`. `clocks` are the numbers of the next forward
-    in the records of each pool; `seconds` is the time that the scheduler needed.
+    `frames` are the changes since the last snapshot, plus all pages if requested.
+    `tree` is a `mem_cache.tree_table.tree_table`, cut from `num_nodes` runs in total;
+    `requests` are the first of `num_requests`. `clocks` holds the number of the next
+    forward in each pool's records; `seconds` is the time the scheduler took.
     """
 
     seq: int

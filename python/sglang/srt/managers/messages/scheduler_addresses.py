@@ -1,8 +1,8 @@
 """Addresses between the front and the scheduler process, and the frames on that wire.
 
-Both ways are ZeroMQ PUSH -> PULL over ipc, unlimited in length (the front bounds the
-requests in flight). The receiver binds, the sender connects, so that a message sent
-before the other side is up waits in the sender. A ZeroMQ message holds one or more
+Both directions are ZeroMQ PUSH -> PULL over ipc, with unlimited queues (the front
+bounds the requests in flight). The receiver binds and the sender connects, so a message
+sent before the other side is up waits in the sender. A ZeroMQ message holds one or more
 frames; each frame is one msgspec message of `io_struct`, and requests that belong
 together arrive as the frames of one message.
 """

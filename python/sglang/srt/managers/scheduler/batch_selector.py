@@ -1,7 +1,7 @@
 """Chooses the batch of the next step: a prefill, a chunk of one, or a decode step.
 
-Owns the queue and the batches between two steps. Knows nothing of messages, forwards or
-results.
+Owns the queue and the batches between two steps. Knows nothing about messages, forwards
+or results.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class SavedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBatches:
-    """The queue and the batches between two steps; requests by serial.
+    """The queue and the batches between two steps, with requests by serial.
 
     Attributes:
         is_decode_due: whether the running requests decode before the next prefill.
@@ -80,16 +80,16 @@ class BatchSelector:
     first.
 
     Args:
-        resolve: processes the results in flight, so that requests that ended in them
-            give their slots back; True where there were any.
+        resolve: processes the results in flight, so that requests that end in them give
+            their slots back; returns whether there were any.
         on_dropped: called with a request that was aborted between two chunks of its
-            prompt or before it was retracted, after its memory is released.
+            prompt or before a retraction, after its memory is released.
 
     Attributes:
         waiting: the queue; these requests hold no memory.
         running: the batch that decodes.
-        last_prefill: the batch of the last step, where that was a prefill.
-        chunked: the request whose prompt is prefilled in part.
+        last_prefill: the batch of the last step, if that was a prefill.
+        chunked: the request whose prompt is partly prefilled.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class BatchSelector:
         self.running: ScheduleBatch | None = None
         self.last_prefill: ScheduleBatch | None = None
         self.chunked: Req | None = None
-        # Decided with a prefill, of whose requests none may be left at the next step.
+        # Decided at a prefill, because its requests may all be gone by the next step.
         self._is_decode_due = False
 
     def has_requests(self) -> bool:
-        """Whether any request waits or is in a batch."""
+        """Whether any request is waiting or in a batch."""
         return bool(
             self.waiting
             or self.chunked is not None
@@ -135,7 +135,7 @@ class BatchSelector:
         self._new_token_ratio.on_idle()
 
     def get_next_batch_to_run(self) -> ScheduleBatch | None:
-        """The next batch, its slots taken; None where nothing can run."""
+        """Return the next batch with its slots taken, or None if nothing can run."""
         prefilled = self.last_prefill is not None
         self._merge_last_prefill()
         is_due, self._is_decode_due = self._is_decode_due, False
@@ -150,7 +150,7 @@ class BatchSelector:
         return self._get_decode_batch()
 
     def _merge_last_prefill(self) -> None:
-        """Requests whose prompt is complete start to decode."""
+        """Let requests whose prompt is complete start to decode."""
         batch, self.last_prefill = self.last_prefill, None
         if batch is None:
             return
@@ -214,7 +214,9 @@ class BatchSelector:
         self._on_dropped(req)
 
     def slot_needs(self, limit: int) -> list[SlotNeed]:
-        """The needs that admission compares, of the first `limit` waiting requests."""
+        """Return the needs that admission compares, for the first `limit` waiting
+        requests.
+        """
         adder = self._new_adder()
         return [adder.need_of(req) for req in self.waiting[:limit]]
 
@@ -254,16 +256,16 @@ class BatchSelector:
         return running if self.chunked is None else [*running, self.chunked]
 
     def _in_turns(self) -> Iterable[Req]:
-        """The queue as it is admitted. Priorities are for all clients together."""
+        """Return the queue in admission order. Priorities apply across all clients."""
         if self._has_priorities:
             return self.waiting
         return in_turns(self.waiting, self._holders())
 
     def _yield_places(self) -> None:
-        """Where one client holds the rows for which another waits, queue some of its
-        requests again; their KV stays in the prefix cache.
+        """If one client holds rows for which another waits, queue some of its requests
+        again; their KV stays in the prefix cache.
 
-        The results in flight come first: requests that end in them give rows back.
+        Processes the results in flight first: requests that end in them give rows back.
         """
         batch = self.running
         if batch is None or self._has_priorities:
@@ -284,8 +286,9 @@ class BatchSelector:
         self._stats.on_retract(len(yielding))
 
     def _undo_admission(self, adder: PrefillAdder) -> None:
-        """Give back the locks, and the memory of the prompt that was begun, because the
-        slots did not suffice after all."""
+        """Give back the locks and the memory of the partly prefilled prompt, because
+        there were not enough slots after all.
+        """
         for req in adder.reqs:
             if req is self.chunked:
                 continue
@@ -317,7 +320,8 @@ class BatchSelector:
     def _make_room(self, batch: ScheduleBatch) -> None:
         """Retract requests until the others can decode.
 
-        The results in flight come first: requests that end in them give slots back.
+        Processes the results in flight first: requests that end in them give slots
+            back.
         """
         if self._resolve():
             batch.filter_decoding()
@@ -338,8 +342,9 @@ class BatchSelector:
         )
 
     def _requeue(self, req: Req) -> None:
-        """Put a request whose memory was (or is now) released at the front; one that
-        was aborted meanwhile ends."""
+        """Put a request at the front of the queue, releasing its memory if needed; if
+        it was aborted meanwhile, end it.
+        """
         self._release(req)
         if req.finish_if_aborted():
             self._on_dropped(req)
@@ -347,8 +352,9 @@ class BatchSelector:
         self.waiting.insert(0, req)
 
     def retract_all(self) -> None:
-        """Queue all that run before the others, in order of arrival, and release their
-        memory; those that were aborted end. No result may be in flight."""
+        """Queue all running requests before the others, in order of arrival, and
+        release their memory; aborted ones end. No result may be in flight.
+        """
         running = {}
         for batch in (self.running, self.last_prefill):
             for req in [] if batch is None else batch.reqs:
@@ -359,7 +365,7 @@ class BatchSelector:
         self.running = self.last_prefill = self.chunked = None
         for serial in sorted(running, reverse=True):
             req = running[serial]
-            # A forward may have written KV of tokens that the request does not keep.
+            # A forward may have written KV for tokens that the request does not keep.
             req.committed_len = min(req.committed_len, len(req.tokens))
             self._requeue(req)
 
@@ -382,14 +388,14 @@ class BatchSelector:
         """Take a request out of the batches between two steps; its memory goes to the
         prefix cache. The caller queues it again."""
         self.take_out([req])
-        # The forward has written KV of tokens that the request does not keep.
+        # The forward has written KV for tokens that the request does not keep.
         req.committed_len = min(req.committed_len, len(req.tokens))
         self._release(req)
 
     # -- checkpoints ---------------------------------------------------------------
 
     def save(self) -> SavedBatches:
-        """The queue and the batches between two steps, nothing in flight."""
+        """Return the queue and the batches; nothing may be in flight."""
         return SavedBatches(
             waiting=[req.serial for req in self.waiting],
             running=_save_batch(self.running),
@@ -400,7 +406,7 @@ class BatchSelector:
         )
 
     def load(self, saved: SavedBatches, reqs: Mapping[int, Req]) -> None:
-        """Take over saved batches of the requests `reqs`, by their saved serials."""
+        """Restore saved batches; `reqs` maps saved serials to requests."""
         self.waiting = [reqs[serial] for serial in saved.waiting]
         self.running = self._load_batch(saved.running, reqs)
         self.last_prefill = self._load_batch(saved.last_prefill, reqs)
@@ -418,7 +424,7 @@ class BatchSelector:
         return batch
 
     def _release(self, req: Req) -> None:
-        """Prepare for another prefill; the memory may be released already."""
+        """Prepare for another prefill; the memory may already be released."""
         if req.req_pool_idx:
             release_req(req, cache=self._cache)
             req.req_pool_idx = 0

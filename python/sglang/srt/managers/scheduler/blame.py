@@ -1,8 +1,8 @@
-"""Who is touched by a damage: requests, cached runs and pages.
+"""Finds what damage touches: requests, cached runs and pages.
 
-A request is touched where its forward was flagged, or where it holds a slot that was
-damaged, in a row of its own or through the prefix cache. Whoever relies on a cached run
-that has to go is touched as well, and so on until nothing is added. Changes nothing.
+A request is touched if its forward was flagged, or if it holds a damaged slot in its
+own row or through the prefix cache. Every request that relies on a cached run that has
+to go is also touched, and so on until nothing is added. Changes nothing.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.mem_cache.tree_node import TreeNode
 
-# The slot holds somebody else's bytes.
+# The slot holds another owner's bytes.
 _OVERWRITTEN = reasons_where(lambda check: check.blames is Blames.HOLDER)
-# Nobody knows which slots were damaged.
+# The damaged slots are unknown.
 _ANYWHERE = reasons_where(lambda check: check.blames is Blames.FORWARD)
-# Tokens are in doubt even where the draft's pool has the damage.
+# Tokens are in doubt even if the damage is in the draft's pool.
 _OF_TOKENS = reasons_where(lambda check: check.severity is Severity.TOKENS)
 
 
 def severity_of(pool: int, reasons: int) -> Severity:
-    """Return what damage in a pool puts in doubt; pool 0 is the target's."""
+    """Return what damage in a pool puts in doubt; pool 0 belongs to the target."""
     is_draft = pool > 0 and not reasons & _OF_TOKENS
     return Severity.DRAFTS if is_draft else Severity.TOKENS
 
 
 class Fact(NamedTuple):
-    """A violation in terms of slots and requests; `serial` 0: no request."""
+    """A violation in terms of slots and requests; `serial` 0 means no request."""
 
     pool: int
     reasons: int
@@ -49,11 +49,11 @@ class Fact(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Damage:
-    """The findings of a step, alike on every rank.
+    """The findings of a step, identical on every rank.
 
     Fields:
-        facts: of all violations. verdicts: reasons of each row, by pool.
-        has_overflowed: whether there are violations beyond the facts.
+        facts: facts of all violations. verdicts: reasons of each row, by pool.
+        has_overflowed: whether there are more violations than facts.
     """
 
     facts: Sequence[Fact]
@@ -63,13 +63,13 @@ class Damage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Blame:
-    """All that is touched.
+    """Everything that is touched.
 
     Fields:
         withheld: requests whose tokens of the step cannot be trusted.
-        rebuilt: those whose drafts alone are in doubt.
-        nodes: cached runs that have to go, all that hang below them included.
-        pages: damaged ones, ascending.
+        rebuilt: requests whose drafts alone are in doubt.
+        nodes: cached runs that have to go, including everything below them.
+        pages: damaged pages, ascending.
     """
 
     withheld: tuple[Req, ...]
@@ -83,12 +83,12 @@ class Blame:
 
 
 class _Books:
-    """Holders of every page by the host's records, as of now.
+    """Current holders of every page according to the host's records.
 
     Attributes:
-        reqs: those that hold memory. own: the pages in their rows that are not the
-            cache's, in the order of the rows; paths: the cached runs that they rely
-            on, last one first.
+        reqs: requests that hold memory. own: the pages in their rows that do not belong
+            to the cache, in row order. paths: the cached runs they rely on, last one
+            first.
     """
 
     def __init__(self, requests: Iterable[Req], cache: BasePrefixCache) -> None:
@@ -112,11 +112,11 @@ class _Books:
                 self._reliers.setdefault(id(node), []).append(i)
 
     def has_page(self, page: int) -> bool:
-        """Whether it is a page that requests can get."""
+        """Whether requests can get this page."""
         return 0 < page < len(self._node_at)
 
     def region_owner(self, slot: int) -> int | None:
-        """The request (by index) whose row a slot of the draft region belongs to."""
+        """Index of the request whose row a slot of the draft region belongs to."""
         row = 0 if self._region is None else self._region.slot_to_row(slot)
         if not row:
             return None
@@ -124,18 +124,19 @@ class _Books:
         return next(held, None)
 
     def node_of(self, page: int) -> TreeNode | None:
-        """The cached run that a page belongs to."""
+        """Return the cached run that a page belongs to."""
         index = int(self._node_at[page])
         return None if index < 0 else self.nodes[index]
 
     def cached_nodes_of(self, pages: IntArray) -> list[TreeNode]:
-        """The cached runs of these pages, each once."""
+        """Return the cached runs of these pages, each once."""
         found = self._node_at[pages]
         return [self.nodes[i] for i in dict.fromkeys(found[found >= 0].tolist())]
 
     def claimants(self, page: int) -> list[int]:
-        """Requests (by index) in whose own part of a row a page lies: one at most, if
-        the host's records are right."""
+        """Indices of the requests that have a page in their own part of a row: at most
+        one, if the host's records are right.
+        """
         if not self._claimed[page]:
             return []
         if page not in self._claims:
@@ -143,17 +144,17 @@ class _Books:
         return self._claims[page]
 
     def shared_claims(self, pages: IntArray) -> list[int]:
-        """Requests that claim one of `pages`, too; the owner among them."""
+        """Requests that also claim one of `pages`, including the owner."""
         is_meant = np.zeros(len(self._node_at), dtype=np.bool_)
         is_meant[pages] = True
         return [i for i, own in enumerate(self.own) if is_meant[own].any()]
 
     def reliers(self, node: TreeNode) -> list[int]:
-        """Requests (by index) whose cached prefix has this run."""
+        """Indices of the requests whose cached prefix contains this run."""
         return self._reliers.get(id(node), [])
 
     def holds(self, index: int, page: int) -> bool:
-        """Whether a page lies in the row of a request."""
+        """Whether a page is in the row of a request."""
         node = self.node_of(page)
         if node is not None and index in self.reliers(node):
             return True
@@ -165,7 +166,7 @@ def _own_pages(req: Req, cache: BasePrefixCache) -> IntArray:
         req.req_pool_idx, req.cache_protected_len, req.allocated_len
     )
     pages: IntArray = host_array(slots) // cache.page_size
-    # Slots of a page follow each other; whoever holds it twice has it twice here.
+    # Slots of a page are adjacent; a page that is held twice appears twice here.
     distinct: IntArray = pages[np.diff(pages, prepend=-1) != 0]
     return distinct
 
@@ -179,10 +180,10 @@ def _path(node: TreeNode | None) -> list[TreeNode]:
 
 
 class _Walk:
-    """Follows a damage from holder to holder.
+    """Follows damage from holder to holder.
 
     Args:
-        starts: the first position that the step wrote, by serial.
+        starts: first position that the step wrote, by serial.
     """
 
     def __init__(self, books: _Books, starts: Mapping[int, int]) -> None:
@@ -195,7 +196,7 @@ class _Walk:
         self._due: list[Callable[[], None]] = []
 
     def index_of(self, serial: int) -> int | None:
-        """The request that holds memory under this serial."""
+        """Index of the request that holds memory under this serial."""
         return self._index.get(serial)
 
     def everything(self) -> None:
@@ -231,7 +232,7 @@ class _Walk:
             self.request(index, severity)
 
     def node(self, node: TreeNode, severity: Severity) -> None:
-        """Touch a cached run and all below it, which were computed from it."""
+        """Touch a cached run and everything below it, which was computed from it."""
         if severity <= self._nodes.get(id(node), (node, 0))[1]:
             return
         self._nodes[id(node)] = node, severity
@@ -248,10 +249,10 @@ class _Walk:
         for node in books.cached_nodes_of(books.own[index]):
             self.node(node, severity)
         req, path = books.reqs[index], books.paths[index]
-        # The step computed its new KV from slots in doubt.
+        # The step computed its new KV from doubtful slots.
         start = self._starts.get(req.serial)
         if req.is_healed_in_vain:
-            # The damage may be in its cached prefix, wherever it was found.
+            # Wherever the damage was found, it may be in the cached prefix.
             start = 0
         if start is not None:
             for node in path:
@@ -279,12 +280,12 @@ def find_blame(
     cache: BasePrefixCache,
     rows: Sequence[int] = (),
 ) -> Blame:
-    """Follow the findings of a step to all that they touch.
+    """Follow the findings of a step to everything they touch.
 
     Args:
-        launched: the step, its result not processed; but for `rows`.
-        requests: all that are not finished.
-        rows: of requests that the host gave wrong tokens of this step.
+        launched: the step, whose result has not been processed except for `rows`.
+        requests: all unfinished requests.
+        rows: rows of requests that got wrong tokens of this step from the host.
     """
     ended = [
         (row, severity_of(pool, reasons))
@@ -293,7 +294,7 @@ def find_blame(
         if reasons and launched.reqs[row].is_finished
     ]
     ended += [(row, Severity.TOKENS) for row in rows]
-    # Lookups split runs, so that they come first.
+    # Lookups split runs, so they come first.
     stale = [
         (node, severity)
         for row, severity in ended
@@ -311,10 +312,10 @@ def find_blame(
 
 
 def _split_at_starts(launched: LaunchRecord, cache: BasePrefixCache) -> dict[int, int]:
-    """The first position that a step wrote for each request, by serial.
+    """Return the first position that a step wrote for each request, by serial.
 
-    With overlap the cache may have got it already, together with the prompt whose
-    result came before: there the cached run is split.
+    With overlap it may already be in the cache, together with the prompt whose result
+    came before; the cached run is split there.
     """
     starts = {}
     for row in launched.live_rows():
@@ -326,7 +327,7 @@ def _split_at_starts(launched: LaunchRecord, cache: BasePrefixCache) -> dict[int
 
 
 def _split(req: Req, position: int, cache: BasePrefixCache) -> None:
-    """Let no cached run of a request reach over the page before `position`."""
+    """Split a request's cached runs so that none crosses the page before `position`."""
     tokens = req.tokens[: position + cache.bigram]
     cache.cached_end(cache.key(tokens, namespace=req.namespace))
 
@@ -334,8 +335,9 @@ def _split(req: Req, position: int, cache: BasePrefixCache) -> None:
 def _cached_since(
     launched: LaunchRecord, row: int, cache: BasePrefixCache
 ) -> list[TreeNode]:
-    """Cached runs with the tokens that a row of a step wrote: its request may have left
-    them there."""
+    """Return cached runs with tokens that a row of a step wrote and its request may
+    have left there.
+    """
     req, start = launched.reqs[row], int(launched.starts[row])
     if req.input_embeds is not None:
         return []
@@ -363,7 +365,7 @@ def _follow_rows(
     if not damage.has_overflowed:
         return
     if any(reasons & _OVERWRITTEN for _, _, reasons in flagged):
-        # Whose slots they were is not known any more.
+        # The former owner of the slots is unknown.
         walk.everything()
     for index, severity, _ in flagged:
         walk.all_pages_of(index, severity)
@@ -391,7 +393,7 @@ def _follow_fact(
     owner = books.region_owner(fact.slot)
     if owner is not None and fact.reasons & _OVERWRITTEN:
         walk.request(owner, severity)
-    # A slot that a wrong table points at is sound.
+    # A slot that a wrong table points to is intact.
     if not books.has_page(page):
         return
     if fact.reasons & _OVERWRITTEN or index is None or books.holds(index, page):

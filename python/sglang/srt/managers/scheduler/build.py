@@ -39,22 +39,23 @@ logger = logging.getLogger(__name__)
 
 FOLLOWER_LOG_LEVEL = "error"
 FAILURE_EXIT_CODE = 1
-# Longer than the parent needs to read a refusal and to end the ranks.
+# Longer than the parent needs to read a rejection and end the ranks.
 REFUSAL_SECONDS = 5.0
 # Longer than rank 0 needs to tell its clients why the engine stops.
 FAILURE_SECONDS = 3.0
-# Longer than a rank needs to write down what its canary found.
+# Longer than a rank needs to report what its canary found.
 REPORT_TIMEOUT = timedelta(seconds=10)
 
 
 def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
-    """A scheduler that is ready to run, in this process.
+    """Build a scheduler that is ready to run in this process.
 
     Raises:
-        ValueError: model, tokenizer, memory or environment do not fit the arguments.
+        ValueError: the model, tokenizer, memory or environment does not fit the
+            arguments.
     """
     assert server_args.model_path is not None
-    # First: an endpoint that is in use is known before weights are read.
+    # First, so that an endpoint in use is detected before weights are read.
     event_publisher = open_event_publisher(server_args, rank=get_tp_group().rank)
     model_config = ModelConfig.from_path(
         resolve_model_path(server_args.model_path),
@@ -88,11 +89,11 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
 
 
 def settle(server_args: ServerArgs) -> None:
-    """Make this process, which has loaded its engine, one that does nothing but serve.
+    """Tune this process for serving after its engine is loaded.
 
-    Loaded objects stay: a collection that looked at them again would delay a step.
-    Beside a GPU the host copies some megabytes at most, and waits for the slowest of
-    its OpenMP threads longer than one of them needs for all.
+    Loaded objects stay alive, and a garbage collection that visited them would delay a
+    step. With a GPU the host copies a few megabytes at most: waiting for the slowest of
+    several OpenMP threads takes longer than one thread needs for all the work.
     """
     gc.collect()
     gc.freeze()
@@ -108,14 +109,14 @@ def run_scheduler_process(
     rank: int,
     store: Path,
 ) -> int:
-    """Serve until a `ShutdownReq`; reports once on `ready` whether it can.
+    """Serve until a `ShutdownReq`, after reporting once on `ready` whether it can.
 
-    Returns the exit code of the process: 0, or `FAILURE_EXIT_CODE` where the engine
-    failed while it served; the log says why.
+    Returns the exit code of the process: 0, or `FAILURE_EXIT_CODE` if the engine failed
+    while serving; the log says why.
 
     Args:
-        rank: of this process among `server_args.tp_size`. Rank 0 talks to the front;
-            the others follow it and log errors only.
+        rank: rank of this process among `server_args.tp_size`. Rank 0 talks to the
+            front; the others follow it and log errors only.
         store: file through which the ranks meet.
     """
     configure_logging(server_args.log_level if rank == 0 else FOLLOWER_LOG_LEVEL)
@@ -139,8 +140,8 @@ def run_scheduler_process(
         _log_failure(error, rank)
         io.send(_last_message(error, scheduler.own_incidents()))
         if rank > 0:
-            # Rank 0 has most likely failed alike, and must say so before it finds this
-            # process gone in the middle of a collective.
+            # Rank 0 has most likely failed in the same way, and must report it before
+            # it finds this process gone in the middle of a collective.
             time.sleep(FAILURE_SECONDS)
         return FAILURE_EXIT_CODE
     finally:
@@ -149,7 +150,9 @@ def run_scheduler_process(
 
 
 def _log_failure(error: Exception, rank: int) -> None:
-    """A violation is in the log already, but for the failure that it led to."""
+    """Log a failure. A violation is already in the log, so only the failure it led to
+    is logged.
+    """
     if not isinstance(error, CanaryViolation):
         logger.error("The scheduler of rank %d failed", rank, exc_info=error)
         return
@@ -160,21 +163,24 @@ def _log_failure(error: Exception, rank: int) -> None:
     )
 
 
-# A rank's part of the last message: what any client may see, and its incidents.
+# A rank's part of the last message: a text for all clients, and its incidents.
 _Findings = tuple[str, list[dict[str, Any]]]
 
 
 def _last_message(error: Exception, incidents: list[dict[str, Any]]) -> EngineFailed:
-    """The news of a failure: for every client in flight, nothing of another client's
-    request; for those who may ask for them, the incidents of all ranks."""
+    """Build the failure message: a text for every client in flight that reveals nothing
+    about other clients' requests, and the incidents of all ranks for callers with the
+    right to see them.
+    """
     if not isinstance(error, CanaryViolation):
         text = f"the scheduler failed with {type(error).__name__}"
         return EngineFailed(message=text, incidents=incidents)
     found: list[_Findings] = [(error.public, incidents)]
     if not error.is_alone:
-        # Otherwise no collective: the other ranks may wait in one of the forward's.
+        # Otherwise no collective, because the other ranks may be waiting in one of the
+        # forward's.
         found = _findings_of_all_ranks(found[0])
-    # All ranks find what concerns the requests and not the data.
+    # Findings about requests rather than data are the same on all ranks.
     texts = list(dict.fromkeys(text for text, _ in found if text)) or [str(error)]
     elsewhere = f" ({len(texts) - 1} other rank(s) found more)" if texts[1:] else ""
     return EngineFailed(
@@ -187,8 +193,9 @@ def _last_message(error: Exception, incidents: list[dict[str, Any]]) -> EngineFa
 
 
 def _findings_of_all_ranks(own: _Findings) -> list[_Findings]:
-    """The findings of every rank: all of them stop in the same step, and the first one
-    that ends takes the others along."""
+    """Gather the findings of every rank: all stop in the same step, and the first one
+    to exit takes the others down.
+    """
     group = get_tp_group()
     try:
         group.meet(REPORT_TIMEOUT)
@@ -200,10 +207,10 @@ def _findings_of_all_ranks(own: _Findings) -> list[_Findings]:
 
 
 def _refuse(ready: Connection, error: Exception, *, has_peers: bool) -> None:
-    """Say why this process cannot serve; the parent then ends all ranks."""
-    # The report of a second rank is not read any more.
+    """Report why this process cannot serve; the parent then ends all ranks."""
+    # A second rank's report is not read.
     with contextlib.suppress(BrokenPipeError):
         ready.send_bytes(msgspec.msgpack.encode(SchedulerReady(error=str(error))))
     if has_peers:
-        # A peer that lost this process in a collective would log that, too.
+        # A peer that lost this process in a collective would also log that.
         time.sleep(REFUSAL_SECONDS)

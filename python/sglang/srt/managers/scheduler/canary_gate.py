@@ -1,4 +1,4 @@
-"""The KV canary's findings of a step, seen before any of its tokens is used."""
+"""Inspects the KV canary's findings of a step before any of its tokens is used."""
 
 from __future__ import annotations
 
@@ -46,13 +46,14 @@ _Seen = tuple[list[Fact], bool, float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sighting:
-    """A damage that is to be healed.
+    """Damage to be healed.
 
     Fields:
-        found: violations of this rank, not reported yet; dropped: entries beyond them.
-        damage: what all ranks found.
-        rows: of the step, whose requests got other tokens than were sampled.
-        seconds: on rank 0's clock.
+        found: unreported violations of this rank. dropped: number of entries beyond
+            them.
+        damage: findings of all ranks.
+        rows: rows of the step whose requests got other tokens than were sampled.
+        seconds: time on rank 0's clock.
     """
 
     found: list[Finding]
@@ -67,14 +68,14 @@ class Sighting:
 
 
 class CanaryGate:
-    """Stops a step's tokens from being used where the canary found a violation.
+    """Stops a step's tokens from being used if the canary found a violation.
 
     Args:
-        managers: of the target's pool and, where there is one, of the draft's; they
+        managers: canary managers of the target's pool and of the draft's, if any; they
             share serials and reporter.
-        requests: all requests that are not finished.
-        group: the ranks. Each checks its own part of the KV cache; `incidents` and
-            `add_stats` cover all of them, so that all of them must call these.
+        requests: all unfinished requests.
+        group: the ranks. Each checks its own part of the KV cache. `incidents` and
+            `add_stats` cover all ranks, so all ranks must call them.
     """
 
     def __init__(
@@ -94,24 +95,24 @@ class CanaryGate:
             manager.attach_radix_cache(cache)
 
     def admit(self, req: Req) -> None:
-        """Remember a request, so that a report can name it."""
+        """Register a request so that a report can name it."""
         self.manager.serials.add(req.serial, req.rid)
 
     @property
     def heals(self) -> bool:
-        """Whether findings are returned, to be healed, where they can be."""
+        """Whether findings that can be healed are returned for healing."""
         return self.manager.config.mode is CanaryMode.HEAL
 
     def inspect(self, result: GenerationBatchResult) -> Sighting | None:
-        """Look at the findings of a step before any of its tokens is used.
+        """Inspect the findings of a step before any of its tokens is used.
 
         Returns:
-            The damage to heal; None: there is none, or the mode is another one.
+            The damage to heal, or None if there is none or the mode is not `heal`.
 
         Raises:
-            CanaryViolation: something is wrong and the mode is `raise`.
+            CanaryViolation: a violation was found and the mode is `raise`.
         """
-        # A prefill's result has no findings of the draft yet.
+        # A prefill's result does not have the draft's findings yet.
         found = []
         for manager, words in zip(self._managers, result.findings, strict=False):
             if manager.take(words):
@@ -130,22 +131,22 @@ class CanaryGate:
         before: StepStart,
         failures: Mapping[int, Exception],
     ) -> Sighting | None:
-        """Compare what requests keep of a step with what the device noted of it, before
-        any of its tokens is sent.
+        """Compare the tokens that requests keep from a step with the device's record,
+        before any of them is sent.
 
         Args:
-            launched: the step, its result processed.
-            before: its requests before that.
-            failures: errors of the host, by the row whose processing raised them.
+            launched: the step, after its result was processed.
+            before: the step's requests before that.
+            failures: errors of the host by the row whose processing raised them.
 
         Returns:
-            As `inspect`. Its rows leave out requests that had ended before the step:
-            what the host has for those is reported, and they stay as they are.
+            As `inspect`. Its rows exclude requests that had ended before the step:
+            faults in their records are reported, but they stay unchanged.
 
         Raises:
-            CanaryViolation: something differs and the mode is `raise`; with other ranks
-                also if it is `heal`: each host keeps tokens of its own, and the others
-                do not know of this one's.
+            CanaryViolation: a token differs and the mode is `raise`, or `heal` with
+                several ranks: each host keeps its own tokens, and the other hosts do
+                not know this one's.
         """
         for row, error in failures.items():
             logger.error(
@@ -174,14 +175,15 @@ class CanaryGate:
         return None
 
     def sight_at_idle(self) -> Sighting | None:
-        """Return the damage of records of the host that contradict each other, while
-        nothing runs; None where it is not healed.
+        """Return the damage when the host's records contradict each other while nothing
+        runs, or None if it is not healed.
 
-        With other ranks it is not: their records may be right.
+        It is not healed with several ranks, because the other ranks' records may be
+        right.
         """
         if not self.heals or self._group.size > 1:
             return None
-        # The newest forward has ended, and the next one has not begun.
+        # The newest forward has ended and the next one has not begun.
         entry = idle_fault(forward=self.manager.clock - 1)
         return self._sight([], host_entries=[entry])
 
@@ -192,7 +194,7 @@ class CanaryGate:
         host_entries: Sequence[Sequence[int]] = (),
         rows: tuple[int, ...] = (),
     ) -> Sighting:
-        """Everything in the rings of all pools, and what other ranks have in theirs."""
+        """Read everything in the rings of all pools, on all ranks."""
         owners = self._slot_owners()
         found: list[Finding] = []
         facts: list[Fact] = []
@@ -227,13 +229,13 @@ class CanaryGate:
         )
 
     def publish(self, sighting: Sighting, outcome: dict[str, Any]) -> None:
-        """Report a damage that was healed, and what was done."""
+        """Report healed damage and what was done."""
         self.manager.reporter.publish(
             sighting.found, dropped=sighting.dropped, outcome=outcome
         )
 
     def error_of(self, sighting: Sighting) -> CanaryViolation:
-        """The error of a damage that is not healed; reports it."""
+        """Report damage that is not healed and return its error."""
         self.manager.reporter.publish(sighting.found, dropped=sighting.dropped)
         with_tokens = self.manager.config.report_tokens
         return as_error(sighting.violations, with_tokens=with_tokens)
@@ -244,11 +246,11 @@ class CanaryGate:
             manager.forget_rows(req_rows)
 
     def patterns(self, group: GroupSlots | None) -> list[SlotPattern]:
-        """Patterns for the slots of a group in all pools that have it, alike on every
-        rank.
+        """Return patterns for a group's slots in all pools that have it, identical on
+        every rank.
 
         Args:
-            group: None: the primary group.
+            group: the group, or None for the primary group.
         """
         patterns = (manager.slot_pattern(group) for manager in self._managers)
         return [SharedPattern(p, self._group) for p in patterns if p is not None]
@@ -259,19 +261,19 @@ class CanaryGate:
             try:
                 manager.report(owner_of=owners.owner_of, tokens_of=self._tokens_of)
             except CanaryViolation as error:
-                # The findings in the other pool must be reported, too.
+                # The findings in the other pool must also be reported.
                 errors.append(error)
         if errors:
             # This rank's own findings come first.
             raise min(errors, key=lambda error: not error.public)
 
     def fail(self, error: Exception) -> None:
-        """Report the findings that `error` kept from reaching the host, as when a
-        forward failed over the damage itself. A violation was reported already.
+        """Report the findings that `error` kept from reaching the host, for example
+        because the damage itself made a forward fail. A violation is already reported.
 
         Raises:
-            CanaryViolation: there was something and the mode is not `log`; its cause
-                is `error`.
+            CanaryViolation: there were findings and the mode is not `log`; its cause is
+                `error`.
         """
         if isinstance(error, CanaryViolation):
             return
@@ -282,7 +284,7 @@ class CanaryGate:
             ) from error
 
     def _drain_after(self, error: Exception) -> list[Violation]:
-        """Report the findings in all pools, as far as the device still answers."""
+        """Report the findings in all pools, if the device still answers."""
         found: list[Violation] = []
         owners = self._slot_owners()
         for manager in self._managers:
@@ -291,7 +293,8 @@ class CanaryGate:
                     owner_of=owners.owner_of, tokens_of=self._tokens_of
                 )
             except Exception as lost:
-                # The failure itself must be seen, and the other pool be read.
+                # The failure itself must be shown, and the other pool must still be
+                # read.
                 logger.error(
                     "kv_canary: what was found before %r cannot be read: %s",
                     error,
@@ -300,11 +303,11 @@ class CanaryGate:
         return found
 
     def own_incidents(self) -> list[dict[str, Any]]:
-        """The newest incidents of this rank, oldest first."""
+        """Return the newest incidents of this rank, oldest first."""
         return list(self.manager.reporter.incidents)
 
     def incidents(self) -> list[dict[str, Any]]:
-        """The newest incidents of every rank, oldest first."""
+        """Return the newest incidents of every rank, oldest first."""
         own = msgspec.msgpack.encode(self.own_incidents())
         found: list[dict[str, Any]] = []
         for of_rank in self._group.all_gather_bytes(own):
@@ -312,8 +315,9 @@ class CanaryGate:
         return sorted(found, key=itemgetter("time"))
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """Fill in the canary's numbers: violations of all ranks, and tokens and passes
-        of this one, because every rank checks the same ones."""
+        """Fill in the canary's numbers: violations of all ranks, but tokens and passes
+        of this rank only, because every rank checks the same ones.
+        """
         counters = [manager.counters for manager in self._managers]
         stats.kv_canary_protected_tokens_total = sum(
             of_pool[Counter.VERIFIED_SLOTS] for of_pool in counters
@@ -327,7 +331,9 @@ class CanaryGate:
         stats.kv_canary_violations_total = self._violations()
 
     def _violations(self) -> dict[str, int]:
-        """By reason: a series that does not exist yet cannot be watched."""
+        """Return violations by reason, including zeros: a missing series cannot be
+        monitored.
+        """
         own = msgspec.msgpack.encode(dict(self.manager.reporter.counts))
         counts: CountsOf[str] = CountsOf(dict.fromkeys(EVERY_REASON, 0))
         for of_rank in self._group.all_gather_bytes(own):

@@ -1,7 +1,7 @@
-"""How clients share the engine: turns at admission, and places in the batch.
+"""Shares the engine between clients: turns at admission, and places in the batch.
 
-Everything follows from the requests at hand, so that all ranks, and a replay, decide
-alike. A client that is alone sees none of it.
+Everything follows from the current requests, so all ranks and a replay decide alike.
+Has no effect on a client that is alone.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from sglang.srt.managers.batch.req import Req
 
 
-# Asked at every step, of a queue that may be long.
+# Called at every step, on a queue that may be long.
 _CLIENT = attrgetter("client")
 
 
 def in_turns(waiting: Sequence[Req], running: Iterable[Req]) -> Iterator[Req]:
     """Yield the waiting requests in the order in which they may be admitted.
 
-    Between clients the one whose requests run, or were yielded, with the fewest tokens
-    is next; within one they stay as they are. Healed requests have run already and come
-    before all others.
+    The next client is the one whose running and already yielded requests have the
+    fewest tokens; a client's own requests keep their order. Healed requests have
+    already run and come before all others.
     """
     if len(set(map(_CLIENT, waiting))) < 2:
         yield from waiting
@@ -43,7 +43,7 @@ def in_turns(waiting: Sequence[Req], running: Iterable[Req]) -> Iterator[Req]:
     rests = [
         iter([r for r in reqs if not r.heals.count]) for reqs in by_client.values()
     ]
-    # Of equals the client whose first request came first.
+    # Ties go to the client whose first request came first.
     heap = [(held[client], i) for i, client in enumerate(by_client)]
     heapq.heapify(heap)
     while heap:
@@ -55,11 +55,11 @@ def in_turns(waiting: Sequence[Req], running: Iterable[Req]) -> Iterator[Req]:
 
 
 def who_yields(waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
-    """Return the requests that give their places in a full batch to other clients.
+    """Return the requests that give up their places in a full batch to other clients.
 
-    Each belongs to the client that has most places, and gives its own only where that
-    client then still has as many as the other: nothing goes back and forth. Those with
-    the fewest output tokens, which lose least, are first.
+    Each belongs to the client with the most places, and yields only if that client then
+    still has as many as the other, so nothing goes back and forth. Requests with the
+    fewest output tokens, which lose least, come first.
     """
     if len({*map(_CLIENT, running), *map(_CLIENT, waiting)}) < 2:
         return []
@@ -79,15 +79,15 @@ def who_yields(waiting: Sequence[Req], running: Sequence[Req]) -> list[Req]:
 
 
 def is_decode_due(prefilled: Sequence[Req], running: Sequence[Req]) -> bool:
-    """Whether a client runs requests and has had no part in the last prefill.
+    """Whether a client has running requests but had none in the last prefill.
 
-    Without a step between two prefills its outputs would stand still for as long as
-    others have prompts.
+    Without a step between two prefills its outputs would stall for as long as others
+    have prompts.
     """
     clients = set(map(_CLIENT, prefilled))
     return any(req.client not in clients for req in running)
 
 
 def _weight(req: Req) -> int:
-    """Tokens that it has and is expected to get."""
+    """Number of tokens that it has and is expected to get."""
     return len(req.tokens) + min(req.remaining_new_tokens, CLIP_MAX_NEW_TOKENS)

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 def create_environment(
     server_args: ServerArgs, runner: ModelRunner
 ) -> BatchEnvironment:
-    """A new cache over the pools of `runner`, and the constants of its batches."""
+    """Create a cache over the pools of `runner`, and the constants of its batches."""
     cache_class: type[BasePrefixCache] = (
         ChunkCache if server_args.disable_radix_cache else RadixCache
     )
     cache = cache_class(
         req_to_token_pool=runner.req_to_token_pool,
         allocator=runner.allocator,
-        # A slot of a draft head's pool depends on the next token, too.
+        # A slot in a draft head's pool also depends on the next token.
         bigram=server_args.speculative_algorithm is not None
         and server_args.draft_token_offset > 0,
     )

@@ -1,4 +1,4 @@
-"""Whether the scheduler launches batches, and what becomes of requests when not."""
+"""Pauses the scheduler, and decides what happens to requests meanwhile."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ ABORTED = "generation was paused"
 
 
 class GenerationPause:
-    """Stops and continues between two steps; requests that arrive meanwhile wait.
+    """Pauses and continues between two steps; requests that arrive meanwhile wait.
 
     Args:
         resolve: processes all results in flight.
-        send: takes the answers.
+        send: sends the answers.
 
     Attributes:
-        is_on: whether nothing is launched.
+        is_on: whether launching is paused.
     """
 
     def __init__(

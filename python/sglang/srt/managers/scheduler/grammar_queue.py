@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 _MIB = 1 << 20
-# A grammar is worn before 100,000 lexer states are reached, the limit of one, or at an
-# eighth of the memory of all.
+# A grammar is renewed before it reaches its limit of 100,000 lexer states, or an eighth
+# of the memory of all grammars.
 _RENEW_BYTES = 48 * _MIB
 _RENEW_SHARE = 8
 
@@ -33,7 +33,7 @@ def create_grammar_queue(
     limits: RequestLimits,
     decides: bool,
 ) -> GrammarQueue | None:
-    """None where requests may not have grammars."""
+    """Create the queue, or return None if requests may not have grammars."""
     if server_args.grammar_backend == "none" or tokenizer is None:
         return None
     if not limits.eos_token_ids:
@@ -58,13 +58,14 @@ def create_grammar_queue(
 
 
 class GrammarQueue:
-    """Compiles grammars beside the scheduler loop; a request is queued once its grammar
-    is ready.
+    """Compiles grammars outside the scheduler loop; a request is queued once its
+    grammar is ready.
 
     Args:
-        library: only `apply` changes it, and so alike on every rank.
-        manager: of the rank that decides when a grammar is ready (`decide`); None on
-            another one, which applies its decisions, and compiles only what it could.
+        library: only `apply` changes it, so it is the same on every rank.
+        manager: the manager of the rank that decides when a grammar is ready
+            (`decide`), or None on the other ranks, which apply its decisions and
+            compile only what it could compile.
     """
 
     def __init__(
@@ -78,7 +79,7 @@ class GrammarQueue:
         self._library = library
         self._manager = manager
         self._waiting: dict[str, Req] = {}
-        # Decided and not applied yet.
+        # Decided but not yet applied.
         self._compiled: dict[str, Grammar] = {}
 
     def __len__(self) -> int:
@@ -86,11 +87,11 @@ class GrammarQueue:
 
     @property
     def waiting(self) -> Collection[Req]:
-        """The requests whose grammars compile."""
+        """The requests whose grammars are being compiled."""
         return self._waiting.values()
 
     def submit(self, req: Req) -> None:
-        """Compile the grammar of a new request, or of one that has lost it."""
+        """Compile the grammar of a new request, or of one that lost its grammar."""
         key = req.params.grammar_key
         assert key is not None
         self._waiting[req.rid] = req
@@ -104,7 +105,7 @@ class GrammarQueue:
             self._manager.resume(req.rid, *key, req.output_tokens(), client=req.client)
 
     def decide(self) -> list[GrammarDecision]:
-        """Requests that need not wait longer; empty where another rank decides."""
+        """Return requests that need not wait longer; empty if another rank decides."""
         if self._manager is None or not self._waiting:
             return []
         decisions = []
@@ -120,14 +121,15 @@ class GrammarQueue:
         return decisions
 
     def apply(self, decisions: list[GrammarDecision]) -> tuple[list[Req], list[Req]]:
-        """Carry out the decisions of `decide`, from here or from another rank.
+        """Carry out decisions of `decide`, made here or on another rank.
 
         Returns:
             Requests whose grammar is ready, and requests that ended with an error.
 
         Raises:
             ValueError: this rank cannot compile a grammar that another could.
-            GrammarLimitError: nor follow one so far.
+            GrammarLimitError: this rank cannot follow a grammar as far as another
+                could.
         """
         ready: list[Req] = []
         failed: list[Req] = []
@@ -154,7 +156,7 @@ class GrammarQueue:
         return self._library.fork(key)
 
     def cancel(self, rid: str) -> Req | None:
-        """Stop waiting for the grammar of `rid`; the request, if it was here."""
+        """Stop waiting for the grammar of `rid`; returns the request if it was here."""
         req = self._waiting.pop(rid, None)
         if req is not None and self._manager is not None:
             self._manager.cancel(rid)
@@ -168,7 +170,7 @@ class GrammarQueue:
 
 
 def _status_code(error: Exception) -> int:
-    """The HTTP status of a request without a grammar."""
+    """HTTP status for a request whose grammar failed."""
     if isinstance(error, ValueError):
         return 400
     return 503 if isinstance(error, CompilerUnavailableError) else 500

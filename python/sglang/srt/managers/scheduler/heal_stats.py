@@ -1,4 +1,6 @@
-"""Numbers of healings: how many, of what, and how long until the next token."""
+"""Statistics of healings: how many, of which diagnosis, and how long until the next
+token.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ if TYPE_CHECKING:
 RECOVERY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 DEGRADED_SECONDS = 60.0
 ELSEWHERE = "found elsewhere"
-"""By another rank, or with the step before: no violation of this one."""
+"""Found by another rank or in the step before; this rank has no violation."""
 
 
 def diagnosis_of(violations: Sequence[Violation]) -> str:
-    """The label of a healing: the diagnosis of the first violation."""
+    """Return the label of a healing: the diagnosis of the first violation."""
     return _name(violations[0].diagnosis_name) if violations else ELSEWHERE
 
 
@@ -30,10 +32,10 @@ class HealStats:
     """Counts healings and times recoveries.
 
     Attributes:
-        heals: by diagnosis of the first violation. A series that does not exist yet
-            cannot be watched: all are there from the start.
+        heals: healings by diagnosis of the first violation. All keys exist from the
+            start, because a missing series cannot be monitored.
         healed_tokens: tokens of requests that were queued again.
-        recoveries: seconds from a healing to the next token, of each request.
+        recoveries: seconds from a healing to the request's next token.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,12 +44,12 @@ class HealStats:
         self.healed_tokens = 0
         self.recoveries = HistogramStats.empty(RECOVERY_BUCKETS)
         self._last_heal: float | None = None
-        # By serial: request, its tokens and the time when it was healed.
+        # By serial: request, its number of tokens, and the time of the healing.
         self._recovering: dict[int, tuple[Req, int, float]] = {}
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a healed request has got no token since."""
+        """Whether any healed request has not got a token since."""
         return bool(self._recovering)
 
     @property
@@ -59,18 +61,18 @@ class HealStats:
     def on_heal(
         self, violations: Sequence[Violation], again: Sequence[Req], *, now: float
     ) -> None:
-        """Count a healing after which `again` are queued."""
+        """Count a healing that queued `again` again."""
         self.heals[diagnosis_of(violations)] += 1
         self.healed_tokens += sum(len(req.tokens) for req in again)
         self._last_heal = self._clock()
         for req in again:
-            # Damaged again on its way: it has waited since the first time.
+            # Damaged again before its next token: it has waited since the first time.
             before = self._recovering.get(req.serial)
             since = now if before is None else before[2]
             self._recovering[req.serial] = req, len(req.tokens), since
 
     def note_tokens(self) -> None:
-        """Time the requests that have got a token since they were healed."""
+        """Record the recovery time of requests that got a token after a healing."""
         for serial, (req, length, since) in list(self._recovering.items()):
             if len(req.tokens) > length:
                 self.recoveries.observe(self._clock() - since)
@@ -85,10 +87,10 @@ class HealStats:
         *,
         num_pages: int,
     ) -> None:
-        """Fill in the numbers of healing.
+        """Fill in the healing statistics.
 
         Args:
-            num_pages: of the pool.
+            num_pages: number of pages in the pool.
         """
         stats.kv_canary_heals_total = dict(self.heals)
         stats.kv_canary_healed_tokens_total = self.healed_tokens
@@ -101,7 +103,7 @@ class HealStats:
 
 
 def _name(diagnosis: str) -> str:
-    """A diagnosis as a label: without the request that one of them names."""
+    """Return a diagnosis as a label, without the request that one of them names."""
     return diagnosis.replace(" with request {writer}", "")
 
 

@@ -1,7 +1,7 @@
 """Heals a damaged KV cache: contain, recompute, go on.
 
 ```
-blame      who is touched: requests, cached runs, pages          (blame.py)
+blame      who is touched: requests, cached runs, pages (blame.py)
 withhold   no token of theirs is used; what was launched for them is dropped
 cut        their slots are freed uncached; touched runs leave the cache
 quarantine damaged pages are watched before anybody gets them    (quarantine.py)
@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 MAX_HEALS_WITHOUT_TOKEN = 3
 WINDOW_SECONDS = 60.0
-# Requests and pages that a line of the log or an incident lists.
+# Number of requests and pages listed in a log line or an incident.
 MAX_LISTED = 64
 
 
@@ -56,8 +56,8 @@ class HealLimits:
     """Bounds of healing; beyond them the engine stops as in `raise`.
 
     Fields:
-        heals_per_minute: 0: no limit.
-        quarantine_share: of the pool that may stay out of use.
+        heals_per_minute: maximum healings per minute, or 0 for no limit.
+        quarantine_share: share of the pool that may stay out of use.
         decode_reserve: slots that a request needs beyond its tokens.
     """
 
@@ -67,17 +67,17 @@ class HealLimits:
 
 
 class Healer:
-    """Carries a damage out of the engine, between two steps.
+    """Removes damage from the engine between two steps.
 
     Args:
-        requests: all that are not finished.
-        launches: those whose results are not processed yet.
-        num_forwards: batches launched so far.
+        requests: all unfinished requests.
+        launches: launched batches whose results are not processed yet.
+        num_forwards: returns the number of batches launched so far.
 
     Attributes:
-        quarantine: pages that were damaged.
-        group_quarantines: the same of each secondary group.
-        stats: of what was done.
+        quarantine: quarantine of the primary group's damaged pages.
+        group_quarantines: the same for each secondary group.
+        stats: statistics of healings.
     """
 
     def __init__(
@@ -118,13 +118,13 @@ class Healer:
         result: GenerationBatchResult,
         sighting: Sighting | None,
     ) -> ProcessedBatch:
-        """Process the result of a step, and heal what is found in it.
+        """Process the result of a step and heal the damage found in it.
 
         Args:
-            sighting: what was found before any of its tokens was used.
+            sighting: damage found before any of the step's tokens was used.
 
         Raises:
-            CanaryViolation: it cannot be healed, or not within the limits.
+            CanaryViolation: the damage cannot be healed within the limits.
         """
         before = launched.before_result()
         failures: dict[int, Exception] = {}
@@ -145,8 +145,9 @@ class Healer:
 
     @contextmanager
     def _as_violation(self, sighting: Sighting) -> Iterator[None]:
-        """Let a healing that fails end the engine with what was found: the host's own
-        records may be damaged as well."""
+        """If a healing fails, end the engine with the findings, because the host's own
+        records may also be damaged.
+        """
         try:
             yield
         except CanaryViolation:
@@ -163,13 +164,14 @@ class Healer:
         *,
         on_error: Callable[[int, Exception], None],
     ) -> ProcessedBatch:
-        """Process a result without the requests that are touched, and heal those."""
+        """Process a result without the touched requests, and heal them."""
         blame = self._blame(sighting, launched)
         if blame.is_empty and not sighting.found:
-            # All of it was found with the step before, when this one had been launched.
+            # All of it was found with the previous step, after this one had been
+            # launched.
             return self._results.process(launched, result, on_error=on_error)
         self._admit(sighting)
-        # The target decides what is said: these tokens are right.
+        # The target decides the output, so these tokens are right.
         rebuilt = {req.serial for req in blame.rebuilt}
         for req in blame.rebuilt:
             req.no_cache = True
@@ -206,11 +208,11 @@ class Healer:
         sighting: Sighting,
         before: StepStart,
     ) -> ProcessedBatch:
-        """Take back the tokens of a processed step from requests to which the host gave
-        other ones than were sampled, or whose processing failed.
+        """Take back a processed step's tokens from requests that got other tokens than
+        were sampled, or whose processing failed.
 
-        Requests that had ended before the step were answered: they are not among the
-        rows.
+        Requests that had ended before the step were already answered and are not among
+        the rows.
         """
         self._admit(sighting)
         check = HealCheck(launched, before, ())
@@ -230,15 +232,15 @@ class Healer:
         )
 
     def heal_idle(self, error: RuntimeError) -> None:
-        """Free everything, while there are no requests, because the host's records
+        """Free everything while there are no requests, because the host's records
         contradict each other.
 
         Args:
-            error: how they do.
+            error: describes the contradiction.
 
         Raises:
-            RuntimeError: `error`, where it cannot be healed.
-            CanaryViolation: it is one healing too many.
+            RuntimeError: `error`, if it cannot be healed.
+            CanaryViolation: the limit is exceeded.
         """
         sighting = self._gate.sight_at_idle()
         if sighting is None:
@@ -257,7 +259,7 @@ class Healer:
         """Count a healing against the limit.
 
         Raises:
-            CanaryViolation: it is one too many.
+            CanaryViolation: the limit is exceeded.
         """
         times, limit = self._heal_times, self._limits.heals_per_minute
         times.append(sighting.seconds)
@@ -293,7 +295,7 @@ class Healer:
         """Cut, quarantine, queue again and report.
 
         Args:
-            others: requests that hold no memory and are to be queued again, too.
+            others: further requests to queue again, which hold no memory.
         """
         touched = [
             req
@@ -314,8 +316,9 @@ class Healer:
         _log(sighting, again, ended, num_cut)
 
     def _release(self, touched: Sequence[Req], blame: Blame) -> int:
-        """Free what touched requests and cached runs hold, put damaged pages under
-        watch; returns the number of cached tokens that are gone."""
+        """Free the memory of touched requests and cached runs, and watch the damaged
+        pages. Returns the number of cached tokens dropped.
+        """
         cache = self._cache
         secondary = cache.allocator.secondary
         in_groups = [group.map_pages(blame.pages) for group in secondary]
@@ -334,8 +337,9 @@ class Healer:
         return len(cut)
 
     def _free_pages(self, slots: IntArray) -> None:
-        """Free the pages of `slots` that are not free already: where the host's own
-        records are damaged, they may be, or be held twice."""
+        """Free the pages of `slots` unless already free: if the host's records are
+        damaged, pages may be free already or held twice.
+        """
         allocator = self._cache.allocator
         is_held = np.zeros(allocator.num_pages + 1, dtype=np.bool_)
         is_held[slots // allocator.page_size] = True
@@ -381,7 +385,7 @@ class Healer:
 
     @property
     def is_busy(self) -> bool:
-        """Whether `after_step` has something to do."""
+        """Whether `after_step` has work to do."""
         watching = any(quarantine.is_watching for quarantine in self._quarantines)
         return watching or self.stats.is_waiting
 
@@ -391,22 +395,23 @@ class Healer:
 
     @property
     def fenced(self) -> list[int]:
-        """Slots that are neither free nor cached, of the primary group and of each
-        secondary one."""
+        """Slots that are neither free nor cached, for the primary group and each
+        secondary group.
+        """
         return [quarantine.num_slots for quarantine in self._quarantines]
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """Put what was done, and the pages out of use, into `stats`."""
+        """Add the healings and the pages out of use to `stats`."""
         num_pages = self._cache.allocator.num_pages
         self.stats.add_to(stats, self._quarantines, num_pages=num_pages)
 
     @property
     def num_kept(self) -> int:
-        """Pages, of all groups, that stay out of use."""
+        """Number of pages in all groups that stay out of use."""
         return sum(len(quarantine.kept) for quarantine in self._quarantines)
 
     def after_step(self, *, has_launched: bool) -> None:
-        """Note who has got a new token, and look at pages that were watched.
+        """Record which requests got a new token, and inspect watched pages.
 
         Raises:
             CanaryViolation: too many pages stay out of use.
@@ -415,8 +420,8 @@ class Healer:
         self._look(self._num_forwards() if has_launched else None)
 
     def release_watched(self) -> bool:
-        """Look at all watched pages now, because others need memory and nothing is in
-        flight; returns whether there were any.
+        """Inspect all watched pages now, because requests need memory and nothing is in
+        flight. Returns whether there were any.
 
         Raises:
             CanaryViolation: as `after_step`.
@@ -433,10 +438,10 @@ class Healer:
             self._shrink()
 
     def _shrink(self) -> None:
-        """Go on with fewer pages.
+        """Continue with fewer pages.
 
         Raises:
-            CanaryViolation: with too few.
+            CanaryViolation: too few pages are left.
         """
         allocator = self._cache.allocator
         kept, pool = self.num_kept, allocator.num_pages
@@ -459,7 +464,7 @@ def _outcome(
     blame: Blame | None = None,
     num_cut: int,
 ) -> dict[str, Any]:
-    """Return what a healing did, as incidents have it."""
+    """Return what a healing did, in the form of incidents."""
     rebuilt = () if blame is None else blame.rebuilt
     pages = [] if blame is None else blame.pages[:MAX_LISTED].tolist()
     return {
@@ -473,8 +478,9 @@ def _outcome(
 
 
 def _about(req: Req, rebuilt: Collection[Req]) -> dict[str, Any]:
-    """A request in an incident: `sent` are tokens that its client has got, which cannot
-    be taken back."""
+    """Describe a request in an incident; `sent` counts tokens its client has, which
+    cannot be taken back.
+    """
     return {
         "rid": req.rid,
         "pool": "draft" if req in rebuilt else "target",

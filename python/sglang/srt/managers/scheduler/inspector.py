@@ -1,7 +1,6 @@
 """Snapshots of a scheduler for the inspector page.
 
-Made when somebody asks and never otherwise: nothing is counted or kept in between.
-Decides nothing.
+Made only on request: nothing is counted or kept in between. Makes no decisions.
 """
 
 from __future__ import annotations
@@ -49,16 +48,16 @@ Ints = NDArray[np.int32]
 
 
 class Inspector:
-    """Answers the questions of the inspector page.
+    """Answers the inspector page's questions.
 
-    Every rank must be asked: the numbers cover all of them. Rank 0 alone answers, by
-    its own records, which are the same but for fingerprints.
+    Every rank must be asked, because the numbers cover all of them. Only rank 0
+    answers, from its own records, which are the same except for fingerprints.
 
     Args:
         requests: all that are not finished.
-        stats: the scheduler's numbers of this moment.
-        managers: of the pools that the canary checks.
-        healer: has the damaged pages; None: the canary does not heal.
+        stats: returns the scheduler's current numbers.
+        managers: canary managers of the checked pools.
+        healer: owner of the damaged pages, or None if the canary does not heal.
         is_leader: whether this rank answers.
     """
 
@@ -85,7 +84,7 @@ class Inspector:
         self._changes = _Changes()
 
     def answer(self, message: GetSnapshotReq | GetSlotReq) -> None:
-        """Send the answer, or do this rank's part of it."""
+        """Send the answer, or do this rank's part of the work."""
         if isinstance(message, GetSlotReq):
             if self._is_leader:
                 records = slot_records(self._managers, message.slot)
@@ -182,8 +181,9 @@ class _Changes:
         self._written: Ints | None = None
 
     def frames(self, cells: Ints, written: Ints, *, is_whole: bool) -> list[PageFrame]:
-        """The changes since the last call, and all pages if asked for; all pages alone
-        where that is shorter, or nothing is known of the last ones."""
+        """Return the changes since the last call, plus all pages if requested; only all
+        pages if that is shorter or there was no last call.
+        """
         old_cells, old_written = self._cells, self._written
         self._cells, self._written = cells, written
         self._seq += 1

@@ -1,4 +1,4 @@
-"""Tells the publisher of KV events what the prefix cache did in each step."""
+"""Passes the prefix cache's changes of each step to the publisher of KV events."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ logger = logging.getLogger(__name__)
 def open_event_publisher(
     server_args: ServerArgs, *, rank: int
 ) -> ZmqEventPublisher | None:
-    """The publisher of this process; None where there is nothing to publish, and on all
-    ranks but the first one, whose caches hold the same blocks.
+    """Open this process's publisher, or return None if there is nothing to publish.
+    Only the first rank publishes, because all ranks cache the same blocks.
 
     Raises:
         ValueError: an endpoint cannot be bound.
@@ -40,9 +40,10 @@ def open_event_publisher(
 
 
 class KvEventFeed:
-    """Listens to a cache, which is empty, from its creation on.
+    """Listens to a new, empty cache.
 
-    The first event says so: whoever followed an engine that was here before forgets it.
+    The first event says that it is empty, so subscribers of a previous engine forget
+    its blocks.
     """
 
     def __init__(self, cache: BasePrefixCache, publisher: ZmqEventPublisher) -> None:
@@ -58,8 +59,9 @@ class KvEventFeed:
             self._publisher.publish(events)
 
     def add_stats(self, stats: SchedulerStats) -> None:
-        """Fill in how many events were published, dropped and replayed, and how many
-        connections there are."""
+        """Fill in the numbers of published, dropped and replayed events, and of
+        connections.
+        """
         stats.kv_events_connections = self._publisher.num_connections
         stats.kv_events_published_total = self._publisher.num_published
         stats.kv_events_dropped_total = self._publisher.num_dropped

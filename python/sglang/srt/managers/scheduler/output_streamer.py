@@ -1,4 +1,4 @@
-"""Builds the messages about requests: their output since the last message."""
+"""Builds messages with the output of requests since the last message."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class OutputStreamer:
     """Sends one `BatchOutput` per step, for the requests that have new output to send.
 
-    A request that does not stream is sent only once, when it has finished.
+    A request that does not stream is sent once, when it has finished.
 
     Args:
         has_digests: whether messages have the digests of their requests' tokens.
@@ -98,7 +98,7 @@ def _digest(req: Req) -> int:
 
 def _logprob_delta(req: Req, start: int, stop: int) -> LogprobDelta:
     new = req.logprobs.output[start:stop]
-    # Of a request for no output there is one entry, for the ids that it names.
+    # A request without output gets one entry, for the ids that it names.
     named = req.logprobs.output[:1] if req.params.max_new_tokens == 0 else new
     delta = LogprobDelta(
         output_token=_tokens(new, req.tokens, at=req.prompt_len + start),
@@ -113,7 +113,7 @@ def _logprob_delta(req: Req, start: int, stop: int) -> LogprobDelta:
         top: list[list[TokenLogprob] | None] = [list(entry.top) for entry in scored]
         names: list[list[TokenLogprob] | None] = [list(e.named) for e in scored]
         if req.logprobs.start == 0:
-            # Nothing precedes position 0.
+            # Position 0 has no predecessor.
             tokens.insert(0, (None, req.tokens[0]))
             top.insert(0, None)
             names.insert(0, None)
@@ -125,7 +125,7 @@ def _logprob_delta(req: Req, start: int, stop: int) -> LogprobDelta:
 def _tokens(
     entries: list[HostLogprob], tokens: Sequence[int], *, at: int
 ) -> list[TokenLogprob]:
-    """Entries of the tokens from position `at` on."""
+    """Return entries of the tokens from position `at`."""
     named = tokens[at : at + len(entries)]
     return [(e.logprob, t) for e, t in zip(entries, named, strict=True)]
 

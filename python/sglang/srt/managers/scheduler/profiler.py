@@ -1,4 +1,4 @@
-"""Profiles of a scheduler process by torch's profiler, on request."""
+"""Profiles a scheduler process with torch's profiler, on request."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_SECONDS = 30.0
-"""A profile ends then, however few forwards it has seen."""
+"""Maximum duration of a profile, however few forwards it has seen."""
 CLOSE_SECONDS = 5.0
-"""A shutdown waits so long for a trace that is being written."""
+"""How long a shutdown waits for a trace that is being written."""
 _COMPRESSION = 6
 
 
 @dataclass(slots=True, kw_only=True)
 class _Recording:
-    """A profile that runs."""
+    """A running profile."""
 
     profile: torch.autograd.profiler.profile
     deadline: float
@@ -40,23 +40,23 @@ class _Recording:
 
 @dataclass(slots=True, kw_only=True)
 class _Writing:
-    """A trace that a fork writes; `call_id` waits for its end."""
+    """A trace being written by a fork; call `call_id` waits for its end."""
 
     fork: BackgroundFork
     call_id: int | None = None
 
 
 class Profiler:
-    """At most one profile at a time; costs nothing while none runs.
+    """Runs at most one profile at a time; costs nothing while none runs.
 
-    Torch's profiler is entered without `torch.profiler`, which would import its
-    compiler: seconds in which the scheduler says nothing.
+    Starts torch's profiler without `torch.profiler`, which would import torch's
+    compiler and keep the scheduler silent for seconds.
 
     Args:
-        rank: of tensor parallelism; every rank writes a trace of its own.
+        rank: tensor parallel rank; every rank writes its own trace.
         device: where the model runs.
-        send: takes the answers.
-        clock: seconds.
+        send: sends the answers.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -81,8 +81,9 @@ class Profiler:
         return self._recording is not None or self._writing is not None
 
     def handle(self, message: ProfileReq) -> None:
-        """Begin or end a profile as `message` asks. The answer to a start is sent at
-        once, the answer to a stop when the trace is written."""
+        """Start or stop a profile as `message` asks. A start is answered immediately, a
+        stop when the trace is written.
+        """
         try:
             if message.is_start:
                 self._start(message)
@@ -93,14 +94,14 @@ class Profiler:
             self._answer(message.call_id, error=str(error))
 
     def count_forward(self) -> None:
-        """Count a forward whose result is there; the last one ends the profile."""
+        """Count a forward whose result has arrived; the last one ends the profile."""
         if self._recording is not None:
             self._recording.steps_left -= 1
             if self._recording.steps_left <= 0:
                 self._end()
 
     def poll(self) -> None:
-        """End a profile whose time is over, and answer who waits for a trace."""
+        """End a profile whose time is over, and answer callers waiting for a trace."""
         recording = self._recording
         if recording is not None and self._clock() > recording.deadline:
             self._end()
@@ -108,7 +109,7 @@ class Profiler:
             self._finish_writing()
 
     def close(self) -> None:
-        """End the profile, if one runs, and wait a while for its trace."""
+        """End a running profile and wait a while for its trace."""
         if self._recording is not None:
             self._end()
         if self._writing is not None:
@@ -133,7 +134,8 @@ class Profiler:
             message.folder, f"{message.name}-TP-{self._rank}.trace.json.gz"
         )
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        # Whether it can be written is known before the work; nothing is overwritten.
+        # Create the file first, to find out whether it can be written; nothing is
+        # overwritten.
         os.close(os.open(self._path, os.O_CREAT | os.O_EXCL, 0o600))
         profile = torch.autograd.profiler.profile(
             use_cpu=has_cpu,
@@ -197,7 +199,7 @@ class Profiler:
 
 
 def _write(profile: torch.autograd.profiler.profile, path: Path) -> None:
-    """Write a trace to `path`, which exists; nobody else may read it meanwhile."""
+    """Write a trace to the existing file `path`, readable by its owner only."""
     os.umask(0o077)
     plain = path.with_suffix("")
     try:

@@ -1,4 +1,4 @@
-"""Turns messages into requests, or refuses them."""
+"""Turns messages into requests, or rejects them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 
 MIN_SHARED_CHARS = 1024
-# Sources have at most 256 Ki characters.
+# A source has at most 256 Ki characters.
 MAX_SHARED_TEXTS = 64
 
 
@@ -40,13 +40,13 @@ class RequestLimits:
     """Bounds that a request is checked against.
 
     Fields:
-        max_total_len: prompt plus output tokens at most.
+        max_total_len: maximum of prompt plus output tokens.
         vocab_size: token ids are below it.
-        eos_token_ids: of the model and its tokenizer.
+        eos_token_ids: end tokens of the model and its tokenizer.
         allow_hidden_states: whether requests may ask for hidden states.
-        hidden_size: numbers in an embedding.
-        embeds_refusal: why requests may not bring embeddings; None: they may.
-        max_new_tokens: most that a request may ask for; None: as many as fit.
+        hidden_size: size of an embedding.
+        embeds_refusal: why requests may not supply embeddings, or None if they may.
+        max_new_tokens: maximum a request may ask for, or None for as many as fit.
     """
 
     max_total_len: int
@@ -59,14 +59,14 @@ class RequestLimits:
 
     @property
     def max_req_input_len(self) -> int:
-        """Longest prompt: one token of output must fit."""
+        """Length of the longest prompt: one token of output must fit."""
         return self.max_total_len - 1
 
 
 def request_limits(
     server_args: ServerArgs, *, runner: ModelRunner, tokenizer: Tokenizer | None
 ) -> RequestLimits:
-    """The limits that follow from the model, the flags and the size of the KV pool.
+    """Return the limits set by the model, the flags and the size of the KV pool.
 
     Raises:
         ValueError: the pool does not hold one request.
@@ -98,7 +98,7 @@ def request_limits(
 
 
 def _embeds_refusal(server_args: ServerArgs, runner: ModelRunner) -> str | None:
-    """Why requests may not bring embeddings; None: they may."""
+    """Return why requests may not supply embeddings, or None if they may."""
     if not runner.model.takes_input_embeds:
         return f"{runner.model_config.architecture} takes tokens only"
     if server_args.speculative_algorithm is not None:
@@ -110,13 +110,13 @@ def _embeds_refusal(server_args: ServerArgs, runner: ModelRunner) -> str | None:
 
 
 class RecentTexts:
-    """Large texts of the last requests, so that equal ones are held once."""
+    """Large texts of recent requests, so that equal ones are stored once."""
 
     def __init__(self) -> None:
         self._texts: OrderedDict[str, str] = OrderedDict()
 
     def shared(self, text: str) -> str:
-        """Return a text that is equal: of an earlier request, if one had it."""
+        """Return an equal text, from an earlier request if possible."""
         if len(text) < MIN_SHARED_CHARS:
             return text
         kept = self._texts.setdefault(text, text)
@@ -127,11 +127,11 @@ class RecentTexts:
 
 
 class RequestFactory:
-    """Builds the requests of one scheduler, each with a seed of its own.
+    """Builds the requests of one scheduler, each with its own seed.
 
     Args:
         tokenizer: for stop strings; None with --skip-tokenizer-init.
-        random_seed: source of the seeds of requests that bring none.
+        random_seed: source of seeds for requests without one.
     """
 
     def __init__(
@@ -141,15 +141,15 @@ class RequestFactory:
         self._tokenizer = tokenizer
         self._random_seed = random_seed
         self.num_created = 0
-        # Copies and prompts of one call follow each other and share their parameters.
+        # Copies and prompts of one call are consecutive and share their parameters.
         self._shared: tuple[SamplingParams, frozenset[int]] | None = None
         self._sources = RecentTexts()
 
     def create(self, request: GenerateReq) -> Req:
-        """The request, ready to be queued.
+        """Return the request, ready to be queued.
 
         Raises:
-            ValueError: it cannot be served; names the field, the value and the limit.
+            ValueError: the request cannot be served; names the field, value and limit.
         """
         limits, params = self.limits, request.sampling_params
         if not request.input_ids:
@@ -188,10 +188,10 @@ class RequestFactory:
         )
 
     def _checked_tokens(self, input_ids: list[int]) -> array[int]:
-        """The tokens of a prompt, packed once.
+        """Return the tokens of a prompt, packed once.
 
         Raises:
-            ValueError: one is outside of the vocabulary.
+            ValueError: a token is outside the vocabulary.
         """
         vocab_size = self.limits.vocab_size
         try:
@@ -208,11 +208,11 @@ class RequestFactory:
         return tokens
 
     def _checked_stop_ids(self, params: SamplingParams) -> frozenset[int]:
-        """The tokens that end an output, once for all requests that share `params`;
-        their grammar's source is shared with other calls.
+        """Return the tokens that end an output, once for all requests that share
+        `params`. Also shares the source of their grammar with other calls.
 
         Raises:
-            ValueError: `params` name a token outside of the vocabulary.
+            ValueError: `params` contain a token outside the vocabulary.
         """
         if self._shared is None or self._shared[0] is not params:
             for kind in GRAMMAR_FIELDS:
@@ -224,13 +224,15 @@ class RequestFactory:
         return self._shared[1]
 
     def _embeds(self, request: GenerateReq) -> npt.NDArray[np.float32] | None:
-        """The embeddings [tokens, hidden_size] of a request that brings some."""
+        """Return the embeddings [tokens, hidden_size] of a request that supplies
+        them.
+        """
         if request.input_embeds is None:
             return None
         limits, params = self.limits, request.sampling_params
         if limits.embeds_refusal is not None:
             raise ValueError(f"input_embeds: {limits.embeds_refusal}")
-        # Options that need the tokens of a prompt.
+        # Options that need a prompt of tokens.
         needs: dict[str, Any] = {
             "logprob_start_len": request.return_logprob
             and request.logprob_start_len >= 0,

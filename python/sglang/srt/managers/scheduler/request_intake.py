@@ -1,6 +1,7 @@
-"""The requests of a scheduler by id: accepts them, and ends those that never ran.
+"""Owns the requests of a scheduler by id: accepts them, and ends requests that never
+ran.
 
-Knows nothing of batches beyond the queue.
+Knows nothing about batches beyond the queue.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ if TYPE_CHECKING:
 
 
 class RequestIntake:
-    """Accepts requests and sees that each is answered: by its result, an abort or a
-    refusal.
+    """Accepts requests and makes sure that each is answered: by its result, an abort or
+    a rejection.
 
     Args:
-        batches: whose queue the requests join.
-        grammars: compiles grammars; None where requests may not have any.
-        canary: gets the ids of requests.
-        max_queued_requests: more waiting requests than these are refused.
-        unfinished: by id, all requests that have not ended; filled and emptied here.
+        batches: owner of the queue that requests join.
+        grammars: compiles grammars, or None if requests may not have any.
+        canary: receives the ids of requests.
+        max_queued_requests: maximum number of waiting requests; more are rejected.
+        unfinished: all unfinished requests by id; maintained here.
 
     Attributes:
-        recorder: is told of requests that are accepted and that end; None: nobody is.
+        recorder: is told which requests are accepted and end, or None.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class RequestIntake:
         self.recorder: Recorder | None = None
 
     def accept(self, request: GenerateReq) -> None:
-        """Queue a request, or answer why not."""
+        """Queue a request, or reject it with the reason."""
         try:
             req = self._factory.create(request)
         except ValueError as error:
@@ -97,7 +98,9 @@ class RequestIntake:
             self._grammars.submit(req)
 
     def _is_full(self, client: str) -> bool:
-        """Whether the queue takes no more of `client`; as `Occupancy` decides it."""
+        """Whether the queue accepts no more requests of `client`, by the rule of
+        `Occupancy`.
+        """
         queued = self._batches.waiting
         compiling = () if self._grammars is None else self._grammars.waiting
         excess = len(queued) + len(compiling) - self._max_queued_requests
@@ -107,7 +110,7 @@ class RequestIntake:
         return held >= self._spare or excess >= self._spare
 
     def readmit(self, request: GenerateReq) -> Req:
-        """Accept a request without queueing it: the caller restores what it held.
+        """Accept a request without queueing it; the caller restores its memory.
 
         Raises:
             ValueError: it cannot be served.
@@ -125,7 +128,9 @@ class RequestIntake:
 
     @property
     def num_created(self) -> int:
-        """Requests so far; the seeds of those without one follow from it."""
+        """Number of requests so far, which determines the seeds of requests without
+        one.
+        """
         return self._factory.num_created
 
     @num_created.setter
@@ -133,7 +138,7 @@ class RequestIntake:
         self._factory.num_created = value
 
     def abort(self, message: AbortReq) -> None:
-        """End one request or all: waiting ones now, running ones with their step."""
+        """End one request or all: waiting ones now, running ones after their step."""
         rids = list(self._unfinished) if message.abort_all else [message.rid]
         waiting = self._batches.waiting
         for rid in rids:
@@ -150,7 +155,9 @@ class RequestIntake:
                 self.end(req)
 
     def apply_grammars(self, decisions: list[GrammarDecision]) -> None:
-        """Queue the requests whose grammar is ready; end those whose has failed."""
+        """Queue the requests whose grammar is ready; end the ones whose grammar
+        failed.
+        """
         assert self._grammars is not None
         ready, failed = self._grammars.apply(decisions)
         self._batches.waiting += ready
@@ -158,14 +165,15 @@ class RequestIntake:
             self.end(req)
 
     def renew_grammar(self, req: Req) -> None:
-        """Let a running request wait for another grammar; it then goes on."""
+        """Let a running request wait for another grammar, and then continue."""
         assert self._grammars is not None
         self._batches.withdraw(req)
         self._grammars.submit(req)
 
     def queue_first(self, reqs: Sequence[Req]) -> None:
-        """Queue requests that have run already before all others, in this order; one
-        that has lost its grammar waits for another first."""
+        """Queue requests that have already run before all others, in this order. A
+        request that has lost its grammar first waits for another.
+        """
         lost = [req for req in reqs if req.grammar_failure is not None]
         for req in lost:
             assert self._grammars is not None
@@ -173,8 +181,9 @@ class RequestIntake:
         self._batches.put_first([req for req in reqs if req not in lost])
 
     def limit_length(self, max_total_len: int) -> None:
-        """Take no longer requests than this from now on, and end those that wait: they
-        would wait for ever."""
+        """Reject longer requests from now on, and end waiting ones that are longer,
+        which would wait forever.
+        """
         limits = self._factory.limits
         if max_total_len >= limits.max_total_len:
             return
@@ -191,11 +200,11 @@ class RequestIntake:
             self.end(req)
 
     def is_unanswered(self, req: Req) -> bool:
-        """Whether a request is still among those that have not ended."""
+        """Whether a request is still unfinished."""
         return self._unfinished.get(req.rid) is req
 
     def revive(self, req: Req) -> None:
-        """Take back the end of a request that was not answered yet."""
+        """Undo the end of a request that was not answered yet."""
         self._unfinished[req.rid] = req
         self._stats.on_revived(req)
         if self.recorder is not None:
@@ -203,7 +212,7 @@ class RequestIntake:
         req.req_pool_idx = 0
 
     def end(self, req: Req) -> None:
-        """Answer a finished request that is in no batch."""
+        """Answer a finished request that is not in a batch."""
         self.forget(req)
         self._streamer.send([req])
 

@@ -1,8 +1,8 @@
-"""Comparison of what requests keep of a step with what the device noted of it.
+"""Compares the tokens that requests keep from a step with the device's record.
 
-The device notes, per row, whose it is and the last token with its position, from the
-sampler's own result. Between it and the client lie the copy to the host and the
-bookkeeping of results; knows nothing of reports.
+For each row the device records the request and the last token with its position, from
+the sampler's own result. The copy to the host and the bookkeeping of results come
+between that and the client. Knows nothing about reports.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ def find_result_faults(
     serials: list[int],
     words: list[int],
 ) -> list[list[int]]:
-    """Rows whose request does not keep what the device noted, as entries of the ring,
-    and rows that the host could not process.
+    """Return ring entries for rows whose request does not keep what the device
+    recorded, and for rows that the host could not process.
 
-    A request keeps all new tokens, or, if it ended or lost its grammar among them, the
-    first ones. Those that had ended before, or were aborted, or take nothing from the
-    step any more, keep none.
+    A request keeps all new tokens, or the first ones if it ended or lost its grammar
+    among them. A request that had already ended, was aborted or no longer uses the step
+    keeps none.
 
     Args:
         launched, result: of a step that was processed.
-        before: its requests before that.
+        before: the step's requests before that.
         failures: rows whose processing raised an error.
         serials, words: the marks of the step, [R] each.
     """
@@ -60,7 +60,7 @@ def find_result_faults(
     ):
         tokens = req.tokens
         last = len(tokens) - 1
-        # Of nearly every row of a plain step.
+        # The case of nearly every row of a plain step.
         if failures and row in failures:
             reason = Reason.HOST_RECORDS
             if not _is_kept(launched, result, before, row, serial, word):
@@ -69,7 +69,7 @@ def find_result_faults(
             continue
         is_last = serial == req.serial and word == last << HALF_BITS | tokens[last]
         is_plain = result.stride == 1 and not launched.is_chunked[row]
-        # A negative token would make the word of a row that sampled nothing.
+        # A negative token would form the word of a row that sampled nothing.
         if is_last and is_plain and tokens[last] >= 0:
             continue
         if req.serial in launched.dropped:
@@ -81,7 +81,7 @@ def find_result_faults(
 
 
 def idle_fault(*, forward: int) -> list[int]:
-    """Return an entry for records of the host that contradict each other at idle.
+    """Return an entry for host records that contradict each other at idle.
 
     Args:
         forward: number of the newest forward.
@@ -97,8 +97,9 @@ def idle_fault(*, forward: int) -> list[int]:
 
 
 def _forward_of(result: GenerationBatchResult) -> int:
-    """Number of the target's forward that ended the step: forwards are counted from 1,
-    where they end."""
+    """Number of the target's forward that ended the step; forwards are numbered from 1
+    as they end.
+    """
     return parse_counters(result.findings[_TARGET])[Counter.TAIL_LAUNCHES]
 
 
@@ -125,15 +126,16 @@ def _is_kept(
         return False
     first = position + 1 - count
     if req.is_finished or req.grammar_failure is not None:
-        # It may have ended before this step, or in it before the last token.
+        # It may have ended before this step, or within it before the last token.
         kept = list(req.tokens[first:])
         return len(kept) <= count and kept == gained[: len(kept)]
     return len(req.tokens) == position + 1 and list(req.tokens[first:]) == gained
 
 
 def _entry(req: Req, row: int, word: int, reason: Reason, *, forward: int) -> list[int]:
-    """Return an entry whose expected word is what the device noted, and whose found
-    word is what the host keeps."""
+    """Return an entry whose expected word is the device's record and whose found word
+    is the host's.
+    """
     entry = [0] * RING_WORDS
     last = len(req.tokens) - 1
     entry[Ring.REASONS] = reason

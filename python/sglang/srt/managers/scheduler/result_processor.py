@@ -1,4 +1,4 @@
-"""Takes the result of a forward back to the requests."""
+"""Applies the result of a forward to its requests."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class ProcessedBatch(NamedTuple):
     """The requests of a processed result.
 
     Fields:
-        reqs: without any that had ended while the forward was in flight.
-        num_generated: output tokens that count.
+        reqs: the requests, except ones that had ended while the forward was in flight.
+        num_generated: number of output tokens that count.
     """
 
     reqs: list[Req]
@@ -41,11 +41,11 @@ class BatchResultProcessor:
     """Appends tokens, finishes requests and gives their memory back.
 
     Args:
-        cache: where finished and prefilled requests leave their KV.
-        on_finish: called for each request that ended, after its memory is released.
-        on_lost_grammar: called for each request that needs another grammar and can go
-            on; takes it out of the batches.
-        on_verified: called with the output tokens of each verified draft.
+        cache: prefix cache that receives the KV of finished and prefilled requests.
+        on_finish: called for each finished request, after its memory is released.
+        on_lost_grammar: called for each request that needs another grammar and can
+            continue; takes it out of the batches.
+        on_verified: called with the number of output tokens of each verified draft.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class BatchResultProcessor:
         *,
         on_error: Callable[[int, Exception], None] | None = None,
     ) -> ProcessedBatch:
-        """Give the tokens of one result to their requests; frees are batched.
+        """Give the tokens of a result to their requests; frees are batched.
 
         Args:
             rows: of live requests, each in one call. Defaults to all of them.
@@ -98,7 +98,9 @@ class BatchResultProcessor:
     def _take_tokens(
         self, launched: LaunchRecord, index: int, new_tokens: list[int]
     ) -> int:
-        """Give request `index` of the batch its tokens; returns how many count."""
+        """Give request `index` of the batch its tokens; returns the number that
+        count.
+        """
         req = launched.reqs[index]
         if launched.is_chunked[index]:
             # The scheduler carries out an abort between two chunks.
@@ -132,15 +134,17 @@ class BatchResultProcessor:
         return req.output_len - before
 
     def _release(self, req: Req) -> None:
-        # The forward in flight may hold one more slot than there are tokens, and a
-        # finish inside an accepted run leaves KV of tokens that are not kept.
+        # The forward in flight may hold one slot more than there are tokens, and a
+        # finish inside an accepted run leaves KV for tokens that are dropped.
         req.committed_len = min(req.committed_len, len(req.tokens))
         release_req(req, cache=self._cache)
         self._on_finish(req)
 
     @staticmethod
     def _append_by_grammar(req: Req, new_tokens: list[int]) -> None:
-        """Append one by one: the grammar may end, or fail, inside an accepted run."""
+        """Append one by one, because the grammar may end or fail inside an accepted
+        run.
+        """
         grammar = req.grammar
         assert grammar is not None
         if req.grammar_failure is not None:
@@ -150,7 +154,7 @@ class BatchResultProcessor:
             try:
                 grammar.accept(token)
             except GrammarLimitError as error:
-                # The mask has allowed the token.
+                # The mask allowed the token.
                 req.grammar_failure = str(error)
             except EosInsideGrammarError as error:
                 req.abort(str(error), status_code=400)
@@ -167,7 +171,9 @@ class BatchResultProcessor:
     def _store_extras(
         launched: LaunchRecord, result: GenerationBatchResult, rows: Sequence[int]
     ) -> None:
-        """Logprobs and hidden states of these rows, for the requests that asked."""
+        """Store logprobs and hidden states of these rows, for requests that asked for
+        them.
+        """
         if result.logprobs is not None:
             _store_logprobs(launched, result, result.logprobs.to_host(), rows)
         if not launched.is_decode:
@@ -188,8 +194,9 @@ def _store_hidden_states(
     hidden: torch.Tensor,
     rows: Sequence[int],
 ) -> None:
-    """Store the hidden states of the tokens that the forward read, those of rejected
-    drafts excepted."""
+    """Store the hidden states of the tokens that the forward read, except rejected
+    drafts.
+    """
     accept_lens = result.accept_lens
     if accept_lens is None:
         counts = (launched.ends - launched.starts).tolist()
@@ -198,7 +205,7 @@ def _store_hidden_states(
     else:
         by_row = torch.split(hidden, result.stride)
         counts = accept_lens
-        # Another verification may have been in flight at the launch.
+        # Another verification may have been in flight at launch.
         starts = [req.committed_len for req in launched.reqs]
     for row in rows:
         req = launched.reqs[row]
@@ -216,8 +223,9 @@ def _store_logprobs(
     entries: list[HostLogprob],
     rows: Sequence[int],
 ) -> None:
-    """Store as many of `entries` per request of these rows as it got tokens; there are
-    `result.stride` for each request that asked."""
+    """Store one of `entries` per token that each request of these rows got; there are
+    `result.stride` for each request that asked.
+    """
     accept_lens = result.accept_lens
     live = {launched.reqs[row].serial: row for row in rows}
     for i, req in enumerate(launched.logprob_reqs):

@@ -1,4 +1,4 @@
-"""Frees memory for the requests that run, by taking others out of the batch."""
+"""Frees memory for running requests by taking others out of the batch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
 
 
 def retract_for_decode(batch: ScheduleBatch, *, chunked: Req | None) -> list[Req]:
-    """Take requests out of `batch` until it can decode; prepares the decode.
+    """Take requests out of `batch` until it can decode, and prepare the decode.
 
-    A prompt in the middle of its prefill goes first (nobody has seen a token of it),
-    then the requests with the fewest output tokens. The memory of a retracted request
-    goes to the prefix cache, from where it is evicted only as far as it is needed.
+    A partly prefilled prompt goes first (it has no output yet), then the requests with
+    the fewest output tokens. The memory of a retracted request goes to the prefix cache
+    and is evicted only as needed.
 
     Returns:
-        The retracted requests, released.
+        The retracted requests, with their memory released.
 
     Raises:
-        RuntimeError: one request alone does not fit; admission should have refused it.
+        RuntimeError: a single request does not fit; admission should have rejected it.
     """
     cache = batch.env.cache
     retracted: list[Req] = []

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.groups.runs import GroupRuns
 
 # A request is expected to sample at most this many more tokens: without a bound, one
-# large max_new_tokens would keep everybody else waiting.
+# large max_new_tokens would keep all others waiting.
 CLIP_MAX_NEW_TOKENS = 4096
 # A request waits for one that is being prefilled if that gives it this many more tokens
 # of cached prefix.
@@ -25,8 +25,9 @@ LPM_MAX_QUEUE = 128
 
 
 def order_by_longest_match(waiting: list[Req], cache: BasePrefixCache) -> list[Req]:
-    """Requests that are healed first, then the longest cached prefix; arrival order
-    between equals."""
+    """Sort healed requests first, then by longest cached prefix; ties keep arrival
+    order.
+    """
     if len(waiting) > LPM_MAX_QUEUE:
         return waiting
     lengths = {
@@ -39,8 +40,9 @@ def order_by_longest_match(waiting: list[Req], cache: BasePrefixCache) -> list[R
 
 
 def order_by_priority(waiting: list[Req], *, low_first: bool) -> list[Req]:
-    """Requests that are healed first, then by priority, those without one last; the
-    order so far between equals."""
+    """Sort healed requests first, then by priority, without a priority last; ties keep
+    their order.
+    """
 
     def rank(req: Req) -> tuple[bool, bool, int]:
         priority = req.priority or 0
@@ -62,8 +64,8 @@ SCHEDULE_POLICIES: dict[str, Callable[[list[Req], BasePrefixCache], list[Req]]] 
 class NewTokenRatio:
     """Share of their remaining tokens that running requests are expected to need.
 
-    Starts careful, decays while no memory runs out, and is set from what really was
-    generated when a request had to be retracted.
+    Starts careful, decays while memory suffices, and is reset from the actual output
+    when a request had to be retracted.
     """
 
     INITIAL = 0.7
@@ -81,7 +83,7 @@ class NewTokenRatio:
         self.value = max(self.value - self._decay, self._minimum)
 
     def on_retract(self, reqs: Sequence[Req]) -> None:
-        """Set the ratio from `reqs`, those that still run."""
+        """Set the ratio from the still running `reqs`."""
         generated = sum(r.output_len + self.RETRACT_MARGIN_STEPS for r in reqs)
         wanted = sum(r.output_len + r.remaining_new_tokens for r in reqs) + 1
         self.value = min(generated / wanted, 1.0)
@@ -94,7 +96,7 @@ class Admission(Enum):
     """Outcome of `PrefillAdder.add`."""
 
     ADDED = "added"
-    DEFERRED = "deferred"  # a prefix it shares is being computed right now
+    DEFERRED = "deferred"  # a shared prefix is being computed now
     NO_BUDGET = "no budget"
 
 
@@ -103,9 +105,9 @@ class PrefillBudget:
     """Bounds of one prefill batch.
 
     Fields:
-        max_prefill_tokens: tokens of the batch; one longer prompt may exceed it.
-        chunk_tokens: longest prefill of one forward, None without chunking.
-        max_new_reqs: rows of `req_to_token` that are free.
+        max_prefill_tokens: tokens in the batch; a single longer prompt may exceed it.
+        chunk_tokens: longest prefill of one forward, or None without chunking.
+        max_new_reqs: number of free rows in `req_to_token`.
         decode_reserve: slots that a request keeps beyond its tokens (speculation).
     """
 
@@ -117,14 +119,14 @@ class PrefillBudget:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SlotNeed:
-    """The numbers by which a waiting request would be admitted now or not.
+    """The numbers that decide whether a waiting request would be admitted now.
 
     Fields:
-        num_tokens, num_new_tokens: known tokens, and those that it may still sample.
-        cached: tokens of its cached prefix.
-        slots: it would take, in whole pages, until its end.
-        reserved: slots that others are expected to take.
-        usable: free and evictable slots beside its prefix.
+        num_tokens, num_new_tokens: known tokens, and tokens it may still sample.
+        cached: tokens in its cached prefix.
+        slots: slots it would take until its end, in whole pages.
+        reserved: slots that other requests are expected to take.
+        usable: free and evictable slots besides its prefix.
     """
 
     rid: str
@@ -139,11 +141,11 @@ class SlotNeed:
 class PrefillAdder:
     """Collects the requests of one prefill batch.
 
-    An added request holds the lock on its cached prefix; the caller takes the slots.
+    An added request holds a lock on its cached prefix; the caller takes the slots.
 
     Attributes:
-        reqs, extend_lens: what was added; the tokens that each prefills now.
-        chunked: the added request whose prompt does not fit into this batch, if any.
+        reqs, extend_lens: added requests, and the number of tokens each prefills now.
+        chunked: the added request whose prompt does not fit in this batch, if any.
     """
 
     def __init__(
@@ -160,11 +162,10 @@ class PrefillAdder:
         self._tokens_left = budget.max_prefill_tokens
         self._chunk_left = budget.chunk_tokens
         if budget.chunk_tokens is not None:
-            # A chunk need not be larger than a batch; but a page must fit.
+            # A chunk need not be larger than a batch, but a page must fit.
             longest = max(budget.max_prefill_tokens, self._page_size)
             self._chunk_left = min(budget.chunk_tokens, longest)
-        # Slots that running and added requests are expected to need beyond those they
-        # have.
+        # Additional slots that running and added requests are expected to need.
         expected = [
             int(_expected_new_tokens(r) * new_token_ratio) + self._page_size
             for r in running
@@ -180,7 +181,7 @@ class PrefillAdder:
         self.chunked: Req | None = None
 
     def add_chunked(self, req: Req) -> None:
-        """Continue a prompt that was begun."""
+        """Continue a partly prefilled prompt."""
         self._take(req, len(req.tokens) - req.committed_len, self._cost(req))
 
     def add(self, req: Req) -> Admission:
@@ -205,13 +206,13 @@ class PrefillAdder:
             self._cache.mark_released(req)
             return Admission.NO_BUDGET
         if not req.was_admitted:
-            # After a retraction it finds its own KV.
+            # After a retraction it finds its own KV here.
             req.cached_tokens = len(match)
         self._take(req, extend_len, cost)
         return Admission.ADDED
 
     def need_of(self, req: Req) -> SlotNeed:
-        """The need that `add` compares for a waiting request; takes nothing."""
+        """Return the need that `add` compares for a waiting request; takes nothing."""
         match = self._match(req, req.cacheable_prefix_len())
         self._cache.inc_lock_ref(match.last_node)
         self._cache.mark_admitted(req, match)
@@ -229,7 +230,7 @@ class PrefillAdder:
         return need
 
     def _match(self, req: Req, limit: int) -> MatchResult:
-        """The cached prefix of the first `limit` tokens."""
+        """Return the cached prefix of the first `limit` tokens."""
         return self._cache.match_prefix(
             self._cache.key(req.tokens[:limit], namespace=req.namespace)
         )
@@ -243,7 +244,7 @@ class PrefillAdder:
         )
 
     def _cost(self, req: Req) -> int:
-        """Slots, in whole pages, that `req` will need beyond those it has."""
+        """Number of additional slots that `req` will need, in whole pages."""
         have = req.committed_len if req.req_pool_idx else req.cache_protected_len
         # The last sampled token never gets a slot.
         total = len(req.tokens) + max(_expected_new_tokens(req) - 1, 0)
@@ -252,14 +253,14 @@ class PrefillAdder:
         return pages * self._page_size
 
     def _shares_with_batch(self, req: Req, limit: int, matched: int) -> bool:
-        """Whether waiting one batch would give a clearly longer cached prefix."""
+        """Whether waiting one batch would give a much longer cached prefix."""
         enough = matched + MIN_SHARED_TOKENS
         if self._cache.shared_len(limit) < enough:
             return False
         return self._heads.has(req, self._cache.tokens_to_share(enough))
 
     def _chunk(self, extend_len: int) -> int:
-        """The tokens that are prefilled now, of `extend_len` tokens."""
+        """Return how many of `extend_len` tokens are prefilled now."""
         if self._chunk_left is None or extend_len <= self._chunk_left:
             return extend_len
         return self._chunk_left - self._chunk_left % self._page_size
@@ -281,16 +282,17 @@ class PrefillAdder:
 
 
 class BatchHeads:
-    """The first tokens of a batch's requests, for one that begins as another does; a
-    batch has few lengths that are asked for, and comparing all pairs of its requests
-    took most of the time of admitting 256."""
+    """The first tokens of a batch's requests, to find a request that begins like
+    another. Few lengths are looked up per batch, whereas comparing all pairs took most
+    of the time of admitting 256 requests.
+    """
 
     def __init__(self) -> None:
         self._reqs: list[Req] = []
         self._heads: dict[int, set[tuple[str | None, bytes]]] = {}
 
     def add(self, req: Req) -> None:
-        """Add a request; one that leaves nothing in the cache does not count."""
+        """Add a request, unless it leaves nothing in the cache."""
         if req.no_cache:
             return
         self._reqs.append(req)
@@ -298,8 +300,9 @@ class BatchHeads:
             heads.update(_heads_of([req], count))
 
     def has(self, req: Req, count: int) -> bool:
-        """Whether a request of the batch has the first `count` tokens of `req`, which
-        has as many, in the same namespace."""
+        """Whether a request of the batch has the same first `count` tokens as `req`, in
+        the same namespace. `req` must have at least `count` tokens.
+        """
         heads = self._heads.get(count)
         if heads is None:
             heads = self._heads[count] = set(_heads_of(self._reqs, count))
@@ -313,11 +316,10 @@ def _heads_of(reqs: Iterable[Req], count: int) -> Iterator[tuple[str | None, byt
 
 
 class GroupBudget:
-    """Slots of a secondary group that running and added requests will need beyond those
-    they have.
+    """Additional slots of a secondary group that running and added requests will need.
 
     Args:
-        index: of the group among the cache's groups.
+        index: index of the group among the cache's groups.
     """
 
     def __init__(self, group: GroupRuns, index: int) -> None:
@@ -326,16 +328,18 @@ class GroupBudget:
         self._reserved = 0
 
     def reserve_running(self, req: Req, slots: int) -> None:
-        """Reserve for a running request that is expected to take `slots` primary slots
-        more."""
+        """Reserve for a running request that is expected to take `slots` more primary
+        slots.
+        """
         hold = req.holds[self._index]
         self._reserved += self._group.slots.need_of_running(
             hold, req.committed_len, slots
         )
 
     def has_room(self, extend_len: int, cost: int) -> bool:
-        """Whether a request fits that prefills `extend_len` tokens now and takes `cost`
-        primary slots until its end."""
+        """Whether there is room for a request that prefills `extend_len` tokens now and
+        takes `cost` primary slots until its end.
+        """
         need = self._group.slots.need_of_new(extend_len, cost)
         return self._reserved + need <= self._group.usable_size()
 

@@ -1,8 +1,8 @@
 """The scheduler: receives requests, forms and runs batches, sends their results.
 
-One loop body serves the normal and the overlapped order; they differ in how many
+One loop body serves the normal and the overlapped order, which differ in how many
 launched batches may be unresolved (`max_in_flight`). Policies, admission, result
-processing and messages are objects of their own.
+processing and messages are separate objects.
 """
 
 from __future__ import annotations
@@ -75,18 +75,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# An idle receive returns this often, so that the process notices signals.
+# An idle receive returns this often so that the process notices signals.
 IDLE_WAIT_MS = 1000
 # Of the ids of requests that got lost, so many are logged.
 MAX_LOST_SHOWN = 16
-# While a grammar compiles and nothing else runs.
+# Wait while a grammar is compiled and nothing else runs.
 GRAMMAR_WAIT_MS = 2
-# While a profile runs or is written and nothing else does.
+# Wait while a profile runs or is written and nothing else runs.
 PROFILE_WAIT_MS = 50
 
 
 class InFlight(NamedTuple):
-    """A launched batch whose result is not processed yet."""
+    """A launched batch whose result has not been processed yet."""
 
     launched: LaunchRecord
     result: GenerationBatchResult
@@ -95,21 +95,21 @@ class InFlight(NamedTuple):
 class Scheduler:
     """Serves the requests of one process, or of one rank of several.
 
-    Under tensor parallelism every rank runs one, and all of them must do the same:
-    whatever depends on time or on another thread is decided by rank 0 (`StepInputs`).
+    With tensor parallelism every rank runs one, and all must act alike: rank 0 decides
+    everything that depends on time or on another thread (`StepInputs`).
 
     Args:
         worker: runs the batches.
         tokenizer: for stop strings and grammars; None with --skip-tokenizer-init.
         io: where messages come from and go to.
-        event_publisher: of KV events; None: there are none.
+        event_publisher: publisher of KV events, or None.
 
     Attributes:
         batches: the queue and the batches between two steps.
         in_flight: launched batches, oldest first.
-        max_in_flight: how many of them a step leaves; 0 is the normal order.
+        max_in_flight: how many of them a step leaves unresolved; 0 is the normal order.
         intake: accepts requests.
-        idle_checked: whether the idle period that runs, if one does, was checked.
+        idle_checked: whether the current idle period, if any, was checked.
     """
 
     def __init__(
@@ -192,7 +192,7 @@ class Scheduler:
             healer=self._healer,
             is_leader=self._group.is_leader,
         )
-        # The CPU has nothing to overlap with: a launch there returns when it is done.
+        # The CPU has nothing to overlap: a launch there returns when it is done.
         has_overlap = (
             server_args.device != "cpu" and not server_args.disable_overlap_schedule
         )
@@ -213,7 +213,9 @@ class Scheduler:
     def _create_grammars(
         self, tokenizer: Tokenizer | None
     ) -> tuple[GrammarQueue | None, GrammarMasks | None]:
-        """The requests whose grammars compile, and the masks of those that run."""
+        """Create the queue of grammars being compiled and the masks of running
+        requests.
+        """
         grammars = create_grammar_queue(
             self.server_args,
             tokenizer=tokenizer,
@@ -285,10 +287,10 @@ class Scheduler:
         self._profiler.close()
 
     def step(self, *, may_wait: bool = False) -> bool:
-        """One round: receive, launch a batch, process the results that are due.
+        """Run one round: receive, launch a batch, process the results that are due.
 
-        `may_wait` lets the receive wait where there is nothing else to do. Returns
-        whether a batch was launched or processed.
+        `may_wait` lets the receive wait if there is nothing else to do. Returns whether
+        a batch was launched or processed.
         """
         decided = [] if self._grammars is None else self._grammars.decide()
         inputs = self._inputs.next(
@@ -330,8 +332,9 @@ class Scheduler:
         return batch is not None or did_process
 
     def _begin_record(self, recorder: Recorder, inputs: StepInput) -> None:
-        """Open a round of the record; the results in flight come first where a new part
-        of it begins, or where the next batch must know them."""
+        """Open a round of the record. Results in flight are processed first if a new
+        part of the record begins or the next batch depends on them.
+        """
         resolves = recorder.is_due or self._must_know_results()
         if resolves:
             self._resolve(0)
@@ -340,14 +343,17 @@ class Scheduler:
         recorder.begin_round(inputs, resolves=resolves)
 
     def _must_know_results(self) -> bool:
-        """Whether the next batch depends on what is in flight: its masks on the tokens,
-        or its metadata on the lengths that a verification decides."""
+        """Whether the next batch depends on results in flight: its masks on the tokens,
+        or its metadata on the lengths that a verification decides.
+        """
         if self.env.decode_reserve and self.env.needs_host_lens:
             return True
         return any([launched.has_grammar for launched, _ in self.in_flight])
 
     def _resolve(self, max_in_flight: int) -> bool:
-        """Process results, oldest first, until so many are left; True if any was."""
+        """Process results, oldest first, until `num_left` are left; returns whether any
+        was.
+        """
         did_process = False
         while len(self.in_flight) > max_in_flight:
             self._process(self.in_flight.popleft())
@@ -355,15 +361,16 @@ class Scheduler:
         return did_process
 
     def _free_memory(self) -> bool:
-        """Give back what requests that have ended hold, and pages under watch; True if
-        there may be any."""
+        """Free the memory of ended requests and watched pages; returns whether there
+        may be any.
+        """
         has_freed = self._resolve(0)
         if self._healer is not None:
             has_freed |= self._healer.release_watched()
         return has_freed
 
     def _wait_ms(self) -> int:
-        """How long the receive may wait: not at all while there is something to run."""
+        """How long the receive may wait: 0 while there is something to run."""
         if self.in_flight or self._may_run():
             return 0
         if self._grammars:
@@ -409,10 +416,10 @@ class Scheduler:
             self._profiler.count_forward()
 
     def _process_checked(self, done: InFlight) -> ProcessedBatch:
-        """Give a result to its requests, looked at by the canary before and after.
+        """Give a result to its requests, with canary checks before and after.
 
         Raises:
-            CanaryViolation: something is wrong and is not healed.
+            CanaryViolation: a violation was found and is not healed.
         """
         launched, result = done
         canary, healer = self._canary, self._healer
@@ -433,13 +440,13 @@ class Scheduler:
         """Report what the canary found before a launch or a result failed.
 
         Raises:
-            CanaryViolation: it found something and its mode is not `log`.
+            CanaryViolation: there are findings and the mode is not `log`.
         """
         if self._canary is not None:
             self._canary.fail(error)
 
     def _on_empty_round(self, inputs: StepInput) -> None:
-        """Check what must hold where nothing was launched or processed."""
+        """Check what must hold if nothing was launched or processed."""
         if not self.has_work():
             self._on_idle()
         elif inputs.requests or inputs.grammars or self._grammars or self._pause.is_on:
@@ -491,26 +498,28 @@ class Scheduler:
     # -- checkpoints ---------------------------------------------------------------
 
     def attach_recorder(self, recorder: Recorder) -> None:
-        """Let `recorder` note everything that is decided from now on."""
+        """Let `recorder` record every decision from now on."""
         self.recorder = self.intake.recorder = recorder
 
     @property
     def unfinished(self) -> list[Req]:
-        """All requests that have not ended, oldest first."""
+        """All unfinished requests, oldest first."""
         return list(self._unfinished.values())
 
     @property
     def num_created(self) -> int:
-        """Requests so far."""
+        """Number of requests so far."""
         return self.intake.num_created
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is launched."""
+        """Whether launching is paused."""
         return self._pause.is_on
 
     def why_not_saved(self) -> str | None:
-        """Why `save_checkpoint` would not suffice to go on from; None: it would."""
+        """Return why a checkpoint would not be enough to continue from, or None if it
+        would.
+        """
         for group in self.cache.allocator.secondary:
             if group.unsaved:
                 return group.unsaved
@@ -525,7 +534,7 @@ class Scheduler:
         self._resolve(0)
 
     def restore(self, checkpoint: Checkpoint, reqs: Mapping[int, Req]) -> None:
-        """Go on with saved queues and counters; `reqs` by their saved serials."""
+        """Restore saved queues and counters; `reqs` maps saved serials to requests."""
         self.batches.load(checkpoint.batches, reqs)
         self.intake.num_created = checkpoint.created
         self.idle_checked = checkpoint.idle_checked
@@ -560,8 +569,8 @@ class Scheduler:
                 self._is_shut_down = True
 
     def _flush_cache(self, message: FlushCacheReq) -> FlushCacheRsp:
-        # A request that has ended may still be in a batch until the next round. While
-        # paused, requests that hold no memory may wait.
+        # A finished request may still be in a batch until the next round. While paused,
+        # requests without memory may be waiting.
         success = not self._unfinished or (
             self._pause.is_on
             and not any(req.req_pool_idx for req in self._unfinished.values())
@@ -576,7 +585,7 @@ class Scheduler:
         return GetIncidentsRsp(call_id=message.call_id, incidents=found)
 
     def own_incidents(self) -> list[dict[str, Any]]:
-        """The KV canary's newest incidents of this rank; asks no other one."""
+        """Return this rank's newest KV canary incidents, without asking other ranks."""
         return [] if self._canary is None else self._canary.own_incidents()
 
     @property
@@ -590,7 +599,7 @@ class Scheduler:
         return self.batches.waiting
 
     def stats_snapshot(self) -> SchedulerStats:
-        """All counters and gauges as of now."""
+        """Return all current counters and gauges."""
         running = 0 if self.running is None else len(self.running)
         compiling = 0 if self._grammars is None else len(self._grammars)
         stats = self._stats.snapshot(

@@ -1,4 +1,4 @@
-"""The ways of messages to the scheduler and from it."""
+"""Transports for messages to and from the scheduler."""
 
 from __future__ import annotations
 
@@ -20,14 +20,16 @@ if TYPE_CHECKING:
 
 class SchedulerIO(Protocol):
     def recv(self, *, wait_ms: int) -> list[SchedulerRequest]:
-        """All messages that have arrived; waits at most `wait_ms` for the first."""
+        """Return all messages that have arrived, waiting at most `wait_ms` for the
+        first.
+        """
 
     def send(self, message: SchedulerResponse) -> None:
-        """Hand a message over; never blocks on a slow reader."""
+        """Send a message; never blocks on a slow reader."""
 
 
 class ListIO:
-    """In-process messages: a test fills `requests` and reads `responses`."""
+    """In-process transport: a test fills `requests` and reads `responses`."""
 
     def __init__(self) -> None:
         self.requests: deque[SchedulerRequest] = deque()
@@ -43,7 +45,7 @@ class ListIO:
 
 
 class NullIO:
-    """The messages of a rank that does not talk to the front: there are none."""
+    """Transport of a rank that does not talk to the front: there are no messages."""
 
     def recv(self, *, wait_ms: int) -> list[SchedulerRequest]:
         return []
@@ -82,7 +84,7 @@ class ZmqIO:
         self._responses.send(encode(message))
 
     def close(self) -> None:
-        """Send what is queued for at most a second, then close."""
+        """Send queued messages for at most a second, then close."""
         self._requests.close(linger=0)
         self._responses.close(linger=1000)
         self._context.term()

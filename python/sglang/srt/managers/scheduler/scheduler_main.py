@@ -2,7 +2,7 @@
 
 Reads its configuration from stdin, reports through the inherited descriptor named on
 the command line, and exits as soon as stdin closes: the parent holds the other end, so
-the scheduler of a killed parent ends, too.
+the scheduler also exits if its parent is killed.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ def main() -> None:
         store=addresses.folder / STORE_NAME,
     )
     if server_args.tp_size > 1 or code:
-        # NCCL's communicators cannot be destroyed while CUDA graphs refer to them, and
-        # threads of an engine that failed may end the process with a signal. There is
-        # nothing left to save: the interpreter's finalization is skipped.
+        # NCCL communicators cannot be destroyed while CUDA graphs refer to them, and
+        # threads of a failed engine may end the process with a signal. Nothing is left
+        # to save, so the interpreter's finalization is skipped.
         flush_all()
         os._exit(code)
 
 
 def _read_line(descriptor: int) -> bytes:
-    """Read a line unbuffered: all later bytes are left to `_exit_with_parent`."""
+    """Read a line unbuffered, leaving later bytes to `_exit_with_parent`."""
     line = bytearray()
     while not line.endswith(b"\n"):
         piece = os.read(descriptor, 65536)

@@ -1,4 +1,4 @@
-"""The judgement of quarantined slots, alike on every tensor parallel rank."""
+"""Judges quarantined slots, identically on every tensor parallel rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class SharedPattern:
-    """A slot is intact where no rank has seen a change in its part of it."""
+    """A slot is intact if no rank has seen a change in its part of it."""
 
     def __init__(self, pattern: SlotPattern, group: TensorParallelGroup) -> None:
         self._pattern = pattern
@@ -23,7 +23,7 @@ class SharedPattern:
         self._pattern.fill(slots)
 
     def is_intact(self, slots: Tensor) -> Tensor:
-        """As of all ranks, all of which must ask."""
+        """Return the verdict of all ranks; all ranks must call this."""
         own = self._pattern.is_intact(slots)
         every = self._group.all_gather_bytes(own.numpy().tobytes())
         parts = [torch.frombuffer(bytearray(of), dtype=torch.bool) for of in every]

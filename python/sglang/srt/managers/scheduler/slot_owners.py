@@ -1,4 +1,4 @@
-"""The owner of each KV slot by the host's records."""
+"""The owner of each KV slot according to the host's records."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class SlotOwners:
-    """The owner of each slot by the host's records, as of the first question."""
+    """The owner of each slot according to the host's records at the first question."""
 
     def __init__(
         self, cache: BasePrefixCache, requests: Callable[[], Iterable[Req]]
@@ -30,7 +30,7 @@ class SlotOwners:
         self._requests = requests
 
     def owner_of(self, slot: int) -> Owner:
-        """The owner of `slot`: requests, the cache, or nobody."""
+        """Return the owner of `slot`: requests, the cache, or none."""
         allocator = self._cache.allocator
         if slot < 0:
             return Owner("none")
@@ -54,7 +54,9 @@ class SlotOwners:
         )
 
     def _owner_of_region(self, slot: int) -> Owner:
-        """The owner of a slot after the allocator's last: a request row."""
+        """Return the owner of a slot beyond the allocator's last slot: a request
+        row.
+        """
         region = self._cache.req_to_token_pool.region
         row = 0 if region is None else region.slot_to_row(slot)
         if not row:
@@ -66,15 +68,17 @@ class SlotOwners:
         return Owner("free (draft region)")
 
     def _claims_of(self, slot: int) -> list[Req]:
-        """The running requests that hold a slot beside the prefix cache, each as often
-        as its row has the slot."""
+        """Return the running requests that hold a slot outside the prefix cache, each
+        as often as its row contains the slot.
+        """
         slots, holders = self._claims
         found: list[int] = holders[slots == slot].tolist()
         return [self._running[i] for i in found]
 
     def _readers_of(self, slot: int) -> list[int]:
-        """Serials of the running requests in whose prefix a cached slot lies, by the
-        cache's own records and not by the requests' rows."""
+        """Return serials of running requests whose prefix contains a cached slot,
+        according to the cache's records rather than the requests' rows.
+        """
         return [
             serial
             for node, serials in self._paths
@@ -88,8 +92,9 @@ class SlotOwners:
 
     @cached_property
     def _claims(self) -> tuple[IntArray, IntArray]:
-        """(slots that running requests hold beside the prefix cache, indices of the
-        requests), row after row."""
+        """(slots that running requests hold outside the prefix cache, indices of the
+        requests), row after row.
+        """
         rows = [self._own_slots(req) for req in self._running]
         slots = np.concatenate([np.empty(0, dtype=np.int64), *rows])
         counts = [len(row) for row in rows]
@@ -97,7 +102,7 @@ class SlotOwners:
 
     @cached_property
     def _paths(self) -> list[tuple[TreeNode, list[int]]]:
-        """The cached runs that running requests rely on, with their serials."""
+        """Cached runs that running requests rely on, with the requests' serials."""
         found: dict[int, tuple[TreeNode, list[int]]] = {}
         for req in self._running:
             node = req.last_node
@@ -115,7 +120,7 @@ class SlotOwners:
 
     @cached_property
     def _is_cached(self) -> NDArray[np.bool_]:
-        """[slots of the pool], True where the prefix cache holds the slot."""
+        """[slots of the pool], True if the prefix cache holds the slot."""
         allocator = self._cache.allocator
         mask = np.zeros(allocator.size + allocator.page_size, dtype=np.bool_)
         mask[host_array(self._cache.cached_slots())] = True

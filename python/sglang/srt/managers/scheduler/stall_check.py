@@ -1,6 +1,6 @@
-"""Stops an engine whose requests wait for ever: nothing runs and nothing is admitted.
+"""Stops an engine whose requests wait forever: nothing runs and nothing is admitted.
 
-It counts rounds and reads no clock, so that all tensor parallel ranks stop in the same
+Counts rounds and reads no clock, so that all tensor parallel ranks stop in the same
 round.
 """
 
@@ -15,25 +15,25 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.groups.runs import GroupRuns
 
-# A healthy engine has at most two such rounds in succession (a batch that has ended is
-# taken out, slots that were promised must first be given back).
+# A healthy engine has at most two such rounds in succession (to remove a finished
+# batch, and to give back promised slots).
 MAX_EMPTY_ROUNDS = 16
-# Requests that the error describes.
+# Number of requests that the error describes.
 MAX_DESCRIBED = 8
 
 
 class SchedulerStalled(RuntimeError):
-    """Requests wait and nothing would ever admit them. The message shows the memory."""
+    """Requests wait and would never be admitted. The message shows the memory."""
 
 
 class StallCheck:
     """Counts successive rounds that launched nothing although requests wait.
 
-    With nothing in flight and no message, such a round leaves everything as it was, and
-    the next one must end like it.
+    With nothing in flight and no message, such a round changes nothing, so the next one
+    must end like it.
 
     Args:
-        batches: whose queue waits.
+        batches: owner of the waiting queue.
     """
 
     def __init__(self, batches: BatchSelector, *, cache: BasePrefixCache) -> None:
@@ -43,20 +43,21 @@ class StallCheck:
         self._num_forwards = 0
 
     def restart(self) -> None:
-        """Note a round that may have changed something, or whose requests wait for
-        their grammar."""
+        """Note a round that may have changed something, or in which requests wait for
+        their grammar.
+        """
         self._num_rounds = 0
 
     def count_round(self, num_forwards: int) -> None:
         """Count a round that changed nothing.
 
         Args:
-            num_forwards: batches that were ever launched. Another number than in the
-                last counted round starts a new count, so that a round that launches
-                one need not call anything here.
+            num_forwards: number of batches launched so far. A number that differs from
+                the last counted round's starts a new count, so a round that launches a
+                batch need not call anything here.
 
         Raises:
-            SchedulerStalled: it is the last one that is tolerated.
+            SchedulerStalled: there were too many such rounds.
         """
         if num_forwards != self._num_forwards:
             self._num_forwards = num_forwards

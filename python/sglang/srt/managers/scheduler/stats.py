@@ -1,4 +1,4 @@
-"""Counters of a scheduler, and the numbers that it logs and reports."""
+"""Counters of a scheduler, and the numbers it logs and reports."""
 
 from __future__ import annotations
 
@@ -29,8 +29,9 @@ QUEUE_TIME_BUCKETS = (
 
 
 def empty_stats(*, max_total_num_tokens: int) -> SchedulerStats:
-    """The numbers of a scheduler that has done nothing, every label at 0: a series that
-    does not exist yet cannot be watched."""
+    """Return the numbers of an unused scheduler, with every label at 0, because a
+    missing series cannot be monitored.
+    """
     return SchedulerStats(
         max_total_num_tokens=max_total_num_tokens,
         prefill_cuda_graph_fallbacks_total=dict.fromkeys(FALLBACK_REASONS, 0),
@@ -41,8 +42,9 @@ def empty_stats(*, max_total_num_tokens: int) -> SchedulerStats:
 
 
 def add_runner_stats(stats: SchedulerStats, runner: ModelRunner) -> None:
-    """Fill in how many forwards of `runner` replayed a graph, which could not, and the
-    kernels that came late."""
+    """Fill in how many forwards of `runner` replayed a graph, how many could not, and
+    the kernels that were compiled late.
+    """
     stats.kernel_loads_after_ready_total = runner.late_kernels.total
     decode, prefill = runner.graph_runner, runner.prefill_graph_runner
     stats.prefill_cuda_graph_passes_total = prefill.num_replays if prefill else 0
@@ -54,7 +56,7 @@ def add_runner_stats(stats: SchedulerStats, runner: ModelRunner) -> None:
 
 
 class StatsTracker:
-    """Owns the counters; gauges are read when asked for."""
+    """Owns the counters; gauges are read on demand."""
 
     def __init__(self, cache: BasePrefixCache, *, decode_log_interval: int) -> None:
         self._cache = cache
@@ -66,14 +68,14 @@ class StatsTracker:
         self._window_start = time.monotonic()
         self._window_tokens = 0
         self._throughput = 0.0
-        # Verifications and their output tokens in the window that runs; mean of the
-        # last one.
+        # Verifications and their output tokens in the current window; mean of the last
+        # one.
         self._verified = [0, 0]
         self._accept_length = 0.0
 
     @property
     def num_forwards(self) -> int:
-        """Batches launched so far."""
+        """Number of batches launched so far."""
         return self._totals.forward_passes_total
 
     def on_verified(self, tokens: int) -> None:
@@ -126,7 +128,7 @@ class StatsTracker:
             self._totals.num_aborted_requests_total += 1
 
     def on_revived(self, req: Req) -> None:
-        """Take back `on_finish` of a request whose end was an error of the host."""
+        """Undo `on_finish` for a request whose end was an error of the host."""
         self._totals.num_requests_total -= 1
         if req.finish_reason is not None and req.finish_reason.type == "abort":
             self._totals.num_aborted_requests_total -= 1
@@ -137,11 +139,11 @@ class StatsTracker:
     def snapshot(
         self, *, running: int, waiting: Sequence[Req], compiling: int
     ) -> SchedulerStats:
-        """All numbers as of now.
+        """Return all current numbers.
 
         Args:
-            running: requests in the batch that decodes.
-            compiling: requests whose grammar is not ready.
+            running: number of requests in the batch that decodes.
+            compiling: number of requests whose grammar is not ready.
         """
         totals = self._totals
         if time.monotonic() - self._window_start > 2 * WINDOW_SECONDS:
@@ -159,7 +161,7 @@ class StatsTracker:
         return totals
 
     def _used(self) -> int:
-        """Slots that requests hold; cached ones that nobody uses do not count."""
+        """Number of slots that requests hold, without unused cached ones."""
         allocator = self._cache.allocator
         return (
             allocator.size - allocator.available_size() - self._cache.evictable_size()

@@ -1,7 +1,7 @@
 """One step's input, the same on every tensor parallel rank.
 
-Rank 0 receives and decides; the others follow in the same order. Knows nothing of the
-meaning of the messages.
+Rank 0 receives and decides; the others follow in the same order. Knows nothing about
+the meaning of messages.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 
 class StepInputs:
-    """Gives every rank the messages and decisions of rank 0, in one broadcast per step.
+    """Broadcasts rank 0's messages and decisions to every rank, once per step.
 
     Args:
-        io: where rank 0 receives; the other ranks' is not asked.
+        io: where rank 0 receives messages; unused on other ranks.
         group: the ranks.
     """
 
@@ -34,8 +34,8 @@ class StepInputs:
         self._history = 0
 
     def next(self, *, wait_ms: int, grammars: list[GrammarDecision]) -> StepInput:
-        """Begin a step. Rank 0 waits for messages for at most `wait_ms`, the others as
-        long as rank 0 does.
+        """Begin a step. Rank 0 waits at most `wait_ms` for messages, the others wait
+        for rank 0.
 
         Args:
             grammars: rank 0's decisions.
@@ -61,10 +61,10 @@ class StepInputs:
 
     @property
     def are_compared(self) -> bool:
-        """Whether there are other ranks, whose digest must be the same."""
+        """Whether there are other ranks, whose digests must match."""
         return self._group.size > 1
 
     def remember(self, *facts: int) -> None:
         """Add small facts about the step to the digest that the ranks compare."""
-        # Hashes of integers are the same in every process.
+        # Integer hashes are the same in every process.
         self._history = hash((self._history, *facts))

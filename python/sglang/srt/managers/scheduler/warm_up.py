@@ -1,9 +1,9 @@
-"""Serves made-up requests of every kind before the engine is ready, and forgets them.
+"""Serves synthetic requests of every kind before the engine is ready, and forgets them.
 
 The first launch of a kernel loads it, and may compile it; the first product of a size,
 the first copy to the host and the first pages of the allocators cost milliseconds each.
-All of it happens here, through the paths that serve requests, so that no client waits
-for it. What the requests leave is undone: `ready` is the state of an engine that has
+All of it happens here, on the paths that serve requests, so that no client waits for
+it. The effects of these requests are undone: `ready` is the state of an engine that has
 served nothing.
 """
 
@@ -33,32 +33,33 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Numbers of requests that no client's will have for a long time: nothing that a request
-# here left on the device can be taken for a client's.
+# Serials that no client's request will have for a long time, so that nothing left on
+# the device can be mistaken for a client's.
 FIRST_SERIAL = 1 << 22
 
 
 def is_warmed_up(server_args: ServerArgs) -> bool:
-    """Whether `warm_up` is due: the CPU has nothing to compile."""
+    """Whether `warm_up` is needed: the CPU has nothing to compile."""
     return not server_args.skip_server_warmup and server_args.device != "cpu"
 
 
 def compile_ahead(server_args: ServerArgs, worker: Worker) -> None:
-    """Compile the kernels of all work in parallel, where this machine has not done so;
-    before the graphs of `worker` are captured."""
+    """Compile all kernels in parallel unless already done on this machine. Call this
+    before the graphs of `worker` are captured.
+    """
     runner = worker.model_runner
     if not runner.compiles_ahead:
         return
     with _forgotten(worker), runner.rehearsing(), compiled_ahead():
         worker.capture_graphs()
-        # Tokens are zeros then, which no grammar takes.
+        # Tokens are zeros then, which no grammar accepts.
         _serve_all(server_args, Unwatched(worker), None)
 
 
 def warm_up(
     server_args: ServerArgs, worker: Worker, tokenizer: Tokenizer | None
 ) -> None:
-    """Run every kind of work once on `worker`, which has served nothing; all ranks do.
+    """Run every kind of work once on the unused `worker`; all ranks must call this.
 
     Raises:
         CanaryViolation: the KV canary found something.
@@ -75,8 +76,9 @@ def warm_up(
 
 
 class Unwatched:
-    """A worker whose findings nobody looks at: they are about results that kernels have
-    not computed."""
+    """A worker whose findings are ignored, because its kernels have not computed the
+    results.
+    """
 
     def __init__(self, worker: Worker) -> None:
         self.model_runner = worker.model_runner
@@ -90,7 +92,7 @@ class Unwatched:
 def _serve_all(
     server_args: ServerArgs, worker: Worker, tokenizer: Tokenizer | None
 ) -> int:
-    """Serve all scenes in a scheduler of their own; returns how many requests."""
+    """Serve all scenes in a separate scheduler; returns the number of requests."""
     io = ListIO()
     scheduler = Scheduler(
         server_args=server_args, worker=worker, tokenizer=tokenizer, io=io
@@ -105,17 +107,18 @@ def _serve_all(
     if server_args.speculative_algorithm is not None:
         _move_scratch(worker)
     io.requests.append(ShutdownReq())
-    scheduler.run_event_loop()  # which finds leaks, and ends what belongs to it
+    scheduler.run_event_loop()  # finds leaks and ends the scheduler's helpers
     scheduler.cache.reset()
-    # All of them are free by now; their order of reuse is not what it was.
+    # All slots are free by now, but their order of reuse has changed.
     scheduler.cache.allocator.clear()
     scheduler.cache.req_to_token_pool.clear()
     return count
 
 
 def _move_scratch(worker: Worker) -> None:
-    """Move the scratch slot to itself: how many slots a verification moves depends on
-    its rows."""
+    """Move the scratch slot onto itself: the number of slots a verification moves
+    depends on its rows.
+    """
     pool = worker.model_runner.token_to_kv_pool
     for size in MOVE_SIZES:
         slots = torch.zeros(size, dtype=torch.int64, device=worker.model_runner.device)
@@ -146,7 +149,7 @@ def _limits(
 
 def _serve(scheduler: Scheduler, io: ListIO, requests: Sequence[GenerateReq]) -> None:
     io.requests.extend(requests)
-    # Alike on all ranks: each of them knows after a step what is left to do.
+    # The same on all ranks: each knows after a step what is left to do.
     scheduler.step()
     while scheduler.has_work():
         scheduler.step()
@@ -161,8 +164,9 @@ def _serve(scheduler: Scheduler, io: ListIO, requests: Sequence[GenerateReq]) ->
 
 @contextmanager
 def _forgotten(worker: Worker) -> Iterator[None]:
-    """Scope whose requests leave no trace in `worker`; they must have given back what
-    they held."""
+    """Scope whose requests leave no trace in `worker`; they must have released
+    everything they held.
+    """
     with ExitStack() as stack:
         for manager in worker.canary_managers():
             stack.enter_context(manager.rehearsing())

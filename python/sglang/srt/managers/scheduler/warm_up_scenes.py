@@ -1,4 +1,4 @@
-"""The requests with which an engine warms up: one scene for each kind of work."""
+"""The requests that warm up an engine: one scene for each kind of work."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from sglang.srt.managers.messages.io_struct import GenerateReq
 from sglang.srt.mem_cache.memory_pool import WRITE_AT_ONCE
 from sglang.srt.sampling.sampling_params import SamplingParams
 
-# New tokens of one prompt: a prefill graph with attention inside it, one in segments;
-# the kernel of long prompts, with a graph and padded too much for one.
+# New tokens of one prompt: a prefill graph that includes attention, one in segments;
+# the kernel for long prompts, with a graph and with too much padding for one.
 PROMPTS = (5, 200, 300, 1100, 2100, 4200)
 # Prompts that are prefilled together, and the tokens of all of them. Attention chooses
-# tiles and splits by both; test_warm_shapes.py proves that none is left out. A row
-# alone is scored: otherwise it replays a graph, which has the launches of its padded
-# tokens.
+# tiles and splits by both; test_warm_shapes.py proves that none is left out. A single
+# row is scored, because otherwise it replays a graph, which contains the launches of
+# its padded tokens.
 SHAPES = (
     *((1, n) for n in (1, 2, 4, 6, 12, 28, 40, 56, 64)),
     *((2, n) for n in (56, 80, 112, 126, 127, 128)),
@@ -30,12 +30,13 @@ SHAPES = (
 # The same for prompts that continue a cached one of `PREFIX` tokens.
 CONTINUED = ((1, 1), (1, 40), (3, 51), (17, 85), (17, 1088), (48, 48))
 PREFIX = 96
-# A prompt that is cut in two has so many tokens more than a prefill.
+# A prompt that is split in two has this many tokens more than a prefill.
 BEYOND = 40
-# Prompts that are scored run without a prefill graph. K and V of so many tokens of
-# short rows are stored by a launch that graphs, which have one row, do not capture.
+# Scored prompts run without a prefill graph. K and V of this many tokens in short rows
+# are stored by a launch that one-row graphs do not capture.
 SCORED = (3, 128)
-# Wishes of a batch, each alone: a batch with all of them takes one path of many.
+# Options of a batch, one at a time: a batch with all of them takes only one of many
+# paths.
 OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.7},
     {"temperature": 0.7, "top_k": 20},
@@ -54,7 +55,7 @@ LOGPROBS: tuple[dict[str, Any], ...] = (
     {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0},
 )
 SCORE = LOGPROBS[-1]
-# The prefill yields one, and one step the second.
+# The prefill yields the first token, and one step the second.
 STEPS = 2
 
 
@@ -63,15 +64,15 @@ class Limits:
     """The bounds of an engine.
 
     Fields:
-        rows: requests at a time.
-        slots: KV slots.
-        context: tokens of a request.
-        batch_tokens: new tokens of a prefill; has_chunks: whether a longer prompt is
-            cut.
+        rows: maximum number of requests at a time.
+        slots: number of KV slots.
+        context: maximum tokens of a request.
+        batch_tokens: maximum new tokens of a prefill. has_chunks: whether longer
+            prompts are split.
         graph_rows: rows of the largest decode graph.
         is_prefill_only: a request yields one token.
-        has_prefix_cache: whether prompts are found in a cache.
-        has_grammars, has_hidden_states: whether requests may ask for them.
+        has_prefix_cache: whether prompts are looked up in a cache. has_grammars,
+        has_hidden_states: whether requests may ask for them.
     """
 
     rows: int
@@ -88,19 +89,21 @@ class Limits:
 
 
 def scenes(limits: Limits) -> Iterator[list[GenerateReq]]:
-    """Requests that are sent together, each list once the one before is answered."""
+    """Yield lists of requests to send together, each after the previous list is
+    answered.
+    """
     return iter(_Writer(limits).scenes())
 
 
 class _Writer:
-    """Writes the requests, all in the bounds of `limits`."""
+    """Writes the requests, all within `limits`."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._rng = random.Random(0)
         self._ids = count()
-        # A prompt's end and its first output fit, too, and half of the slots stay for
-        # what a request reserves.
+        # A prompt's end and its first output also fit, and half of the slots are left
+        # for the requests' reserves.
         self._longest = min(limits.context, limits.slots // 2) - 2 * STEPS
 
     def scenes(self) -> Iterator[list[GenerateReq]]:
@@ -114,7 +117,7 @@ class _Writer:
         yield from self._decoding()
 
     def _alone(self) -> Iterator[list[GenerateReq]]:
-        """One prompt, fresh, found in the cache, and continued."""
+        """One prompt: new, found in the cache, and continued."""
         for length in filter(self._fits, self._lengths()):
             prompt, key = self._tokens(length), f"warm-up-{length}"
             yield [self._request(prompt, key=key)]
@@ -123,29 +126,30 @@ class _Writer:
             yield [self._request(prompt + more, key=key)]
 
     def _long(self) -> Iterator[list[GenerateReq]]:
-        """As many tokens as prompts have that are too long for a request, of as few as
-        can have them: products of experts are chosen by the tokens of all."""
+        """A total of tokens that exceeds one request, in as few requests as possible:
+        kernels for experts are chosen by the total.
+        """
         limits, longest = self._limits, self._longest
         counts = [n for n in self._lengths() if not self._fits(n)]
         if not limits.has_chunks:
-            counts.append(limits.batch_tokens)  # no prompt that is cut has so many
+            counts.append(limits.batch_tokens)  # no split prompt has this many
         most = min(limits.batch_tokens, limits.rows * longest)
         shapes = [(-(-min(n, most) // longest), min(n, most)) for n in counts]
         for lengths in self._fitting(shapes, prefix=0):
             yield [self._request(self._tokens(n)) for n in lengths]
 
     def _lengths(self) -> list[int]:
-        """New tokens of prompts alone; the last of them is cut, if any is."""
+        """New tokens of single prompts; only the last one may be split."""
         tokens = self._limits.batch_tokens
         cut = [tokens + BEYOND] if self._limits.has_chunks else []
         return [*(n for n in PROMPTS if n <= tokens), *cut]
 
     def _fits(self, length: int) -> bool:
-        """Whether a prompt may be so long, and be continued."""
+        """Whether a prompt may be this long and be continued."""
         return PREFIX + length <= self._longest
 
     def _together(self) -> Iterator[list[GenerateReq]]:
-        """Several prompts: fresh ones, then such as continue a cached one."""
+        """Several prompts: new ones, then ones that continue a cached prompt."""
         for lengths in self._fitting(SHAPES, prefix=0):
             options = SCORE if len(lengths) == 1 else {}
             yield [self._request(self._tokens(n), options=options) for n in lengths]
@@ -154,7 +158,7 @@ class _Writer:
             key = f"warm-up-{len(lengths)}-{sum(lengths)}"
             yield [self._request(prefix, key=key)]
             tails = [self._tokens(length) for length in lengths]
-            # A row alone has no graph then, either.
+            # Then a single row also runs without a graph.
             wants = self._limits.has_hidden_states and len(lengths) == 1
             options = {"return_hidden_states": True} if wants else {}
             yield [
@@ -164,7 +168,7 @@ class _Writer:
     def _fitting(
         self, shapes: Sequence[tuple[int, int]], *, prefix: int
     ) -> Iterator[list[int]]:
-        """The lengths of the prompts of `shapes`, with as many rows as there may be."""
+        """Yield the prompt lengths of `shapes`, with as many rows as possible."""
         limits = self._limits
         most = min(limits.batch_tokens, limits.slots // 2 - prefix - limits.rows)
         bounded = ((min(n, limits.rows), min(k, most)) for n, k in shapes)
@@ -173,8 +177,9 @@ class _Writer:
                 yield _shared(tokens, rows)
 
     def _admitted(self) -> Iterator[list[GenerateReq]]:
-        """As many requests as may run, half as many, and so on, that share a cached
-        prompt: memory for copies to the device is allocated by powers of two."""
+        """As many requests as may run, half as many, and so on, all sharing a cached
+        prompt: memory for copies to the device is allocated in powers of two.
+        """
         limits = self._limits
         length = min(self._longest, limits.batch_tokens, WRITE_AT_ONCE // limits.rows)
         if not limits.has_prefix_cache or length < STEPS:
@@ -186,8 +191,8 @@ class _Writer:
             rows //= 2
 
     def _options(self) -> Iterator[list[GenerateReq]]:
-        """Everything that a request may ask of the sampler."""
-        # The launch that chooses tokens is another one for more than 8 rows.
+        """All sampling options of a request."""
+        # Tokens of more than 8 rows are chosen by a different launch.
         for rows in dict.fromkeys((1, min(9, self._limits.rows))):
             for params in OPTIONS:
                 yield self._batch(rows, {}, params)
@@ -195,7 +200,7 @@ class _Writer:
                 yield self._batch(rows, options, {})
             if self._limits.has_hidden_states:
                 yield self._batch(rows, {"return_hidden_states": True}, {})
-            # Of a batch in which not all ask.
+            # In a batch in which not all requests ask.
             yield [*self._batch(rows, {}, {}), *self._batch(1, {}, OPTIONS[0])]
         yield self._scored()
         if self._limits.has_grammars:
@@ -210,8 +215,9 @@ class _Writer:
         return [self._request(self._tokens(n), options=SCORE) for n in lengths]
 
     def _decoding(self) -> Iterator[list[GenerateReq]]:
-        """Steps of more rows than the largest graph has, four counts from one power of
-        two to the next: whatever is chosen by rows is chosen for one of them."""
+        """Steps with more rows than the largest graph, four row counts per power of
+        two, so that every choice made by the number of rows occurs.
+        """
         limits = self._limits
         counts = {limits.graph_rows + 1, limits.rows}
         for power in range(limits.rows.bit_length()):
@@ -242,7 +248,9 @@ class _Writer:
         *,
         key: str | None = None,
     ) -> GenerateReq:
-        """`key`: of the prompts that it may share a prefix with; None: of no other."""
+        """`key` names the prompts it may share a prefix with; None shares with no
+        other.
+        """
         rid = f"warm-up-{next(self._ids)}"
         greedy = {"temperature": 0.0, "ignore_eos": True}
         steps = 1 if self._limits.is_prefill_only else steps
@@ -258,6 +266,6 @@ class _Writer:
 
 
 def _shared(tokens: int, rows: int) -> list[int]:
-    """The tokens of each row, as even as can be."""
+    """Return the tokens of each row, as even as possible."""
     length, longer = divmod(tokens, rows)
     return [length + (row < longer) for row in range(rows)]

@@ -21,17 +21,17 @@ EXIT_CODE = 70
 
 @dataclass(slots=True)
 class _Section:
-    """When the guarded section began that runs now; None: none does."""
+    """When the current guarded section began, or None if none is running."""
 
     began: float | None = None
 
 
 class Watchdog:
-    """A thread that ends the process when one guarded section outlasts the time-out.
+    """A thread that ends the process when a guarded section exceeds the timeout.
 
-    The process is beyond repair then (a hung kernel cannot be interrupted), so it
-    logs all stacks and exits; the parent reports it to the clients. The thread ends
-    with `close`, or with this object.
+    The process cannot recover then (a hung kernel cannot be interrupted), so it logs
+    all stacks and exits; the parent reports it to the clients. The thread ends with
+    `close` or with this object.
     """
 
     def __init__(self, timeout: float) -> None:
@@ -68,7 +68,9 @@ def _watch(section: _Section, timeout: float, is_closed: threading.Event) -> Non
 
 
 def _all_stacks() -> str:
-    """The stacks of all threads; through memory, because stderr may be blocked."""
+    """Return the stacks of all threads, collected in memory because stderr may be
+    blocked.
+    """
     descriptor = os.memfd_create("stacks")
     faulthandler.dump_traceback(file=descriptor, all_threads=True)
     size = os.lseek(descriptor, 0, os.SEEK_CUR)

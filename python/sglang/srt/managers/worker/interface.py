@@ -1,4 +1,4 @@
-"""The interface of a worker: all that the scheduler knows of the model's side."""
+"""The interface of a worker: everything the scheduler knows about the model's side."""
 
 from __future__ import annotations
 
@@ -16,25 +16,24 @@ class Worker(Protocol):
     """Runs batches on one device, with or without speculation.
 
     Attributes:
-        model_runner: of the model whose tokens are served.
+        model_runner: runner of the model whose tokens are served.
     """
 
     model_runner: ModelRunner
 
     def capture_graphs(self) -> None:
-        """Capture the graphs, where there are any; to be called before the first
-        forward."""
+        """Capture the graphs, if there are any; call before the first forward."""
 
     def canary_managers(self) -> list[CanaryManager]:
-        """One per KV pool that the canary checks; empty while it is off."""
+        """One manager per KV pool that the canary checks; empty while it is off."""
 
     def forward_batch_generation(
         self, batch: ScheduleBatch, masks: GrammarMasks | None = None
     ) -> GenerationBatchResult:
         """Enqueue the forwards of a prepared batch and the copy of its tokens to the
-        host; leave on the device all that the next step starts from.
+        host. Everything the next step starts from stays on the device.
 
         Args:
-            masks: where a request of the batch has a grammar; the worker asks for the
-                masks of the rows that it samples.
+            masks: provides masks for the rows that the worker samples, or None if no
+                request of the batch has a grammar.
         """

@@ -31,12 +31,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampledForward:
-    """One forward and the token that it yielded per row, all on the device.
+    """One forward and the token it yielded per row, all on the device.
 
     Fields:
-        token_ids: int64 [R], published in the token table already.
-        sent: int64 vectors for the host, the tokens first: with the KV canary what it
-            found and noted as well (`StepEnd.send_step`).
+        token_ids: int64 [R], already published in the token table.
+        sent: int64 vectors for the host: the tokens, then the KV canary's findings and
+            marks, if it is on (`StepEnd.send_step`).
         has_marks: whether the canary is on.
     """
 
@@ -48,7 +48,7 @@ class SampledForward:
     logprobs: LogprobResult | None
 
     def to_host(self) -> GenerationBatchResult:
-        """Enqueue the copies after the forward; do not wait."""
+        """Enqueue the copies after the forward, without waiting."""
         return to_host(
             self.sent,
             bs=len(self.token_ids),
@@ -60,11 +60,11 @@ class SampledForward:
 
 
 class TpModelWorker:
-    """One model (or one rank's part of it) on one device, with its sampler.
+    """One model, or one rank's part of it, on one device, with its sampler.
 
     Args:
-        model_runner: initialised.
-        canary: installed on it, or None.
+        model_runner: an initialised model runner.
+        canary: the canary installed on it, or None.
     """
 
     def __init__(
@@ -82,10 +82,10 @@ class TpModelWorker:
     def create(
         cls, *, server_args: ServerArgs, model_config: ModelConfig
     ) -> TpModelWorker:
-        """A worker without speculation.
+        """Create a worker without speculation.
 
         Raises:
-            ValueError: bad weights or impossible memory.
+            ValueError: the weights are bad or do not fit in memory.
         """
         runner = ModelRunner(
             server_args=server_args,
@@ -99,20 +99,22 @@ class TpModelWorker:
 
     def capture_graphs(self) -> None:
         """As `Worker.capture_graphs`."""
-        # The largest graphs first: the others fit into their memory.
+        # Capture the largest graphs first: the others fit in their memory.
         self.model_runner.init_piecewise_cuda_graphs()
         self.model_runner.init_cuda_graphs()
         for manager in self.canary_managers():
             manager.mark_init_finished()
 
     def canary_managers(self) -> list[CanaryManager]:
-        """The canaries of the KV pools; empty while they are off."""
+        """The canaries of the KV pools; empty while the canary is off."""
         return [] if self._canary is None else [self._canary]
 
     def forward_batch_generation(
         self, batch: ScheduleBatch, masks: GrammarMasks | None = None
     ) -> GenerationBatchResult:
-        """Forward, sample one token per row, publish the tokens for the next step."""
+        """Run the forward, sample one token per row, and publish the tokens for the
+        next step.
+        """
         info = batch.sampling_info if masks is None else masks.for_requests(batch)
         return self.run(batch, batch.forward_batch(info)).to_host()
 
@@ -142,7 +144,7 @@ class TpModelWorker:
     def sample(
         self, batch: ScheduleBatch, forward_batch: ForwardBatch, logits: Tensor
     ) -> SamplerOutput:
-        """One token per row from its logits [R, V], on every rank alike."""
+        """Sample one token per row from logits [R, V], the same on every rank."""
         sampling_info = forward_batch.sampling_info
         assert sampling_info is not None
         sampled = self.sampler(
@@ -153,16 +155,17 @@ class TpModelWorker:
             logprobs=batch.logprob_request,
         )
         if not sampling_info.is_all_greedy:
-            # All ranks see the same logits and the same noise, but not every sum over
-            # a distribution on a GPU has the same bits twice.
+            # All ranks see the same logits and noise, but on a GPU a sum over a
+            # distribution may differ in its last bits from run to run.
             self._group.broadcast(sampled.token_ids)
         return sampled
 
     def _publish(
         self, forward_batch: ForwardBatch, token_ids: Tensor, sampled: Tensor | None
     ) -> None:
-        """Write the sampled tokens, or those of the rows `sampled`, to the token table,
-        where the next step reads its inputs."""
+        """Write the sampled tokens, or only rows `sampled`, to the token table, where
+        the next step reads its inputs.
+        """
         table = self.model_runner.req_to_token_pool.token_table
         indices, positions = forward_batch.req_pool_indices, forward_batch.seq_lens
         if sampled is not None:
@@ -183,10 +186,10 @@ def to_host(
     input_logprobs: dict[int, LogprobResult] | None = None,
     hidden: Tensor | None = None,
 ) -> GenerationBatchResult:
-    """Enqueue the copies to pinned memory after the work so far; do not wait.
+    """Enqueue copies to pinned memory after the work so far, without waiting.
 
     Args:
-        vectors: int64 vectors, as `GenerationBatchResult.packed` joins them.
+        vectors: int64 vectors, in the order of `GenerationBatchResult.packed`.
     """
     is_device = vectors[0].is_cuda
     take = _pinned_copy if is_device else _unchanged
@@ -215,7 +218,9 @@ def _join_in_one_copy(vectors: list[Tensor]) -> Tensor:
 
 
 def _join_on_host(vectors: list[Tensor]) -> list[int]:
-    """Without a tensor in between, which would delay a step of a small model."""
+    """Join on the host without an intermediate tensor, which would delay a small
+    model's step.
+    """
     return [word for vector in vectors for word in vector.tolist()]
 
 
