@@ -1,7 +1,7 @@
-"""Accepts connections up to a limit, and has them keep their deadlines.
+"""Accepts connections up to a limit and enforces their deadlines.
 
-asyncio's own loop of accepts logs thousands of errors a second where descriptors run
-out; this one pauses, says so now and then, and goes on as soon as there is room.
+asyncio's own accept loop logs thousands of errors per second when descriptors run out;
+this one pauses, logs it occasionally, and continues as soon as there is room.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ logger = logging.getLogger(__name__)
 
 # Connections accepted before the loop continues with other work.
 BURST = 64
-# Connections whose deadlines are checked, likewise.
+# Connections whose deadlines are checked before the loop continues.
 CHECKS_PER_TURN = 512
 MAX_TICK_SECONDS = 1.0
 RETRY_SECONDS = 1.0
 LOG_SECONDS = 30.0
-# Connections beyond the limit: probes are answered there, others wait for a place, or
-# get a 503 where still more come.
+# Connections beyond the limit: probes are answered on them, other requests wait for a
+# place, or get a 503 if still more arrive.
 SPARE_PLACES = 16
-# A peer whose host has vanished is noticed after some two minutes.
+# A peer whose host has vanished is noticed after about two minutes.
 KEEP_ALIVE_PROBES = (
     (socket.TCP_KEEPIDLE, 60),
     (socket.TCP_KEEPINTVL, 15),
@@ -43,9 +43,10 @@ class Acceptor:
     """Accepts on one listening socket, inside the asyncio loop.
 
     Args:
-        create: makes the protocol of a new connection, which calls the given callback
-            when it has ended; with a place where it is not admitted yet.
-        max_connections: how many are admitted.
+        create: creates the protocol of a new connection, which calls the given callback
+            when the connection has ended. Gets a place if the connection is not
+            admitted yet.
+        max_connections: maximum number of admitted connections.
     """
 
     def __init__(
@@ -64,7 +65,7 @@ class Acceptor:
         self._tick_seconds = min(MAX_TICK_SECONDS, limits.shortest / 4)
         self._loop = asyncio.get_running_loop()
         self._connections: set[HttpConnection] = set()
-        # Of those that are not admitted, in the order of their coming.
+        # Places of connections that are not admitted, in order of arrival.
         self._spare: dict[HttpConnection, SparePlace] = {}
         self._opening: set[asyncio.Task[None]] = set()
         self._is_accepting = False
@@ -73,20 +74,20 @@ class Acceptor:
         self._next_log = 0.0
 
     def start(self) -> None:
-        """Accept from now on."""
+        """Start accepting."""
         self._listener.setblocking(False)
         self._resume()
         self._watching = self._loop.create_task(self._watch())
 
     def close(self) -> None:
-        """Accept no more; open connections stay."""
+        """Stop accepting; open connections stay open."""
         self._is_full = False
         self._pause()
         if self._watching is not None:
             self._watching.cancel()
 
     async def wait_closed(self) -> None:
-        """Nothing is left to wait for after `close`."""
+        """Return immediately: after `close` there is nothing to wait for."""
 
     # -- accepting -----------------------------------------------------------------
 
@@ -160,8 +161,9 @@ class Acceptor:
         return len(self._connections) - len(self._spare)
 
     def _pause_while_full(self) -> None:
-        """Wait for room. Where there is none, refuse those that wait, so that a probe
-        behind them can come."""
+        """Wait for room. If there is none, reject waiting connections, so that a probe
+        behind them gets through.
+        """
         self._pause()
         self._is_full = True
         if not self._make_room():
@@ -182,14 +184,16 @@ class Acceptor:
         )
 
     def _pause_for_resources(self, error: OSError) -> None:
-        """Wait for what the system lacks: descriptors or memory."""
+        """Wait until the system has descriptors or memory again."""
         self._pause()
         self._log(f"no connection can be accepted ({error.strerror}): new ones wait")
         self._loop.call_later(RETRY_SECONDS, self._resume)
 
     def _make_room(self) -> bool:
-        """Close the connections that have owed a head, or rested, longest: those who
-        wait have a request to make. Returns whether there were any."""
+        """Close the connections that have been idle or have owed a request head
+        longest, in favor of waiting ones with a request. Returns whether there were
+        any.
+        """
         now = self._loop.time()
         yielding = [
             (since, id(connection), connection)

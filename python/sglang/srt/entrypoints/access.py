@@ -1,4 +1,4 @@
-"""Who may ask for which path: keys, roles, and the pages of other sites."""
+"""Controls access to paths: keys, roles, and pages of other sites."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang.srt.managers.messages.errors import ApiError, BadRequest
 from sglang.srt.utils.quoting import quoted
 
 # For probes and scrapers, as in SGLang; they show neither prompts nor answers. Pages
-# hold no data, and a browser that loads one brings no key.
+# contain no data, and a browser that loads one sends no key.
 OPEN_PATHS = frozenset(
     {
         *("/health", "/health_generate", "/livez", "/readyz", "/ping", "/metrics"),
@@ -24,16 +24,16 @@ OPEN_PATHS = frozenset(
     }
 )
 _OPEN_FOLDERS = ("/canary/assets/", "/chat/assets/")
-# They show or change what concerns all clients.
+# These show or change what concerns all clients.
 ADMIN_PATHS = frozenset(
     {
         *("/flush_cache", "/pause_generation", "/continue_generation"),
         *("/canary/events", "/canary/incidents"),
     }
 )
-# They slow the server down for everybody, or change what it writes.
+# These slow the server down for all clients, or change what it writes.
 OPERATOR_PATHS = frozenset({"/start_profile", "/stop_profile", "/configure_logging"})
-# They change something and need no body that a page could not send.
+# These change something without needing a body that a page could not send.
 CHANGING_PATHS = frozenset(
     {
         *("/flush_cache", "/abort_request", "/configure_logging"),
@@ -41,18 +41,19 @@ CHANGING_PATHS = frozenset(
         *("/start_profile", "/stop_profile"),
     }
 )
-# What a browser says of a request that no page of another site has caused.
+# What a browser sends with a request that was not caused by another site's page.
 _OWN_SITE = ("", "same-origin", "none")
 _ROLE = "sglang.role"
 
 
 class AccessMiddleware:
-    """Asks for a key on all paths but `OPEN_PATHS`, for the administrator's on
+    """Requires a key on all paths except `OPEN_PATHS`, the administrator's key on
     `ADMIN_PATHS` and `OPERATOR_PATHS`, and keeps other sites' pages away from
     `CHANGING_PATHS`.
 
     Args:
-        origins: sites whose pages may change something; the server's own may.
+        origins: sites whose pages may change something, in addition to the server's
+            own.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class AccessMiddleware:
             self._check_page(headers)
 
     def _check_page(self, headers: dict[bytes, bytes]) -> None:
-        """Refuse what a page of another site can send without being asked first."""
+        """Reject requests that another site's page can send without a preflight."""
         site = _foreign_site(headers)
         if site is not None and site not in self._origins:
             raise BadRequest(
@@ -117,10 +118,10 @@ class AccessMiddleware:
 
 
 def _foreign_site(headers: dict[bytes, bytes]) -> str | None:
-    """The other site whose page has caused a request; None where none has.
+    """Return the other site whose page caused a request, or None if there is none.
 
-    A GET of an image or a link has no Origin; there a browser says how the site relates
-    to its own, an old one at least the page.
+    A GET of an image or a link has no Origin; for these, browsers send how the sites
+    are related, and old browsers at least the page.
     """
     host = headers.get(b"host", b"").decode("latin-1")
     origin = headers.get(b"origin", b"").decode("latin-1")
@@ -142,19 +143,20 @@ def _is_open(scope: Scope) -> bool:
 
 
 def owner_of(request: Request) -> str | None:
-    """Whose requests the sender of this one means by a rid; None: everybody's.
+    """Return the owner whose requests the sender's rids refer to, or None for all
+    owners.
 
-    A client's key means its own even where it has the administrator's rights.
+    A client's key refers to its own requests even if it has administrator rights.
     """
     caller = CALLER.get()
     return None if request.scope[_ROLE] >= Role.ADMIN and not caller else caller
 
 
 def require_admin(request: Request) -> None:
-    """Refuse what needs the administrator's key.
+    """Raise unless the request has the administrator's key.
 
     Raises:
-        BadRequest: the request came with a client's key, or with none.
+        BadRequest: the request has a client's key or no key.
     """
     _require(Role.ADMIN, request.scope[_ROLE], request.url.path)
 
@@ -165,8 +167,7 @@ def _require(needed: Role, role: Role, path: str) -> None:
 
 
 def _given_keys(headers: dict[bytes, bytes]) -> list[bytes]:
-    """The keys that a request brings, in the header of OpenAI's or of Anthropic's
-    clients."""
+    """Return the keys of a request, from the header of OpenAI or Anthropic clients."""
     scheme, _, key = headers.get(b"authorization", b"").partition(b" ")
     keys = [key.strip()] if scheme.lower() == b"bearer" else []
     if b"x-api-key" in headers:

@@ -1,6 +1,6 @@
 """Types of the answers that handlers build as plain dicts, for the OpenAPI schema.
 
-Tests decode real answers by them: a field that is not declared here fails there.
+Tests decode real answers with them and fail on a field that is not declared here.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ class Shape(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ErrorDetail(Shape):
-    """`code` is the HTTP status, or a name that clients know; `param` is the field that
-    is wrong, if one is."""
+    """`code` is the HTTP status, or a name that clients know; `param` is the invalid
+    field, if any.
+    """
 
     message: str
     type: str
@@ -27,7 +28,7 @@ class ErrorDetail(Shape):
 
 
 class Error(Shape):
-    """The body of every answer that is no success."""
+    """The body of every error."""
 
     error: ErrorDetail
 
@@ -68,7 +69,7 @@ class MetaInfo(Shape):
 
 
 class Generated(Shape):
-    """One output of `/generate`; `index` is there in streams of several."""
+    """One output of `/generate`; `index` is set in streams of several outputs."""
 
     text: str
     output_ids: list[int]

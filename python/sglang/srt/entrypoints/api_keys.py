@@ -1,4 +1,4 @@
-"""The keys of clients and of the administrator, and the file from which they come."""
+"""The keys of clients and of the administrator, and the file they are read from."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from sglang.srt.server_args import ServerArgs
 logger = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 1024 * 1024
-# Each request is compared with all of them.
+# Each request's key is compared with all of them.
 MAX_KEYS = 1000
 NAME_CHARS = 16
 
@@ -24,8 +24,8 @@ NAME_CHARS = 16
 class Role(IntEnum):
     """Rights of a caller; a higher role includes the lower ones.
 
-    ADMIN may do what concerns all clients, OPERATOR also what slows the server down or
-    changes what it writes.
+    ADMIN may do what concerns all clients; OPERATOR may also do what slows the server
+    down or changes what it writes.
     """
 
     NOBODY = 0
@@ -35,15 +35,15 @@ class Role(IntEnum):
 
 
 class Caller(NamedTuple):
-    """Somebody who asks; `name` tells clients apart and tells nothing of their keys."""
+    """The caller of a route; `name` identifies a client without revealing its key."""
 
     role: Role
     name: str
 
 
 class ApiKeys:
-    """Tells whose a key is. Without keys everybody is an operator; without an
-    administrator's key every client is an administrator, but no operator.
+    """Identifies the owner of a key. Without keys every caller is an operator; without
+    an administrator's key every client is an administrator, but not an operator.
 
     Raises:
         ValueError: --api-key-file cannot be read; names the reason and no key.
@@ -62,10 +62,10 @@ class ApiKeys:
         return bool(self._clients)
 
     def identify(self, *keys: bytes) -> Caller:
-        """Who brings `keys`.
+        """Return the caller who sent `keys`.
 
-        Takes the same time whichever key matches, and whatever a wrong one looks like:
-        digests are compared, and all of them.
+        Takes the same time whichever key matches and whatever a wrong key looks like,
+        because all digests are compared.
         """
         digests = [hashlib.sha256(key).digest() for key in keys]
         is_admin = bool(_matches(digests, [] if self._admin is None else [self._admin]))
@@ -80,7 +80,7 @@ class ApiKeys:
         return Caller(Role.NOBODY, "")
 
     def reload(self) -> None:
-        """Read the file again; one that cannot be used leaves the keys as they are."""
+        """Read the file again; an unusable file leaves the keys unchanged."""
         if self._file is None:
             logger.info("there is no --api-key-file to read again")
             return
@@ -107,12 +107,12 @@ def _digest(key: str) -> bytes:
 
 
 def _matches(digests: list[bytes], known: list[bytes]) -> list[bytes]:
-    """Those of `known` that are among `digests`; compares each with each."""
+    """Return the entries of `known` that are among `digests`, comparing all pairs."""
     return [a for a in known for b in digests if hmac.compare_digest(a, b)]
 
 
 def _read_keys(path: Path) -> list[str]:
-    """The keys of a file: one per line; empty lines and those with a # are skipped."""
+    """Read keys from a file, one per line, skipping empty lines and comments (#)."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:

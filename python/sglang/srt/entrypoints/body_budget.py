@@ -11,16 +11,16 @@ from sglang.srt.managers.messages.errors import Unavailable
 
 WAIT_SECONDS = 2.0
 # Bodies up to this size are not counted: a connection buffers as much anyway, and large
-# ones must not keep ordinary requests away.
+# bodies must not keep ordinary requests out.
 FREE_BYTES = 64 * 1024
 _SCOPE_KEY = "sglang.body_lease"
 
 
 class BodyBudget:
-    """Hands out bytes, first come, first served.
+    """Hands out bytes on a first come, first served basis.
 
-    A body takes all that it may need at once: bodies that each had a part and waited
-    for the rest would wait for each other.
+    A body takes everything it may need at once, because bodies that each held a part
+    and waited for the rest would deadlock.
     """
 
     def __init__(self, total: int) -> None:
@@ -32,7 +32,7 @@ class BodyBudget:
         """Wait a moment for `size` bytes.
 
         Raises:
-            Unavailable: they are in use.
+            Unavailable: the bytes are in use.
         """
         if not self._waiting and size <= self._free:
             self._free -= size
@@ -72,7 +72,7 @@ class BodyBudget:
 
 
 class BodyLease:
-    """The part of one body in the budget; to be released once it is parsed."""
+    """One body's share of the budget; release it once the body is parsed."""
 
     def __init__(self, budget: BodyBudget, size: int) -> None:
         self._budget = budget
@@ -80,14 +80,14 @@ class BodyLease:
         self._is_held = False
 
     def attach(self, scope: Scope) -> None:
-        """Let `release_body` find it."""
+        """Let `release_body` find this lease."""
         scope[_SCOPE_KEY] = self
 
     async def cover(self, seen: int) -> None:
-        """Hold memory for a body of which `seen` bytes have come.
+        """Hold memory for a body of which `seen` bytes have arrived.
 
         Raises:
-            Unavailable: there is none.
+            Unavailable: there is no memory left.
         """
         if seen > FREE_BYTES and not self._is_held:
             await self._budget.take(self._size)
@@ -100,7 +100,7 @@ class BodyLease:
 
 
 def release_body(scope: Scope) -> None:
-    """Give the memory of a request's body back: it is parsed."""
+    """Release the memory of a request's body after it is parsed."""
     lease: BodyLease | None = scope.get(_SCOPE_KEY)
     if lease is not None:
         lease.release()

@@ -1,4 +1,4 @@
-"""One object inside of a request body, read field by field."""
+"""One object inside a request body, read field by field."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ from sglang.srt.entrypoints.unknown_fields import UNKNOWN_FIELDS
 from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
-# Type of a part, which holds its text in a field of that name.
+# Type of a part whose text is in a field of the same name.
 REFUSAL = "refusal"
 
 
 class BodyLevel:
-    """An object at a place of the body; unknown fields are as `UNKNOWN_FIELDS` says.
+    """An object at some path of the body; unknown fields are handled by
+    `UNKNOWN_FIELDS`.
 
     Args:
-        where: its path, for errors.
-        read: fields that are read here.
-        neutral: other fields, which must ask for nothing.
+        where: path of the object, for errors.
+        read: names of the fields that are read.
+        neutral: other fields, which must have a neutral value.
 
     Raises:
-        BadRequest: names what is wrong and where.
+        BadRequest: names the problem and its path.
     """
 
     def __init__(
@@ -53,11 +54,13 @@ class BodyLevel:
                 )
 
     def get(self, name: str) -> Any:
-        """The value of a field; None where it is missing."""
+        """Return the value of a field, or None if missing."""
         return self._value.get(name)
 
     def text(self, name: str, *, default: str | None = None) -> str:
-        """The string in a field; with a `default` it may be missing."""
+        """Return the string in a field, which may be missing if there is a
+        `default`.
+        """
         value = self._value.get(name)
         if value is None and default is not None:
             return default
@@ -67,7 +70,7 @@ class BodyLevel:
         return value
 
     def flag(self, name: str) -> bool:
-        """The boolean in a field; False where it is missing."""
+        """Return the boolean in a field, or False if missing."""
         value = self._value.get(name)
         if not isinstance(value, bool | None):
             path = f"{self.where}.{name}"
@@ -76,13 +79,13 @@ class BodyLevel:
 
 
 def kind_of(value: Any, where: str, known: Sequence[str], *, default: str = "") -> str:
-    """The `type` of an object, one of `known`.
+    """Return the `type` of an object, one of `known`.
 
     Args:
-        default: the type of an object that tells none.
+        default: the type of an object without a `type`.
 
     Raises:
-        BadRequest: it is another one.
+        BadRequest: the type is not known.
     """
     if not isinstance(value, dict):
         raise BadRequest(f"{where} must be an object", param=where)
@@ -96,7 +99,7 @@ def kind_of(value: Any, where: str, known: Sequence[str], *, default: str = "") 
 
 
 def entries(value: Any, where: str) -> list[tuple[Any, str]]:
-    """The entries of a list, each with its path."""
+    """Yield the entries of a list, each with its path."""
     if not isinstance(value, list):
         raise BadRequest(f"{where} must be a list", param=where)
     return [(entry, f"{where}[{i}]") for i, entry in enumerate(value)]
@@ -105,11 +108,11 @@ def entries(value: Any, where: str) -> list[tuple[Any, str]]:
 def joined_texts(
     content: Any, where: str, kinds: Sequence[str], ignored: Iterable[str]
 ) -> str:
-    """The text of `content`: a string, or a list of parts with a `text`, or with the
-    text of a `refusal`.
+    """Return the text of `content`: a string, or a list of parts with a `text` or
+    `refusal`.
 
     Args:
-        kinds: types of parts. ignored: fields of parts that have no effect.
+        kinds: accepted types of parts. ignored: fields of parts that have no effect.
     """
     if isinstance(content, str):
         return content

@@ -1,6 +1,6 @@
-"""The output of a chat as blocks that open, grow and close, one after the other.
+"""The output of a chat as blocks that open, grow and close one after another.
 
-The APIs whose answers are lists of items or blocks share this; each has its own form.
+Shared by the APIs whose answers are lists of items or blocks, each with its own form.
 """
 
 from __future__ import annotations
@@ -48,10 +48,9 @@ class Block:
     """A passage of an output.
 
     Fields:
-        index: place among all blocks.
-        block_id: made up.
-        call_id, name: of a call.
-        parts: its text, or the JSON text of a call's arguments, as far as it came.
+        index: index among all blocks.
+        block_id: a generated id. call_id, name: id and function name of a call.
+        parts: its text, or the JSON text of a call's arguments, received so far.
     """
 
     index: int
@@ -67,7 +66,7 @@ class Block:
 
 
 class BlockEvent(NamedTuple):
-    """A change of one block; `text` is what it grows by."""
+    """A change of one block; `text` is what is added to it."""
 
     step: Step
     block: Block
@@ -75,10 +74,10 @@ class BlockEvent(NamedTuple):
 
 
 class BlockMachine:
-    """Puts the pieces of one output into blocks; there is at least one at the end.
+    """Puts the pieces of one output into blocks; at the end there is at least one.
 
     Attributes:
-        blocks: all that have opened; only the last may still be open.
+        blocks: all blocks so far; only the last may still be open.
     """
 
     def __init__(self) -> None:
@@ -86,7 +85,7 @@ class BlockMachine:
         self._open: Block | None = None
 
     def push(self, pieces: Iterable[Piece]) -> list[BlockEvent]:
-        """Return what `pieces`, which come next, change."""
+        """Add the next `pieces`; return the changes."""
         events: list[BlockEvent] = []
         for piece in pieces:
             if isinstance(piece, str):
@@ -100,7 +99,7 @@ class BlockMachine:
         return events
 
     def finish(self) -> list[BlockEvent]:
-        """Close what is open: no more pieces come."""
+        """Close the open block, because no more pieces come."""
         events: list[BlockEvent] = []
         if not self.blocks:
             self._begin(BlockKind.TEXT, events)
@@ -144,11 +143,11 @@ class BlockMachine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenCounts:
-    """Tokens of a chat so far.
+    """Numbers of a chat's tokens so far.
 
     Fields:
-        cached: those of the prompt that were cached; 0 without --enable-cache-report.
-        reasoning: those of the output that are reasoning, counted at its end.
+        cached: cached prompt tokens; 0 without --enable-cache-report.
+        reasoning: reasoning tokens of the output, counted at its end.
     """
 
     prompt: int
@@ -160,10 +159,10 @@ class TokenCounts:
 class BlockAnswer(ABC):
     """The answer to a chat with one output: the events of a stream, and one body.
 
-    Both are made of the same blocks, so that they cannot differ.
+    Both are made from the same blocks, so they cannot differ.
 
     Args:
-        chat: with the format of its output.
+        chat: the submitted chat, with the format of its output.
     """
 
     def __init__(self, front: Front, chat: SubmittedChat, *, model: str | None) -> None:
@@ -179,11 +178,11 @@ class BlockAnswer(ABC):
 
     @abstractmethod
     def body(self) -> dict[str, Any]:
-        """Return the answer as far as it came."""
+        """Return the answer so far."""
 
     @abstractmethod
     def failed(self, error: ApiError) -> bytes:
-        """Return the last event of a stream that breaks off."""
+        """Return the last event of a stream that ends with an error."""
 
     @abstractmethod
     def _begin(self) -> list[dict[str, Any]]:
@@ -213,7 +212,7 @@ class BlockAnswer(ABC):
         return any(block.kind is BlockKind.CALL for block in self.blocks)
 
     def add(self, update: Update) -> list[dict[str, Any]]:
-        """Take in an update; return the events that it adds."""
+        """Add an update; return the resulting events."""
         is_first, self._latest = self._latest is None, update
         events = self._begin() if is_first else []
         changes = self._machine.push(self._parser.push(update.text))
@@ -237,7 +236,9 @@ class BlockAnswer(ABC):
         )
 
     def _reasoning_tokens(self) -> int:
-        """Tokens of the reasoning's text; an output does not tell where it ended."""
+        """Count the tokens of the reasoning text: an output does not tell where it
+        ended.
+        """
         texts = (b.text for b in self.blocks if b.kind is BlockKind.REASONING)
         return sum(
             len(self._tokenizer.encode(text, add_special_tokens=False, in_thread=True))

@@ -1,6 +1,6 @@
-"""`/`: a page to chat with the model for browsers, the API's paths for others.
+"""`/`: a chat page for browsers, the API's paths for other clients.
 
-The page holds no data and needs no key; the chat routes that it calls do.
+The page contains no data and needs no key, unlike the chat routes that it calls.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PATHS = (
 
 
 class ChatPage:
-    """Handlers of the first page and of its parts."""
+    """Handlers of the chat page and its parts."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -51,7 +51,7 @@ class ChatPage:
         ]
 
     async def index(self, request: Request) -> Response:
-        """Show the page to browsers, and say where to go from here to others."""
+        """Show the page to browsers, and the available paths to other clients."""
         if wants_page(request.scope):
             answer = self._files.answer()
         else:

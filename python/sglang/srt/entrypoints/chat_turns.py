@@ -1,6 +1,6 @@
-"""A conversation in the form of `/v1/chat/completions`, built piece by piece.
+"""Builds a conversation in the form of `/v1/chat/completions` piece by piece.
 
-Other APIs write one turn of the assistant as several items or blocks.
+Other APIs split one turn of the assistant into several items or blocks.
 """
 
 from __future__ import annotations
@@ -9,10 +9,10 @@ from typing import Any
 
 
 class ChatTurns:
-    """Collects messages; what the assistant says without a break is one message.
+    """Collects messages; consecutive output of the assistant becomes one message.
 
     Attributes:
-        messages: so far.
+        messages: the messages so far.
     """
 
     def __init__(self) -> None:
@@ -24,10 +24,11 @@ class ChatTurns:
         return role
 
     def say(self, role: str, text: str, *, between: str | None = None) -> None:
-        """Add a message of anybody but the assistant and the tools.
+        """Add a message whose role is neither assistant nor tool.
 
         Args:
-            between: joins it to one of the same role right before it.
+            between: text that joins it to a directly preceding message of the same
+                role.
         """
         if between is not None and self.last_role == role:
             self.messages[-1]["content"] += between + text
@@ -35,7 +36,7 @@ class ChatTurns:
             self.messages.append({"role": role, "content": text})
 
     def reasoning(self, text: str) -> None:
-        """Add reasoning of the assistant; it begins what comes after it."""
+        """Add reasoning of the assistant, which belongs to what follows it."""
         turn = self._turn()
         if turn["content"] or "tool_calls" in turn:
             turn = self._new_turn()
@@ -45,7 +46,8 @@ class ChatTurns:
         """Add text of the assistant.
 
         Args:
-            between: joins it to a text right before it; None: they are two messages.
+            between: text that joins it to a directly preceding text, or None to start a
+                new message.
         """
         turn = self._turn()
         if not turn["content"] or "tool_calls" in turn:
@@ -65,7 +67,7 @@ class ChatTurns:
         self.messages.append({"role": "tool", "tool_call_id": call_id, "content": text})
 
     def _turn(self) -> dict[str, Any]:
-        """The assistant's turn that goes on, or a new one."""
+        """Return the assistant's current turn, or a new one."""
         return self.messages[-1] if self.last_role == "assistant" else self._new_turn()
 
     def _new_turn(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Routes of SGLang's that change how the server works: cache, pauses, the log."""
+"""SGLang's routes that change how the server works: cache, pauses, logging."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ _MAX_LOG_LEVEL = 1
 
 
 class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """The body of `/pause_generation`; an empty one means the default."""
+    """The body of `/pause_generation`; an empty body means the default."""
 
     mode: Literal["abort", "in_place", "retract"] = "abort"
 
 
 class LoggingRequest(_Logging, kw_only=True, forbid_unknown_fields=True):
-    """The body of `/configure_logging`; what is left out stays.
+    """The body of `/configure_logging`; omitted fields stay unchanged.
 
-    `log_requests_level` 0 leaves out sampling parameters, 1 shows them; SGLang's higher
-    ones show prompts and outputs, which are never logged here.
+    `log_requests_level` 0 omits sampling parameters and 1 shows them; SGLang's higher
+    levels show prompts and outputs, which are never logged here.
     """
 
     log_requests: bool | None = None
@@ -111,7 +111,7 @@ class ControlApi:
         return json_response(Done(message=f"generation is paused ({body.mode})"))
 
     async def resume(self, request: Request) -> Response:
-        # SGLang's clients send an object whose members have no effect here.
+        # SGLang's clients send an object, whose members have no effect here.
         await request.body()
         await self._manager.continue_generation()
         return json_response(Done(message="generation continues"))

@@ -18,7 +18,7 @@ from sglang.srt.entrypoints.page_headers import page_headers
 
 
 class DocsRoutes:
-    """Serves the schema of `routes` and of itself; made when it is first asked for."""
+    """Serves the schema of `routes` and of itself, built on first use."""
 
     def __init__(self, routes: Sequence[BaseRoute], *, needs_key: bool) -> None:
         self._routes = [*routes, *self.routes()]

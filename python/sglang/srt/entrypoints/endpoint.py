@@ -1,4 +1,4 @@
-"""A route that describes itself; the OpenAPI schema is made from these descriptions."""
+"""A route that describes itself, for the OpenAPI schema."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ TEXT = "text/plain"
 HTML = "text/html"
 EVENTS = "text/event-stream"
 
-# Of an endpoint that reads a body and asks the engine.
+# Errors of an endpoint that reads a body and asks the engine.
 ENGINE_ERRORS = (400, 404, 413, 500, 503)
-# Of one that changes something for others, too.
+# Errors of an endpoint that also changes something for other clients.
 CHANGING_ERRORS = (400, 403, 413, 415)
 
 
@@ -26,20 +26,20 @@ class Operation:
     """One path and its methods, as clients see them.
 
     Fields:
-        summary: one line.
-        body: type of the JSON body; None: there is none.
+        summary: one-line summary.
+        body: type of the JSON body, or None if there is no body.
         is_body_optional: whether an empty body means all defaults.
-        answer: type of a JSON answer with status 200; None: an empty one. Never set
-            where `is_refused`.
-        media_type: of the answer, where it is not JSON.
-        event: type of one event where the answer may be a stream.
-        is_named: whether events bear their `type` as name, and the last one ends the
+        answer: type of a JSON answer with status 200, or None for an empty one. Never
+            set if `is_refused`.
+        media_type: media type of the answer, if it is not JSON.
+        event: type of one event, if the answer may be a stream.
+        is_named: whether events are named by their `type`, and the last one ends the
             stream.
         query: query parameter -> its description.
-        errors: statuses whose answers are an error's.
-        error: type of those answers; None: the one that all APIs share.
-        examples: name -> body that works on any model.
-        is_refused: the path exists in order to say that it is not served.
+        errors: error statuses.
+        error: type of error answers, or None for the common one.
+        examples: name -> body that works with any model.
+        is_refused: whether the path exists only to say that it is not served.
     """
 
     summary: str
@@ -61,7 +61,7 @@ class Endpoint(Route):
 
     Args:
         path, handler, methods: as of `Route`.
-        describes: fields of its `Operation`.
+        describes: fields of the `Operation`.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""`Engine`: the engine inside a Python process, without HTTP.
+"""`Engine`: runs the engine from a Python process, without HTTP.
 
-Runs the same TokenizerManager as the server, on an event loop in a thread of its own,
-so that it works in scripts, in notebooks and from any thread. The calling thread sleeps
-while the scheduler process computes.
+Runs the same TokenizerManager as the server, on an event loop in its own thread, so it
+works in scripts, in notebooks and from any thread. The calling thread sleeps while the
+scheduler process computes.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ Answer = dict[str, Any]
 class Engine:
     """A running engine. Keyword arguments are the fields of `ServerArgs`.
 
-    Uses all cores for the model, unless OMP_NUM_THREADS is set. `shutdown` (or
-    leaving a `with` block, or the end of the process) stops it. It belongs to the
-    process that made it: in one forked from that, using it is a RuntimeError, and
-    `shutdown` does nothing.
+    Uses all cores for the model unless OMP_NUM_THREADS is set. `shutdown`, leaving a
+    `with` block, or the end of the process stops it. It belongs to the process that
+    created it: in a forked process, using it raises a RuntimeError and `shutdown` does
+    nothing.
 
     Raises:
-        TypeError: an argument that `ServerArgs` has not.
-        ValueError: a configuration that cannot be served.
-        SchedulerDied: the scheduler ended while it started.
+        TypeError: an argument is not a field of `ServerArgs`.
+        ValueError: the configuration cannot be served.
+        SchedulerDied: the scheduler exited during startup.
     """
 
     def __init__(self, *, server_args: ServerArgs | None = None, **kwargs: Any) -> None:
@@ -96,17 +96,18 @@ class Engine:
         stream: bool = False,
         **options: Any,
     ) -> Answer | list[Answer] | Iterator[Answer]:
-        """Answer one prompt, or a list of prompts with a list.
+        """Answer a prompt, or a list of prompts with a list of answers.
 
         Args:
-            prompt: text; or `input_ids`, the tokens.
+            prompt: the text. `input_ids` holds tokens instead.
             sampling_params: as in `POST /generate`; a list has one entry per prompt.
-            stream: return an iterator over answers, cumulative but with
-                `incremental_streaming_output`; those of a list have an `index`.
+            stream: whether to return an iterator over answers. They are cumulative
+                unless `incremental_streaming_output` is set; answers to a list have an
+                `index`.
             options: further fields of `POST /generate`, such as `return_logprob`.
 
         Raises:
-            ValueError: a bad value; nothing was run.
+            ValueError: a value is invalid; nothing was run.
             ApiError: the engine failed.
         """
         parsed = self._parse(prompt, sampling_params, input_ids, stream, options)
@@ -123,7 +124,7 @@ class Engine:
         stream: bool = False,
         **options: Any,
     ) -> Answer | list[Answer] | AsyncIterator[Answer]:
-        """`generate` in the caller's event loop; `stream` gives an async iterator."""
+        """`generate` in the caller's event loop; `stream` returns an async iterator."""
         parsed = self._parse(prompt, sampling_params, input_ids, stream, options)
         if stream:
             return self._async_stream(self._host.stream(parsed))
@@ -138,10 +139,10 @@ class Engine:
         item_first: bool = False,
     ) -> list[list[float]]:
         """Return how likely each of `label_token_ids` is to follow the query and each
-        of the items: a list per item, as `POST /v1/score` answers it.
+        item: a list per item, as in `POST /v1/score`.
 
         Raises:
-            ValueError: a bad value; nothing was run.
+            ValueError: a value is invalid; nothing was run.
             ApiError: the engine failed.
         """
         fields = {
@@ -160,7 +161,7 @@ class Engine:
     # -- control -------------------------------------------------------------------
 
     def flush_cache(self) -> bool:
-        """Empty the prefix cache; False if requests run and nothing was flushed."""
+        """Empty the prefix cache; does nothing and returns False while requests run."""
         return self._host.call(self.tokenizer_manager.flush_cache())
 
     def abort_request(self, rid: str = "", *, abort_all: bool = False) -> None:
@@ -233,7 +234,7 @@ class Engine:
         )
 
     def _sync_stream(self, answers: AsyncIterator[Answer]) -> Iterator[Answer]:
-        """Pull one answer at a time; updates that arrive meanwhile are merged."""
+        """Fetch one answer at a time; updates that arrive meanwhile are merged."""
         try:
             while (answer := self._host.call(_next(answers))) is not None:
                 yield answer
@@ -253,13 +254,13 @@ class Engine:
 
 
 class _EngineHost:
-    """Event loop, its thread, and the engine core that lives there.
+    """The event loop, its thread, and the engine core that runs in it.
 
-    Holds no reference to the `Engine`, so that an unreferenced one is collected and
+    Holds no reference to the `Engine`, so that an unreferenced engine is collected and
     stopped.
 
     Attributes:
-        is_forgotten: whether this process was forked from the one that has the loop's
+        is_forgotten: whether this process was forked from the owner of the loop's
             thread and the scheduler.
     """
 
@@ -284,7 +285,7 @@ class _EngineHost:
             raise
 
     def call(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` in the loop and wait; an interrupt of the caller cancels it."""
+        """Run `work` in the loop and wait; interrupting the caller cancels it."""
         future = self._start(work)
         try:
             return future.result()
@@ -317,7 +318,7 @@ class _EngineHost:
         self._loop.close()
 
     def forget(self) -> None:
-        """Leave the engine to the parent of this process."""
+        """Leave the engine to this process's parent."""
         self.is_forgotten = True
         self.core.process.forget()
 
@@ -358,7 +359,7 @@ class _EngineHost:
 
 
 def _forgetter(host: weakref.ref[_EngineHost]) -> Callable[[], None]:
-    """A hook of forks, which outlives its engine."""
+    """Return a fork hook, which outlives its engine."""
 
     def forget() -> None:
         if (known := host()) is not None:

@@ -18,14 +18,14 @@ from sglang.srt.utils.quoting import quoted
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Front:
-    """A server as its routes see it.
+    """A server as seen by its routes.
 
     Fields:
         server_args: configuration.
-        manager: takes requests.
+        manager: accepts requests.
         model_name: name under which clients address the model.
-        output_share: what streams with large events share.
-        started: UNIX time in seconds.
+        output_share: rate that streams with large events share.
+        started: start time, UNIX time in seconds.
     """
 
     server_args: ServerArgs
@@ -35,11 +35,11 @@ class Front:
     started: int = field(default_factory=lambda: int(time.time()))
 
     def check_model(self, asked: str | None, *, is_strict: bool = False) -> None:
-        """Refuse a model that is not served, if asked or told to be strict; a request
-        may leave the name out.
+        """Reject a model that is not served, if required by the caller or a strict
+        flag; a request may omit the name.
 
         Raises:
-            NotFound: names both.
+            NotFound: names both models.
         """
         is_strict = is_strict or self.server_args.strict_model_name
         if is_strict and asked is not None and asked != self.model_name:
@@ -53,8 +53,9 @@ class Front:
     def stream(
         self, events: AsyncIterator[bytes], group: RequestGroup, **form: Any
     ) -> EventStream:
-        """The answer that sends `events` about `group`, in the `form` that
-        `EventStream` describes."""
+        """Return the answer that streams `events` of `group`, in the `form` described
+        by `EventStream`.
+        """
         return EventStream(
             events,
             group=group,

@@ -27,7 +27,7 @@ from sglang.srt.managers.messages.io_struct import FinishReason, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-# (logprob, token id, text or None), as the answer shows it.
+# (logprob, token id, text or None), as shown in the answer.
 ShownLogprob = tuple[float | None, int, str | None]
 
 
@@ -38,9 +38,9 @@ else:
 
 
 class GenerateRequest(_Generate, kw_only=True, forbid_unknown_fields=True):
-    """The body of `/generate`. A list of prompts makes a list of answers.
+    """The body of `/generate`. A list of prompts gives a list of answers.
 
-    Options may be lists too, one entry per prompt.
+    Options may also be lists with one entry per prompt.
     """
 
     text: str | list[str] | None = None
@@ -63,7 +63,7 @@ class GenerateRequest(_Generate, kw_only=True, forbid_unknown_fields=True):
 class ParsedGenerate(msgspec.Struct, kw_only=True, frozen=True):
     """A checked `GenerateRequest`.
 
-    `is_list`: the answer is a list, one entry per output.
+    If `is_list`, the answer is a list with one entry per output.
     """
 
     prompts: list[PromptRequest]
@@ -78,10 +78,10 @@ def parse_generate(
     """Check a request and split it into one `PromptRequest` per prompt.
 
     Args:
-        sampling_defaults: of parameters that are left out.
+        sampling_defaults: values for sampling parameters that are left out.
 
     Raises:
-        BadRequest: names the field and what is wrong.
+        BadRequest: names the field and the problem.
     """
     refuse_others(request, GENERATE)
     prompts, is_batch = _any_prompts(request)
@@ -102,7 +102,7 @@ def parse_generate(
         return default if value[i] is None else value[i]
 
     rids = prompt_rids(request.rid, count, is_list=is_batch)
-    # Parameters shared by all prompts are parsed once: they may be large.
+    # Parse parameters shared by all prompts once, because they may be large.
     is_shared = not isinstance(request.sampling_params, list)
     shared = (
         parse_sampling_params(nth("sampling_params", 0, {}), sampling_defaults)
@@ -144,10 +144,10 @@ def parse_generate(
 def parse_sampling_params(
     raw: dict[str, Any], defaults: Mapping[str, Any]
 ) -> SamplingParams:
-    """Parse sampling parameters; errors are those that a server answers.
+    """Parse sampling parameters; raises the errors that a server returns.
 
     Args:
-        defaults: of parameters that are left out.
+        defaults: values for parameters that are left out.
 
     Raises:
         BadRequest: names the field, the value and the range.
@@ -170,12 +170,12 @@ _OPTIONS = {
 
 
 def _are_ids(value: list[Any]) -> bool:
-    """Whether token ids are those of all prompts, rather than a list per prompt."""
+    """Whether token ids apply to all prompts, rather than one list per prompt."""
     return all(isinstance(entry, int) for entry in value)
 
 
 class _Prompt(NamedTuple):
-    """A prompt. `embeds`: float32 rows; the ids then only count them."""
+    """A prompt. With `embeds` (float32 rows), the ids only count the rows."""
 
     ids: str | list[int]
     embeds: bytes | None = None
@@ -239,10 +239,10 @@ def _prompts(request: GenerateRequest) -> tuple[list[str | list[int]], bool]:
 def split_ids(
     ids: list[int | list[int]], *, field: str
 ) -> tuple[list[list[int]], bool]:
-    """Split token ids of one prompt, a flat list, or of several, a list of lists.
+    """Split token ids of one prompt (a flat list) or of several (a list of lists).
 
     Returns:
-        The prompts, and whether they came as a list of lists.
+        The prompts, and whether they were sent as a list of lists.
     """
     kinds = set(map(type, ids))
     if kinds == {list}:
@@ -259,12 +259,12 @@ def _non_empty(prompts: list[str | list[int]], name: str) -> list[str | list[int
 
 
 class GenerateAnswer:
-    """The answer for one output, update by update.
+    """Builds the answer for one output, update by update.
 
     Args:
-        with_text: log probabilities show the text of their tokens.
-        is_incremental: answers hold the new text, tokens and log probabilities only;
-            else all so far.
+        with_text: whether log probabilities include the text of their tokens.
+        is_incremental: whether answers contain only the new text, tokens and log
+            probabilities, instead of all so far.
     """
 
     def __init__(
@@ -314,7 +314,7 @@ class GenerateAnswer:
             raise output_fault(update.rid, what)
 
     def _forget(self) -> None:
-        """Drop what earlier answers showed."""
+        """Drop what earlier answers already contained."""
         self._earlier_chars += len(self._text)
         self._earlier_tokens += len(self._output_ids)
         self._text, self._output_ids = "", []
@@ -376,7 +376,7 @@ class GenerateAnswer:
 
 
 def finish_dict(reason: FinishReason | None) -> dict[str, Any] | None:
-    """Return the JSON form of `finish_reason`; None while the request runs."""
+    """Return the JSON form of `finish_reason`, or None while the request runs."""
     if reason is None:
         return None
     if reason.type == "length":

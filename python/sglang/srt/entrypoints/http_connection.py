@@ -1,7 +1,8 @@
-"""One HTTP connection: strict framing, and a deadline for everything a client owes.
+"""One HTTP connection: strict framing, and a deadline for everything the client must
+send or read.
 
-uvicorn's protocol does the rest. Knows nothing of the application, nor of how
-connections are accepted.
+uvicorn's protocol does the rest. Knows nothing about the application or how connections
+are accepted.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 REQUEST_TIMEOUT = 408
-# Longer than the answer of a host nearby that a connection does not exist any more;
-# distant ones are found by the next `enforce`.
+# Longer than a nearby host takes to answer that a connection no longer exists; for
+# distant hosts the next `enforce` finds out.
 RESET_SECONDS = 0.05
-# While the server is full, a connection that has rested for so long may be closed, and
-# one whose head, or first byte, has been due for so long. A client that sends at once
-# needs no more, however far away: its first bytes follow the handshake.
+# While the server is full, a connection may be closed that has been idle for this long,
+# or whose head or first byte has been due for this long. A client that sends
+# immediately needs no more time, however far away, because its first bytes follow the
+# handshake.
 REST_SECONDS = 1.0
 HEAD_SECONDS = 0.25
 
@@ -45,10 +47,10 @@ class ConnectionLimits:
 
     Fields:
         header_timeout: seconds for the head of a request, and for the first byte.
-        body_timeout, write_timeout: seconds over which the rate of a body, or of an
-            answer that the client has to take, is measured.
-        min_rate: bytes per second.
-        max_header_bytes: size of the head.
+        body_timeout, write_timeout: seconds over which the rate of sending a body, or
+        of reading an answer, is measured.
+        min_rate: minimum rate in bytes per second.
+        max_header_bytes: maximum size of the head.
     """
 
     header_timeout: float
@@ -69,12 +71,12 @@ class ConnectionLimits:
 
     @property
     def shortest(self) -> float:
-        """Seconds of the shortest deadline that `HttpConnection.enforce` keeps."""
+        """The shortest deadline that `HttpConnection.enforce` checks, in seconds."""
         return min(self.header_timeout, self.body_timeout, self.write_timeout)
 
 
 class Pace:
-    """Whether bytes keep coming: `rate` per second over every window of so long."""
+    """Checks that bytes arrive at `rate` per second over every window."""
 
     def __init__(self, window: float) -> None:
         self._window = window
@@ -82,11 +84,11 @@ class Pace:
         self._total = 0
 
     def rest(self) -> None:
-        """Forget the window: nothing is owed now."""
+        """Reset the window, because nothing is due now."""
         self._since = None
 
     def is_too_slow(self, *, now: float, total: int, rate: float) -> bool:
-        """Look at `total` bytes, counted from anywhere."""
+        """Check the rate, given the total bytes so far (from any starting point)."""
         if self._since is not None:
             if now - self._since < self._window:
                 return False
@@ -97,11 +99,11 @@ class Pace:
 
 
 class HttpConnection(H11Protocol):
-    """A connection whose client keeps its deadlines or is dropped.
+    """A connection that is dropped if its client misses a deadline.
 
     Args:
         on_lost: called once, when the connection has ended.
-        place: of a connection beyond those that are admitted, until it has one.
+        place: place of a connection that is not admitted yet, or None.
     """
 
     def __init__(
@@ -143,8 +145,9 @@ class HttpConnection(H11Protocol):
         self._note_head()
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
-        """Stay open for an answer that is due: the client may only have said that no
-        further request follows."""
+        """Stay open for a due answer: the client may only have said that no further
+        request follows.
+        """
         if not self._is_answer_due():
             return None
         self._is_half_closed = True
@@ -169,7 +172,7 @@ class HttpConnection(H11Protocol):
     # -- what the acceptor calls ---------------------------------------------------
 
     def enforce(self, now: float) -> None:
-        """Drop a client that has missed a deadline; to be called every now and then."""
+        """Drop a client that has missed a deadline; call this periodically."""
         if self._takes_nothing(now) or self._has_gone():
             self.transport.abort()
         elif self.transport.is_closing():
@@ -184,15 +187,16 @@ class HttpConnection(H11Protocol):
             )
 
     def yields_at(self) -> float:
-        """From when on it may be closed to make room, on the clock of the loop; inf
-        while a request is under way."""
+        """Return the loop time from which it may be closed to make room, or inf while a
+        request is in progress.
+        """
         if self._head_since is not None:
             return self._head_since + HEAD_SECONDS
         is_resting = self._parser.their_state is h11.IDLE and not self._has_part()
         return self._rests_since + REST_SECONDS if is_resting else math.inf
 
     def make_room(self) -> None:
-        """Close; a client whose head is incomplete is told why."""
+        """Close the connection; a client with an incomplete head is told why."""
         if self._has_part():
             self._refuse(
                 REQUEST_TIMEOUT,
@@ -205,16 +209,16 @@ class HttpConnection(H11Protocol):
     # -- deadlines -----------------------------------------------------------------
 
     def _is_answer_due(self) -> bool:
-        """Whether a whole request waits for its answer."""
+        """Whether a complete request is waiting for its answer."""
         cycle = self.cycle
         return not (cycle is None or cycle.more_body or cycle.response_complete)
 
     def _has_part(self) -> bool:
-        """Whether bytes of an incomplete head have come."""
+        """Whether part of an incomplete head has arrived."""
         return bool(self._parser.trailing_data[0])
 
     def _note_head(self) -> None:
-        """Start the clock with the first byte of a head, stop it with the last."""
+        """Start the clock at the first byte of a head and stop it at the last."""
         if self._parser.their_state is not h11.IDLE or not self._has_part():
             self._head_since = None
         elif self._head_since is None:
@@ -232,7 +236,7 @@ class HttpConnection(H11Protocol):
                 f"the head of the request was not complete after {seconds:g} seconds",
             )
         else:
-            # A browser that connects in advance expects no answer.
+            # A browser that connects in advance does not expect an answer.
             self.transport.close()
 
     def _is_body_late(self, now: float) -> bool:
@@ -243,7 +247,8 @@ class HttpConnection(H11Protocol):
         if self._parser.their_state is not h11.SEND_BODY or self.flow.read_paused:
             self._body_pace.rest()
             return False
-        # Nobody needs the rest of a body that was answered early, however fast.
+        # The rest of a body that was answered early is not needed, however fast it
+        # comes.
         rate = math.inf if self.cycle.response_complete else self._limits.min_rate
         return self._body_pace.is_too_slow(
             now=now, total=self._parser.num_received, rate=rate
@@ -262,9 +267,10 @@ class HttpConnection(H11Protocol):
     # -- half-closed connections ---------------------------------------------------
 
     def _probe(self) -> None:
-        """Find out whether the client has only ended its side or has gone: they look
-        alike until the server sends something, and a host whose client has gone answers
-        with a reset. HTTP/1.0 knows no interim answer: such a client counts as there.
+        """Find out whether the client has only closed its sending side or is gone. Both
+        look alike until the server sends something; a host whose client is gone then
+        answers with a reset. HTTP/1.0 has no interim answers, so its clients are
+        assumed to be present.
         """
         has_interim = self.scope["http_version"] == "1.1"
         if has_interim and not self.cycle.response_started:
@@ -279,7 +285,9 @@ class HttpConnection(H11Protocol):
             self.transport.abort()
 
     def _has_gone(self) -> bool:
-        """Whether a half-closed connection was reset; asyncio has stopped watching."""
+        """Whether a half-closed connection was reset, which asyncio no longer
+        watches.
+        """
         if not self._is_half_closed:
             return False
         descriptor = self.transport.get_extra_info("socket").fileno()
@@ -294,10 +302,10 @@ class HttpConnection(H11Protocol):
     # -- refusals ------------------------------------------------------------------
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer as far as no answer has begun, and close."""
+        """Answer with an error unless an answer has begun, and close."""
         if self._parser.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             if self.cycle is not None:
-                # The application must not answer, too.
+                # The application must not also answer.
                 self.cycle.disconnected = True
                 self.cycle.message_event.set()
             body = msgspec.json.encode(BadRequest(message, status=status).body())

@@ -42,9 +42,9 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=msgspec.Struct)
 Result = TypeVar("Result")
 
-# A larger answer is sent in such pieces.
+# Larger answers are sent in pieces of this size.
 PIECE_BYTES = 1 << 18
-# All unknown fields of a body with more values are not worth the time to find them.
+# In a body with more values, finding all unknown fields takes too long.
 MAX_SCANNED_VALUES = 10_000
 DONE = b"data: [DONE]\n\n"
 STREAM_HEADERS = [
@@ -60,11 +60,12 @@ async def read_body(request: Request, kind: type[T]) -> T:
     """Parse the JSON body as a `kind`.
 
     Raises:
-        BadRequest: not UTF-8, not JSON, a wrong type, or an unknown field where these
-            are refused; names it.
+        BadRequest: the body is not UTF-8 or not JSON, or has a field of a wrong type or
+            an unknown field (if rejected); names the problem.
     """
-    # Not `request.body()`, which would keep the bytes for as long as the answer takes.
-    # One block: many chunks that are freed together leave holes in the heap for good.
+    # Not `request.body()`, which would keep the bytes until the answer is complete.
+    # Uses one block, because many chunks freed together would leave permanent holes in
+    # the heap.
     body = bytearray()
     async for chunk in request.stream():
         body += chunk
@@ -88,7 +89,9 @@ async def read_body(request: Request, kind: type[T]) -> T:
 
 
 def _decoded(body: bytearray, kind: type[T], unknown: UnknownFields) -> T:
-    """Decode a body, as lenient as SGLang: numbers may be texts, integers floats."""
+    """Decode a body as leniently as SGLang: numbers may be strings, integers may be
+    floats.
+    """
     try:
         return msgspec.json.decode(body, type=kind, strict=False)
     except msgspec.ValidationError as error:
@@ -103,9 +106,9 @@ def _decoded(body: bytearray, kind: type[T], unknown: UnknownFields) -> T:
 
 
 def _check_values(body: bytearray, *, limit: int) -> None:
-    """Refuse a body that would become too many objects: each but the first follows a
-    comma or an opening bracket. Those within texts count too, as telling them apart
-    would cost as much as parsing.
+    """Reject a body that would become too many objects: each but the first follows a
+    comma or an opening bracket. Characters inside strings also count, because telling
+    them apart would cost as much as parsing.
 
     Raises:
         BadRequest: names the limit.
@@ -121,7 +124,7 @@ def _check_values(body: bytearray, *, limit: int) -> None:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector from walking half-built objects again and again."""
+    """Keep the garbage collector from repeatedly walking half-built objects."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -138,15 +141,15 @@ async def aside(
     *args: Any,
     **options: Any,
 ) -> Result:
-    """Return `work(...)` over the parsed body, in a thread where the body is large."""
+    """Return `work(...)` over the parsed body, run in a thread if the body is large."""
     size = request.state.body_size
-    # A thread has context variables of its own.
+    # A thread has its own context variables.
     run = partial(contextvars.copy_context().run, work, *args, **options)
     return await manager.side_work.run(size, run)
 
 
 def _unknown_path(message: str) -> str | None:
-    """Return the path of the unknown field that an error is about, if it is."""
+    """Return the path of the unknown field that an error reports, if any."""
     unknown, where = _UNKNOWN.search(message), _WHERE.search(message)
     if unknown is None:
         return None
@@ -166,7 +169,7 @@ def _validation_error(message: str, kind: type[Any]) -> BadRequest:
 
 
 def _fields_at(kind: type[Any], path: str) -> list[str]:
-    """Fields that `kind`, or the struct in its field `path`, reads."""
+    """Return the fields that `kind`, or the struct at `path` in it, reads."""
     for field in msgspec.structs.fields(kind) if path else ():
         if field.name == path:
             parts = typing.get_args(field.type) or (field.type,)
@@ -177,7 +180,7 @@ def _fields_at(kind: type[Any], path: str) -> list[str]:
 
 
 class JsonResponse(Response):
-    """An encoded answer; a large one is sent piece by piece, as fast as it is read."""
+    """An encoded answer; a large one is sent in pieces, as fast as it is read."""
 
     media_type = "application/json"
 
@@ -214,13 +217,13 @@ def event(content: Any) -> bytes:
 
 
 def named_event(content: Mapping[str, Any]) -> bytes:
-    """Encode one server-sent event that bears its own `type` as its name."""
+    """Encode one server-sent event, named by its own `type`."""
     name: str = content["type"]
     return b"event: " + name.encode() + b"\n" + event(content)
 
 
 def error_event(error: ApiError) -> bytes:
-    """Encode an error that came after the first event."""
+    """Encode an error that occurred after the first event."""
     return event(error.body())
 
 
@@ -230,8 +233,8 @@ async def whole_results(
     """Wait for the group's results; a client that disconnects aborts the group.
 
     Raises:
-        ApiError: the answer is this error.
-        ClientDisconnected: the client has left.
+        ApiError: the error to answer with.
+        ClientDisconnected: the client left.
     """
     watch = asyncio.create_task(_fail_on_disconnect(request.receive, group))
     try:
@@ -241,20 +244,21 @@ async def whole_results(
 
 
 def answer_size(updates: Iterable[Update]) -> int:
-    """Tokens and log probabilities in whole answers: a measure of the work to show
-    them."""
+    """Number of tokens and log probabilities in whole answers: the work to show
+    them.
+    """
     return sum(update.size for update in updates)
 
 
 class EventStream(Response):
     """Server-sent events about a group of requests.
 
-    The status line waits for the first event: a request that is refused gets a plain
-    error with its status. A later error is an event. A client that disconnects aborts
-    the group; one that reads slowly gets several updates in one event.
+    The status line waits for the first event, so a rejected request gets a plain error
+    with its status. A later error becomes an event. If the client disconnects, the
+    group is aborted; a slow reader gets several updates in one event.
 
     Args:
-        show_error: makes the event of a later error.
+        show_error: encodes a later error as an event.
         end: what follows the last event.
     """
 
@@ -299,7 +303,7 @@ class EventStream(Response):
             await self.share.pay(len(chunk))
             async for chunk in self._events:
                 await _send_chunk(send, chunk)
-                # Updates that arrive meanwhile come in one event.
+                # Updates that arrive meanwhile are merged into one event.
                 await self.share.pay(len(chunk))
         except ApiError as error:
             await _send_chunk(send, self._show_error(error))
@@ -318,7 +322,7 @@ async def _send_chunk(send: Send, chunk: bytes) -> None:
 
 
 async def wait_disconnect(receive: Receive) -> None:
-    """Wait until the client has left, and drop what it still sends."""
+    """Wait until the client has left, dropping what it still sends."""
     while (await receive())["type"] != "http.disconnect":
         pass
 

@@ -1,4 +1,4 @@
-"""The parser of requests: h11, without what intermediaries may read in another way."""
+"""The request parser: h11, minus anything that intermediaries may parse differently."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import h11
 from h11._receivebuffer import ReceiveBuffer
 
 HEADER_FIELDS_TOO_LARGE = 431
-# Lines end with both characters; h11 is content with the second one.
+# Lines must end with both characters; h11 accepts the second one alone.
 _BARE_LF = re.compile(rb"(?<!\r)\n")
 _END_OF_LINES = b"\r\n\r\n"
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
-# A size of more digits is another number where it does not fit.
+# A size with more digits may overflow to a different number elsewhere.
 _CHUNK_HEADER = re.compile(rb"[0-9A-Fa-f]{1,16}(?:;[^\x00-\x08\x0a-\x1f\x7f]*)?\r\n")
 _LENGTH = re.compile(rb"content-length:[ \t]*[0-9]+[ \t]*", re.IGNORECASE)
 _LENGTH_NAME = re.compile(rb"content-length[ \t]*:", re.IGNORECASE)
@@ -22,11 +22,11 @@ MAX_SHOWN_BYTES = 60
 
 
 class StrictBuffer(ReceiveBuffer):
-    """The bytes of a connection that are not parsed yet: lines end with CRLF, have no
-    other control character but a tab, and are not continued by the next one.
+    """The unparsed bytes of a connection. Lines must end with CRLF, contain no control
+    characters except tabs, and must not be folded.
 
     Raises:
-        LocalProtocolError: from all methods; h11 makes it the client's error.
+        LocalProtocolError: raised by all methods; h11 reports it as the client's error.
     """
 
     def maybe_extract_lines(self) -> list[bytearray] | None:
@@ -71,11 +71,11 @@ def _check_lines(lines: Sequence[bytearray]) -> None:
 
 
 class StrictParser(h11.Connection):
-    """h11's parser, which counts bytes and refuses ambiguous framing.
+    """h11's parser, which also counts bytes and rejects ambiguous framing.
 
     Attributes:
-        refusal: why the last request was refused.
-        num_received, num_sent: bytes of the connection.
+        refusal: why the last request was rejected. num_received, num_sent: byte counts
+        of the connection.
     """
 
     def __init__(self, max_header_bytes: int) -> None:
@@ -106,7 +106,7 @@ class StrictParser(h11.Connection):
         return event
 
     def _check(self, request: h11.Request) -> None:
-        # h11 limits a head that is incomplete, not one that arrives at once.
+        # h11 limits only an incomplete head, not one that arrives all at once.
         size = sum(len(name) + len(value) + 4 for name, value in request.headers)
         if size + len(request.target) > self._max_header_bytes:
             raise h11.RemoteProtocolError(
@@ -117,7 +117,8 @@ class StrictParser(h11.Connection):
         names = {name for name, _ in request.headers}
         if b"transfer-encoding" not in names:
             return
-        # A proxy that believes the other header sees other requests in the same bytes.
+        # A proxy that trusts the other header sees different requests in the same
+        # bytes.
         if b"content-length" in names:
             raise h11.RemoteProtocolError("both Content-Length and Transfer-Encoding")
         if request.http_version < b"1.1":

@@ -1,9 +1,9 @@
 """The HTTP server: the app with all its routes, and one server from start to exit.
 
 Start: listen, start the scheduler, answer 503 until it is ready. Exit: SIGTERM and
-SIGINT drain for --drain-timeout seconds, a second one ends that; a scheduler that dies
-ends the server; a configuration that cannot be served is a `ValueError`. SIGHUP has the
-keys read again.
+SIGINT drain for --drain-timeout seconds, and a second signal ends that; if the
+scheduler dies, the server exits; a configuration that cannot be served raises
+`ValueError`. SIGHUP reloads the keys.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ logger = logging.getLogger(__name__)
 def create_app(front: Front, keys: ApiKeys | None = None) -> Starlette:
     """Build the ASGI application.
 
-    Errors have the shape of `ApiError.body`, except below `/v1/messages`, where they
-    have Anthropic's.
+    Errors have the shape of `ApiError.body`, except below `/v1/messages`, which uses
+    Anthropic's shape.
 
     Args:
         keys: the API keys, which their owner may reload. Defaults to the keys in the
@@ -152,7 +152,7 @@ def launch_server(server_args: ServerArgs) -> ExitCode:
     """
     configure_logging(server_args.log_level)
     return_large_blocks()
-    # Until the loop handles it: it must not end a server that starts.
+    # Until the loop handles it, it must not end a starting server.
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     keys = ApiKeys(server_args)
     most = max_connections(server_args)
@@ -218,12 +218,13 @@ class _Server:
             await serving
             self._core.close()
             if self._is_orderly:
-                # Printed last: the scheduler has ended and logs nothing more.
+                # Printed last, because the scheduler has exited and logs nothing more.
                 _say("shut down")
 
     async def _wait_ready(self) -> SchedulerReady:
-        """Wait for the engine, and start the process that renders chats meanwhile: the
-        first chat must not wait for it."""
+        """Wait for the engine, and meanwhile start the process that renders chats, so
+        that the first chat does not wait for it.
+        """
         ready, _ = await asyncio.gather(
             self._core.wait_ready(), self._core.manager.side_work.start()
         )
@@ -260,7 +261,7 @@ class _Server:
         return code
 
     async def _drain(self, dying: asyncio.Task[bool]) -> ExitCode:
-        """Let running requests finish for a while, then refuse the rest."""
+        """Let running requests finish for a while, then reject the rest."""
         manager = self._core.manager
         timeout = self._server_args.drain_timeout
         manager.set_draining()
@@ -291,11 +292,12 @@ class _Server:
         self._stop.set()
 
     def _announce(self, ready: SchedulerReady) -> None:
-        # Imported modules and loaded state are permanent: collections may skip them.
+        # Imported modules and loaded state are permanent, so garbage collections may
+        # skip them.
         gc.collect()
         gc.freeze()
         host, port = self._listener.getsockname()[:2]
-        # A browser cannot go to the wildcard address.
+        # A browser cannot open the wildcard address.
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
         shown = f"[{host}]" if ":" in host else host
         if ready.max_req_input_len < ready.context_len - 1:
@@ -332,7 +334,7 @@ def _warn_if_open(listener: socket.socket, keys: ApiKeys) -> None:
     host = listener.getsockname()[0]
     if not keys.has_client_keys and not ipaddress.ip_address(host).is_loopback:
         logger.warning(
-            "everybody who can reach %s may use this server: set --api-key-file or "
+            "anyone who can reach %s may use this server: set --api-key-file or "
             "--api-key, or listen on a loopback address (--host)",
             host,
         )

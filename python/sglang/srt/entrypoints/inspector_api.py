@@ -1,6 +1,6 @@
-"""The inspector: a page at `/canary`, its modules, and what it shows as it changes.
+"""The inspector: a page at `/canary`, its modules, and a stream of the data it shows.
 
-The page and its modules hold no data and need no key; everything that they show does.
+The page and its modules contain no data and need no key, unlike the data they show.
 """
 
 from __future__ import annotations
@@ -33,14 +33,17 @@ from sglang.srt.managers.messages.errors import BadRequest, NotFound, Unavailabl
 from sglang.srt.utils.quoting import quoted
 from sglang.version import __version__
 
-# Reading a record waits for the device: no more often than this, whoever asks.
+# Reading a record waits for the device, so it happens at most this often for all
+# clients together.
 RECORD_SECONDS = 0.05
 MAX_WAITING = 16
 
 
 class Hello(msgspec.Struct, kw_only=True, tag_field="type", tag="hello"):
-    """The first event: facts that do not change. `interval`: least seconds between two
-    snapshots; `has_records`: whether incidents are recorded for a replay."""
+    """The first event: facts that do not change. `interval` is the minimum seconds
+    between two snapshots; `has_records` tells whether incidents are recorded for a
+    replay.
+    """
 
     version: str
     model: str
@@ -54,7 +57,7 @@ class Hello(msgspec.Struct, kw_only=True, tag_field="type", tag="hello"):
 
 
 class WriterShown(msgspec.Struct, kw_only=True):
-    """Who wrote or freed a slot last; `forward` 0: nobody did."""
+    """Who last wrote or freed a slot; `forward` 0 means it was never used."""
 
     kind: str
     forward: int
@@ -76,7 +79,7 @@ class RecordShown(msgspec.Struct, kw_only=True):
 
 
 class SlotShown(msgspec.Struct, kw_only=True):
-    """A slot and its records; without --kv-canary there are none."""
+    """A slot and its records, which are empty without --kv-canary."""
 
     slot: int
     page: int
@@ -210,7 +213,7 @@ class InspectorApi:
         assert page_size is not None
         last = limits.max_total_num_tokens + page_size - 1
         given = request.path_params["slot"]
-        # Digits of other scripts are digits, too.
+        # `isdigit` also accepts digits of other scripts.
         is_number = given.isascii() and given.isdigit() and len(given) <= len(str(last))
         if not is_number or not page_size <= int(given) <= last:
             raise BadRequest(

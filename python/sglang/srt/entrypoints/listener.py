@@ -1,4 +1,4 @@
-"""The listening socket, and how many connections the process can hold."""
+"""The listening socket, and the number of connections the process can hold."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import socket
 
 from sglang.srt.server_args import ServerArgs
 
-# The kernel takes the smaller one of this and net.core.somaxconn.
+# The kernel uses the smaller of this and net.core.somaxconn.
 BACKLOG = 4096
 MAX_OPEN_FILES = 65536
-# Kept for everything that is no connection: the scheduler's sockets, files, pipes.
+# Reserved for everything but connections: the scheduler's sockets, files, pipes.
 RESERVED_FILES = 128
 DEFAULT_MAX_CONNECTIONS = 16384
 _OF_THE_PORT = (errno.EADDRINUSE, errno.EACCES)
@@ -21,17 +21,17 @@ def listen(server_args: ServerArgs) -> socket.socket:
     """Listen on the address, before anything slow starts.
 
     Raises:
-        ValueError: the address cannot be had.
+        ValueError: the address cannot be bound.
     """
     host, port = server_args.host, server_args.port
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # asyncio turns Nagle's algorithm off only where the protocol is spelled out; left
-    # on, an answer waits 40 ms for the client's delayed acknowledgement.
+    # asyncio disables Nagle's algorithm only if the protocol is given explicitly;
+    # otherwise an answer waits 40 ms for the client's delayed acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
-        # Two sockets may be bound to one address; the second one that listens fails.
+        # Two sockets may be bound to one address, but only one can listen.
         listener.listen(BACKLOG)
     except OSError as error:
         listener.close()
@@ -43,10 +43,10 @@ def listen(server_args: ServerArgs) -> socket.socket:
 
 
 def max_connections(server_args: ServerArgs) -> int:
-    """Raise the limit of open files; returns how many connections there may be.
+    """Raise the limit of open files; returns the maximum number of connections.
 
     Raises:
-        ValueError: --max-connections exceeds what the system admits.
+        ValueError: --max-connections exceeds the system's limit.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     asked = server_args.max_connections or DEFAULT_MAX_CONNECTIONS

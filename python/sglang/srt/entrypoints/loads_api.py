@@ -1,4 +1,4 @@
-"""How busy the server is, in the shapes that SGLang's routers poll."""
+"""Reports how busy the server is, in the shapes that SGLang's routers poll."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.managers.messages.io_struct import SchedulerStats
 from sglang.version import __version__
 
-# There is one replica, whose rank is 0.
+# The rank of the only replica.
 DP_RANK = 0
-# SGLang's sections; those without a field of `Load` have nothing to tell here.
+# SGLang's sections; sections without a field in `Load` are empty here.
 SECTIONS = ("core", "memory", "spec", "lora", "disagg", "queues", "all")
 
 
@@ -33,7 +33,9 @@ class QueueLoad(msgspec.Struct, kw_only=True):
 
 
 class Load(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Load of one replica. `utilization`: share of the places in the batch in use."""
+    """Load of one replica. `utilization` is the used share of the places in the
+    batch.
+    """
 
     dp_rank: int
     timestamp: float

@@ -1,4 +1,4 @@
-"""ASGI layers around the routes: last-resort errors, size of bodies."""
+"""ASGI layers around the routes: unhandled errors and body sizes."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from sglang.srt.managers.messages.errors import (
     log_failure,
 )
 
-# After a refusal the rest of the body is read and dropped: a client that is still
-# sending would see a reset connection instead of the answer.
+# After a rejection the rest of the body is read and dropped, because a client that is
+# still sending would see a connection reset instead of the answer.
 MAX_DRAINED_BYTES = 256 * 1024 * 1024
 MAX_DRAIN_SECONDS = 10.0
 
@@ -56,8 +56,9 @@ class ErrorMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Refuses a body beyond `max_bytes` with 413, announced or chunked, and one for
-    which `budget` has no memory with 503."""
+    """Rejects a body beyond `max_bytes` with 413, announced or chunked, and a body for
+    which `budget` has no memory with 503.
+    """
 
     def __init__(self, app: ASGIApp, *, max_bytes: int, budget: BodyBudget) -> None:
         self._app = app
@@ -69,7 +70,7 @@ class BodyLimitMiddleware:
             await self._app(scope, receive, send)
             return
         announced = dict(scope["headers"]).get(b"content-length", b"")
-        # The parser admits digits only; they may still be of any number.
+        # The parser accepts digits only, but any number of them.
         length = int(announced) if announced.isdigit() else self._max_bytes
         if length > self._max_bytes:
             await _refuse_body(self._too_large(length), receive, send)

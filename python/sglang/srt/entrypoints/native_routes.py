@@ -54,7 +54,7 @@ from sglang.srt.metrics.front_metrics import CONTENT_TYPE
 from sglang.version import __version__
 
 SCRAPE_TIMEOUT_SECONDS = 1.0
-# The seed foretells the samples of every request that brings none of its own.
+# The seed predicts the samples of every request without its own seed.
 SECRET_FIELDS = frozenset({"api_key", "api_key_file", "admin_api_key", "random_seed"})
 GENERATE_EXAMPLES = {
     "text": {
@@ -162,7 +162,7 @@ class NativeRoutes:
         ]
 
     def _info_routes(self) -> list[BaseRoute]:
-        """Facts about the model and the server, below the new names and the old."""
+        """Facts about the model and the server, under new and old names."""
         routes: list[BaseRoute] = []
         for prefix in ("/", "/get_"):
             routes += [
@@ -219,7 +219,9 @@ class NativeRoutes:
         return Response()
 
     async def live(self, request: Request) -> Response:
-        """Answer 200 unless only a restart helps; starting and draining are life."""
+        """Answer 200 unless only a restart helps; starting and draining count as
+        alive.
+        """
         if self._manager.phase is Phase.DEAD:
             raise Unavailable("the scheduler is dead")
         if self._manager.phase is not Phase.STARTING:
@@ -227,8 +229,9 @@ class NativeRoutes:
         return Response()
 
     async def health_generate(self, request: Request) -> Response:
-        """Answer 200 where the engine has just shown that it makes tokens; `degraded`:
-        it does, and the KV canary has to heal it."""
+        """Answer 200 if the engine has just proved that it makes tokens; `degraded`
+        means that the KV canary has to heal it.
+        """
         health = await self._health.check()
         return json_response(
             {
@@ -283,19 +286,19 @@ class NativeRoutes:
         if metrics is None:
             raise NotFound("start the server with --enable-metrics")
         if self._front.is_ready:
-            # Somebody watches: a silence is noticed even where nothing runs.
+            # Someone is watching: a silence is noticed even if nothing runs.
             self._manager.heartbeat.beat()
         try:
             stats = await self._manager.scheduler_stats(SCRAPE_TIMEOUT_SECONDS)
         except ApiError:
-            # A scrape must not fail while the scheduler loads or is busy: no series
-            # may come and go.
+            # A scrape must not fail while the scheduler is loading or busy: series must
+            # not come and go.
             stats = None
         text = metrics.render(stats, silence=self._manager.heartbeat.silence)
         return Response(text, media_type=CONTENT_TYPE)
 
     async def canary_incidents(self, request: Request) -> Response:
-        """Answer the incidents of the KV canary; 404 while it is off."""
+        """Return the KV canary's incidents, or 404 while it is off."""
         mode = self._front.server_args.kv_canary
         if mode == "none":
             raise NotFound("start the server with --kv-canary log, raise or heal")

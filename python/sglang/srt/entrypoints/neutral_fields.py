@@ -1,9 +1,9 @@
 """Fields of SGLang's protocol that this engine does not serve.
 
 SGLang's own clients (router, benchmark, `sglang.lang`) send every field of a request,
-most of them at a value that asks for nothing. Such a value is accepted; another one is
-refused by name. Bodies keep these fields as raw JSON, so that a bulky one costs its
-bytes and builds no objects.
+most of them with a neutral value that asks for nothing. Neutral values are accepted;
+other values are rejected by name. Bodies keep these fields as raw JSON, so that a large
+one costs only its bytes and builds no objects.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from sglang.srt.managers.messages.errors import BadRequest
 T = TypeVar("T", bound=msgspec.Struct)
 
 UNSET = msgspec.Raw(b"null")
-# A longer text is no neutral value.
+# A longer text is not a neutral value.
 MAX_NEUTRAL_BYTES = 64
 
 
 class Neutral:
-    """The values of a field that ask for nothing.
+    """The neutral values of a field, which ask for nothing.
 
     Args:
-        values: besides None. is_any: every value is neutral here.
-        advice: what to do instead of sending another one.
-        code: a name by which clients know the refusal.
+        values: neutral values besides None. is_any: whether every value is neutral.
+        advice: what to do instead of sending another value.
+        code: name by which clients recognize the error.
     """
 
     def __init__(
@@ -45,14 +45,14 @@ class Neutral:
         self.code = code
 
     def accepts(self, value: Any) -> bool:
-        """Whether `value` asks for nothing; 0, 0.0 and false are the same here."""
+        """Whether `value` is neutral; 0, 0.0 and false are the same here."""
         return self.is_any or value in self.values
 
     def meta(self) -> msgspec.Meta:
         """The description of the field in a JSON schema."""
         if self.is_any:
             return msgspec.Meta(description="Has no effect.")
-        # The text tells apart false and 0, which are equal to `Annotated`.
+        # Uses text to distinguish false from 0, which are equal to `Annotated`.
         values = ", ".join(msgspec.json.encode(v).decode() for v in self.values)
         return msgspec.Meta(
             description=f"Not served; these ask for nothing: {values}.",
@@ -65,7 +65,7 @@ NOTHING = Neutral()
 OFF = Neutral(False)
 EMPTY = Neutral("", [], {})
 
-# In all requests.
+# Fields of all requests.
 _COMMON: dict[str, Neutral] = {
     "lora_path": EMPTY,
     "custom_logit_processor": EMPTY,
@@ -73,12 +73,12 @@ _COMMON: dict[str, Neutral] = {
     "bootstrap_host": NOTHING,
     "bootstrap_port": NOTHING,
     "bootstrap_room": NOTHING,
-    # There is one.
+    # There is only one.
     "data_parallel_rank": Neutral(0),
     "routed_dp_rank": Neutral(0),
     "return_routed_experts": OFF,
     "return_cached_tokens_details": OFF,
-    # vLLM's, which would change the answer.
+    # vLLM's fields, which would change the answer.
     "use_beam_search": OFF,
     "prompt_embeds": EMPTY,
     "logits_processors": EMPTY,
@@ -90,11 +90,11 @@ _COMMON: dict[str, Neutral] = {
     "thinking_token_budget": NOTHING,
     "kv_transfer_params": EMPTY,
     "mm_processor_kwargs": EMPTY,
-    # The one that there is keeps the constraint.
+    # The only one that exists keeps the constraint.
     "guided_decoding_backend": ANY,
     "guided_whitespace_pattern": EMPTY,
 }
-# Of APIs that have a constraint under another name.
+# Fields of APIs with a constraint under another name.
 _GUIDED: dict[str, Neutral] = {
     **dict.fromkeys(
         (
@@ -113,7 +113,7 @@ GENERATE: dict[str, Neutral] = (
         "video_data": EMPTY,
         "audio_data": EMPTY,
         "modalities": Neutral([], ["text"]),
-        # How much of a request is logged is the operator's choice.
+        # The operator decides how much of a request is logged.
         "log_metrics": ANY,
         "no_logs": OFF,
         "background": OFF,
@@ -138,7 +138,7 @@ CHAT: dict[str, Neutral] = COMPLETION | {
     "audio": EMPTY,
     "prediction": EMPTY,
     "web_search_options": NOTHING,
-    # The template has them already.
+    # The template already contains them.
     "add_special_tokens": OFF,
     "echo": OFF,
     "chat_template": EMPTY,
@@ -166,7 +166,7 @@ LOGGING: dict[str, Neutral] = {
 }
 DETOKENIZE: dict[str, Neutral] = {"spaces_between_special_tokens": Neutral(True)}
 _KEEP_ALL = {"type": "clear_thinking_20251015", "keep": "all"}
-# Clients that see it send the whole conversation instead.
+# Clients that see this code send the whole conversation instead.
 _THREAD = Neutral(
     advice="nothing is stored: send the whole conversation in messages",
     code="thread_unsupported_request",
@@ -183,7 +183,7 @@ RESPONSES: dict[str, Neutral] = (
         "prompt": Neutral(advice="no prompts are stored: send instructions and input"),
         "moderation": NOTHING,
         "context_management": EMPTY,
-        # Limits calls of built-in tools, of which there are none.
+        # Limits calls of built-in tools, which do not exist here.
         "max_tool_calls": ANY,
         "prompt_cache_options": ANY,
         "access_programs": ANY,
@@ -200,9 +200,9 @@ MESSAGES: dict[str, Neutral] = (
         "context_management": Neutral({}, {"edits": []}, {"edits": [_KEEP_ALL]}),
         "thread": _THREAD,
         "compaction": NOTHING,
-        # A report on the cache that an answer need not have.
+        # A cache report that answers may omit.
         "diagnostics": ANY,
-        # Other models, and who pays: there is one model, and nobody pays.
+        # Fallback models and billing: there is one model and no billing.
         "fallbacks": ANY,
         "fallback_credit_token": ANY,
         "billing_policy": ANY,
@@ -216,12 +216,14 @@ MESSAGES: dict[str, Neutral] = (
 
 
 def is_raw(kind: Any) -> bool:
-    """Whether a field of type `kind` keeps its JSON unread."""
+    """Whether a field of type `kind` keeps its JSON unparsed."""
     return msgspec.Raw in (kind, *typing.get_args(kind))
 
 
 def with_neutral(base: type[T], table: Mapping[str, Neutral]) -> type[T]:
-    """A struct with the fields of `base`, and those of `table` as raw JSON."""
+    """Return a struct with the fields of `base`, and the fields of `table` as raw
+    JSON.
+    """
     fields = [
         (name, Annotated[msgspec.Raw, neutral.meta()], UNSET)
         for name, neutral in table.items()
@@ -233,7 +235,7 @@ def with_neutral(base: type[T], table: Mapping[str, Neutral]) -> type[T]:
 
 
 def refuse_others(values: Any, table: Mapping[str, Neutral]) -> None:
-    """Refuse the fields of a body (of a type `with_neutral`) that ask for something.
+    """Reject fields of a body (of a type made by `with_neutral`) that are not neutral.
 
     Raises:
         BadRequest: names the first of them.
@@ -245,23 +247,25 @@ def refuse_others(values: Any, table: Mapping[str, Neutral]) -> None:
 
 
 def _short_value(text: bytes) -> Any:
-    """The value of a short JSON text; of another one the text, which is not neutral."""
+    """Return the value of a short JSON text; for a long one the text, which is not
+    neutral.
+    """
     if len(text) > MAX_NEUTRAL_BYTES:
         return text
     try:
         return msgspec.json.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        # Unread JSON may hold a number beyond all limits, or a text that is no UTF-8.
+        # Unparsed JSON may contain an unlimited number, or text that is not UTF-8.
         return text
 
 
 def without_neutral(
     options: Mapping[str, Any], table: Mapping[str, Neutral]
 ) -> dict[str, Any]:
-    """The keyword arguments that are none of `table`, whose own must be neutral.
+    """Return the keyword arguments outside `table`; the ones inside must be neutral.
 
     Raises:
-        BadRequest: names the first that is not.
+        BadRequest: names the first one that is not.
     """
     for name in options.keys() & table.keys():
         _check(name, table[name], options[name])

@@ -69,10 +69,10 @@ def openapi_schema(
 
 
 class _Types:
-    """JSON schemas of all types that `endpoints` name.
+    """JSON schemas of all types that `endpoints` refer to.
 
     Attributes:
-        components: those of structs, by name.
+        components: schemas of structs, by name.
     """
 
     def __init__(self, endpoints: Sequence[Endpoint]) -> None:
@@ -81,7 +81,7 @@ class _Types:
             operation = endpoint.operation
             named += [operation.body, operation.answer]
             named += [operation.event, operation.error]
-        # A type may be unhashable, as `list[A] | B` of some is.
+        # A type may be unhashable, as some `list[A] | B` are.
         self._kinds = [kind for i, kind in enumerate(named) if kind not in named[:i]]
         self._kinds = [kind for kind in self._kinds if kind is not None]
         schemas, self.components = msgspec.json.schema_components(
@@ -129,7 +129,7 @@ def _operation(
 
 
 def _error(status: int, schema: Mapping[str, Any]) -> dict[str, Any]:
-    """Answers with a status, in the shape of `schema`."""
+    """Return the response of a status in the shape of `schema`."""
     shown: dict[str, Any] = {
         "description": STATUSES[status],
         "content": {JSON: {"schema": schema}},
@@ -171,7 +171,7 @@ def _answer(operation: Operation, types: _Types) -> dict[str, Any]:
     elif operation.media_type != JSON:
         content[operation.media_type] = {"schema": {"type": "string"}}
     if operation.event is not None:
-        # OpenAPI 3.1 knows the text of a stream only; its events are JSON.
+        # OpenAPI 3.1 can describe only the text of a stream; its events are JSON.
         content[EVENTS] = {
             "schema": {
                 "type": "string",
@@ -184,6 +184,6 @@ def _answer(operation: Operation, types: _Types) -> dict[str, Any]:
 
 
 def _error_responses() -> Mapping[str, Any]:
-    """Answers in the shape that all APIs share."""
+    """Return error responses in the shape that all APIs share."""
     schema = {"$ref": SCHEMAS + Error.__name__}
     return {str(status): _error(status, schema) for status in STATUSES}

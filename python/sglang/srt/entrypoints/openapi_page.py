@@ -1,4 +1,4 @@
-"""An OpenAPI schema as one HTML page without scripts and external resources."""
+"""An OpenAPI schema as one HTML page without scripts or external resources."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ details > :not(summary) { margin-left: 1rem }
 
 
 def schema_page(schema: dict[str, Any]) -> str:
-    """An HTML page of `schema` that needs nothing from anywhere else."""
+    """Return a self-contained HTML page of `schema`."""
     info = schema["info"]
     title = html.escape(f"{info['title']} {info['version']}")
     operations = [
@@ -89,7 +89,7 @@ def _type(name: str, shown: dict[str, Any]) -> str:
 
 
 def _kind(schema: dict[str, Any]) -> str:
-    """A type in a few words, with links to those that have names."""
+    """Describe a type in a few words, with links to named types."""
     if "$ref" in schema:
         name = html.escape(schema["$ref"].rsplit("/", 1)[-1])
         is_type = "/schemas/" in schema["$ref"]

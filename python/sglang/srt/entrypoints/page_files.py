@@ -1,4 +1,4 @@
-"""The server's own pages: files without data, and who asks for a page."""
+"""The server's own pages: files without data, and detection of browsers."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ MEDIA_TYPES = {
 
 
 def wants_page(scope: Scope) -> bool:
-    """Whether a request comes from a browser that opens an address.
+    """Whether a request comes from a browser that opens a page.
 
-    Scripts and API clients accept anything or JSON; browsers name HTML.
+    Scripts and API clients accept anything or JSON; browsers ask for HTML.
     """
     accepted = dict(scope["headers"]).get(b"accept", b"")
     return HTML.encode() in accepted and scope["method"] in ("GET", "HEAD")
 
 
 class PageFiles:
-    """The files of one page, read when they are first asked for.
+    """The files of one page, read on first use.
 
     Args:
-        page: name of its folder in the assets; files that pages share join it.
+        page: name of its folder in the assets; shared files are added to it.
     """
 
     def __init__(self, page: str) -> None:
@@ -54,7 +54,7 @@ class PageFiles:
         """Answer with a file.
 
         Raises:
-            NotFound: the page has no file of this name.
+            NotFound: the page has no file with this name.
         """
         if name not in self._files:
             raise NotFound(f"this page has no part {quoted(name)}")

@@ -7,11 +7,11 @@ import hashlib
 
 
 def page_headers(*, style: str | None = None) -> dict[str, str]:
-    """Return headers that allow nothing from elsewhere, no script or style in the page
-    itself and no frame around it.
+    """Return headers that forbid external resources, inline scripts and styles, and
+    frames around the page.
 
     Args:
-        style: of the page itself, the one that is allowed.
+        style: the only inline style to allow.
     """
     sources = "'self'"
     if style is not None:

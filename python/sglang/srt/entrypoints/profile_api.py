@@ -31,10 +31,10 @@ else:
 
 
 class ProfileRequest(_Profile, kw_only=True, forbid_unknown_fields=True):
-    """The body of `/start_profile`; an empty one means the defaults.
+    """The body of `/start_profile`; an empty body means the defaults.
 
-    The profile ends after `num_steps` forwards, at the latest after
-    --profile-max-steps or 30 seconds, or by `/stop_profile`.
+    The profile ends after `num_steps` forwards, at the latest after --profile-max-steps
+    or 30 seconds, or when stopped with `/stop_profile`.
     """
 
     output_dir: str | None = None
@@ -45,7 +45,7 @@ class ProfileRequest(_Profile, kw_only=True, forbid_unknown_fields=True):
 
 
 class ProfileAnswer(msgspec.Struct, kw_only=True):
-    """`path`: the trace of rank 0; other ranks write theirs beside it."""
+    """`path` is rank 0's trace; other ranks write theirs next to it."""
 
     status: Literal["started", "stopped"]
     path: str
@@ -115,8 +115,9 @@ class ProfileApi:
         return json_response(ProfileAnswer(status="stopped", path=path))
 
     def _folder(self, asked: str | None) -> Path:
-        """The folder of the traces: the operator's, or one that a client names below
-        it, as nobody else may choose where this process writes."""
+        """Return the folder for traces: the operator's, or a client's choice below it,
+        because only the operator decides where this process writes.
+        """
         root = self._root.resolve()
         try:
             folder = (root / (asked or "")).resolve()

@@ -1,4 +1,4 @@
-"""Paths of SGLang's and OpenAI's APIs that this server refuses by name."""
+"""Paths of SGLang's and OpenAI's APIs that this server rejects by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NO_SLEEP = "memory is kept while the server runs"
 _NO_SESSIONS = "there are no sessions; prefixes are cached by themselves"
 _NO_EXPERTS = "experts are not recorded"
 
-# Path -> why. Any method gets the same answer: 400, which clients do not repeat.
+# Path -> reason. Any method gets the same answer: 400, which clients do not retry.
 REFUSED: dict[str, str] = {
     "/v1/embeddings": _NO_EMBEDDINGS,
     "/encode": _NO_EMBEDDINGS,

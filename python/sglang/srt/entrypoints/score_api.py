@@ -1,4 +1,4 @@
-"""`POST /v1/score`: how likely each of some tokens is after each of some texts."""
+"""`POST /v1/score`: how likely given tokens are after given texts."""
 
 from __future__ import annotations
 

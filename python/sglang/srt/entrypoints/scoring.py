@@ -1,7 +1,7 @@
-"""How likely each of some tokens is after each of some texts: SGLang's `/v1/score`.
+"""How likely given tokens are after given texts: SGLang's `/v1/score`.
 
-Shared by the route and `Engine.score`. Knows nothing of the model: a score is the log
-probability of a token id that `/generate` would show.
+Shared by the route and `Engine.score`. Knows nothing about the model: a score is the
+log probability of a token id that `/generate` would show.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 else:
     _Score = with_neutral(msgspec.Struct, SCORE)
 
-# The distribution as the model gives it, and no token of output.
+# The model's unmodified distribution, and no output token.
 _PARAMS = SamplingParams(max_new_tokens=0, temperature=1.0)
 
 
@@ -43,7 +43,7 @@ class ScoreRequest(_Score, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
 
     def prompts(self) -> list[PromptRequest]:
-        """One prompt per item.
+        """Return one prompt per item.
 
         Raises:
             BadRequest: names what is missing, or mixed.
@@ -76,13 +76,13 @@ class ScoreRequest(_Score, kw_only=True, forbid_unknown_fields=True):
         )
 
     def scores(self, updates: Sequence[Update]) -> list[list[float]]:
-        """The scores of each item, in the order of `label_token_ids`."""
+        """Return the scores of each item, in the order of `label_token_ids`."""
         return [self._item_scores(update) for update in updates]
 
     def _item_scores(self, update: Update) -> list[float]:
         assert update.logprobs is not None
         (named,) = update.logprobs.output_named
-        # None: impossible.
+        # None means impossible.
         logprobs = [-math.inf if lp is None else lp for lp, _ in named]
         likely = [math.exp(logprob) for logprob in logprobs]
         if not self.apply_softmax:

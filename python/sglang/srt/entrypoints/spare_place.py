@@ -1,4 +1,4 @@
-"""What a connection beyond --max-connections gets: probes at once, others in turn."""
+"""Serves connections beyond --max-connections: probes immediately, others in turn."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from sglang.srt.entrypoints.http_io import error_response
 from sglang.srt.managers.messages.errors import Unavailable
 
-# Asked by whoever decides whether the server is restarted or gets clients.
+# Polled by whatever decides whether the server is restarted or gets clients.
 PROBE_PATHS = frozenset({"/health", "/readyz", "/livez"})
 
 
@@ -22,7 +22,9 @@ class SparePlace:
         self.is_awaited = False
 
     def settle(self, *, is_granted: bool) -> None:
-        """Let a request that waits begin, or answer it with 503; again: nothing."""
+        """Let a waiting request begin, or answer it with 503; further calls do
+        nothing.
+        """
         if not self._granted.done():
             self._granted.set_result(is_granted)
 
@@ -51,7 +53,7 @@ class SparePlace:
 
 
 def _closing(send: Send) -> Send:
-    """Let the connection end with its answer: the place is for the next one."""
+    """Close the connection after its answer, because the place is for the next one."""
 
     async def closing(message: Message) -> None:
         if message["type"] == "http.response.start":

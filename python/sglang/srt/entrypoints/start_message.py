@@ -1,4 +1,4 @@
-"""The lines with which a server says what it starts and, later, what it serves."""
+"""The lines that say what a server is starting and, later, what it serves."""
 
 from __future__ import annotations
 
@@ -28,8 +28,9 @@ def serving(
     url: str,
     sampling_defaults: Mapping[str, Any],
 ) -> str:
-    """The last lines: limits of the running engine, sampling that the checkpoint
-    recommends, and where to go."""
+    """The last lines: limits of the running engine, the checkpoint's recommended
+    sampling, and addresses.
+    """
     pages = "" if args.page_size == 1 else f" in pages of {args.page_size}"
     size = f"{ready.kv_pool_bytes / 2**30:.2f} GiB"
     each = "" if args.tp_size == 1 else " on each rank"
@@ -54,7 +55,7 @@ def _sampling(defaults: Mapping[str, Any]) -> str:
 
 
 def _places(args: ServerArgs, url: str) -> str:
-    """Pages of the server for people."""
+    """The server's pages for people."""
     places = {"chat": url, "API": f"{url}/docs"}
     if args.enable_metrics:
         places["metrics"] = f"{url}/metrics"

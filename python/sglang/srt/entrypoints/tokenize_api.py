@@ -25,7 +25,7 @@ from sglang.srt.entrypoints.openai.tools import read_tool_use
 from sglang.srt.managers.front.prompt_request import Limits
 from sglang.srt.managers.messages.errors import BadRequest, Unavailable
 
-# Of all texts of one call: their ids are Python integers until they are answered. Ids
+# Maximum for all texts of one call: their ids are Python integers until answered. Ids
 # in a body are bounded by --max-body-values.
 MAX_CALL_CHARS = 4 * 1024 * 1024
 MAX_CALL_ENTRIES = 4096
@@ -41,8 +41,9 @@ else:
 class TokenizeRequest(_Tokenize, kw_only=True, forbid_unknown_fields=True):
     """The body of `/tokenize`: `prompt`, a text or several, or `messages`, a chat.
 
-    `add_special_tokens` is true for a prompt and false for a chat, whose template has
-    them already. The last five fields are for a chat only, and as of its endpoint.
+    `add_special_tokens` defaults to true for a prompt and to false for a chat, whose
+    template already contains them. The last five fields are for chats only, as in the
+    chat endpoint.
     """
 
     model: str | None = None
@@ -58,7 +59,7 @@ class TokenizeRequest(_Tokenize, kw_only=True, forbid_unknown_fields=True):
 
 
 class TokenizeAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Lists in `tokens` and `count` where `prompt` is a list of texts."""
+    """`tokens` and `count` are lists if `prompt` is a list of texts."""
 
     tokens: list[int | list[int]]
     count: int | list[int]
@@ -67,7 +68,7 @@ class TokenizeAnswer(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class DetokenizeRequest(_Detokenize, kw_only=True, forbid_unknown_fields=True):
-    """The body of `/detokenize`: token ids, or several lists of them."""
+    """The body of `/detokenize`: one list of token ids, or several."""
 
     model: str | None = None
     tokens: list[int | list[int]]
@@ -75,7 +76,7 @@ class DetokenizeRequest(_Detokenize, kw_only=True, forbid_unknown_fields=True):
 
 
 class DetokenizeAnswer(msgspec.Struct, kw_only=True):
-    """The text twice: `text` is SGLang's name, `prompt` vLLM's."""
+    """The text under two names: `text` is SGLang's, `prompt` vLLM's."""
 
     text: str | list[str]
     prompt: str | list[str]
@@ -88,7 +89,7 @@ EXAMPLES = {
 
 
 class TokenizeApi:
-    """Handlers of both endpoints, and of their names below `/v1`."""
+    """Handlers of both endpoints, also under `/v1`."""
 
     def __init__(self, front: Front) -> None:
         self._front = front
@@ -173,7 +174,7 @@ class TokenizeApi:
         return self._manager.limits
 
     async def _texts(self, body: TokenizeRequest) -> tuple[list[str], str]:
-        """The texts to tokenize, and the field that holds them."""
+        """Return the texts to tokenize, and the field that holds them."""
         if (body.prompt is None) == (body.messages is None):
             raise BadRequest("set either prompt or messages", param="prompt")
         if body.messages is None:
@@ -199,10 +200,10 @@ def _check_size(size: int, limit: int, unit: str, field: str) -> None:
 
 
 def _shown(entries: list[Any], *, is_list: bool) -> Any:
-    """All entries where the client sent a list, else the only one."""
+    """Return all entries if the client sent a list, else the only one."""
     return entries if is_list else entries[0]
 
 
 def _shown_json(entries: msgspec.Raw, *, is_list: bool) -> msgspec.Raw:
-    """As `_shown`, of a list that is JSON already."""
+    """Like `_shown`, for a list that is already JSON."""
     return entries if is_list else msgspec.Raw(memoryview(entries)[1:-1])

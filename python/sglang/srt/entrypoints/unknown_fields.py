@@ -1,7 +1,7 @@
-"""Fields that no request has: ignored with one line in the log each, or refused.
+"""Unknown fields of requests: each is ignored with one log line, or rejected.
 
-Clients of other servers send fields of their own; those that would change the meaning
-of an answer are in `neutral_fields` and refused by name.
+Clients of other servers send additional fields; fields that would change the meaning of
+an answer are in `neutral_fields` and rejected by name.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from sglang.srt.utils.quoting import clipped, quoted
 
 logger = logging.getLogger(__name__)
 
-# Clients choose the names: neither the log nor the memory is theirs to fill.
+# Clients choose the names, and must not be able to fill the log or the memory.
 MAX_NAMES = 128
 MAX_NAME_CHARS = 100
 _INDEX = re.compile(r"\[\d+\]")
 
 
 class UnknownFields:
-    """Ignores or refuses the unknown fields of one server's requests."""
+    """Ignores or rejects the unknown fields of one server's requests."""
 
     def __init__(self, *, is_strict: bool = False) -> None:
         self.is_strict = is_strict
         self._told: set[str] = set()
 
     def check(self, path: str, known: typing.Iterable[str]) -> None:
-        """Ignore an unknown field, or refuse it.
+        """Ignore or reject an unknown field.
 
         Args:
-            path: where it is in the body. known: fields that its level has.
+            path: path in the body. known: known fields of its level.
 
         Raises:
-            BadRequest: unknown fields are refused.
+            BadRequest: unknown fields are rejected.
         """
         if self.is_strict:
             raise BadRequest(
@@ -69,13 +69,12 @@ UNKNOWN_FIELDS: ContextVar[UnknownFields] = ContextVar(
     "unknown_fields",
     default=UnknownFields(),  # noqa: B039
 )
-"""Those of the running task's server; set where its body is read."""
+"""The unknown fields of the running task's server; set when its body is read."""
 
 
 @functools.cache
 def lenient(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
-    """Return a struct like `kind` that ignores unknown fields, on its inner levels
-    also."""
+    """Return a struct like `kind` that ignores unknown fields, also on inner levels."""
     fields: list[Any] = []
     for field in msgspec.structs.fields(kind):
         inner = inner_struct(field.type)
@@ -88,7 +87,7 @@ def lenient(kind: type[msgspec.Struct]) -> type[msgspec.Struct]:
 
 
 def inner_struct(kind: Any) -> type[msgspec.Struct] | None:
-    """The struct that a field of type `kind` holds, if it does."""
+    """Return the struct that a field of type `kind` holds, if any."""
     parts = typing.get_args(kind) if isinstance(kind, types.UnionType) else (kind,)
     for part in parts:
         if isinstance(part, type) and issubclass(part, msgspec.Struct):

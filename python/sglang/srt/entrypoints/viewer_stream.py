@@ -1,4 +1,4 @@
-"""The stream of events to one page of the inspector, and turns of those who ask."""
+"""The event stream to one inspector page, and turns for expensive questions."""
 
 from __future__ import annotations
 
@@ -52,10 +52,10 @@ class ViewerStream(Response):
 
 
 class Turns:
-    """A scope that one enters at a time, and at most once in `seconds`.
+    """A scope that one caller enters at a time, at most once per `seconds`.
 
     Raises:
-        Unavailable: on entry, where `max_waiting` wait already.
+        Unavailable: on entry, if `max_waiting` callers already wait.
     """
 
     def __init__(self, seconds: float, *, max_waiting: int) -> None:

@@ -1,4 +1,4 @@
-"""uvicorn, with connections that have limits and without its own signal handlers."""
+"""uvicorn with connection limits and without its own signal handlers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WebServer(uvicorn.Server):
     """Serves an ASGI application until `should_exit` is set; its owner handles signals.
 
     Args:
-        max_connections: how many may be open at once.
+        max_connections: maximum number of open connections.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class WebServer(uvicorn.Server):
                 timeout_graceful_shutdown=CLOSE_SECONDS,
             )
         )
-        # Its warnings are about bad requests: clients could fill the log with them.
+        # Its warnings are about bad requests, with which clients could fill the log.
         logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
         self._limits = ConnectionLimits.of(server_args)
         self._max_connections = max_connections
@@ -51,7 +51,7 @@ class WebServer(uvicorn.Server):
         yield
 
     async def startup(self, sockets: Sequence[socket.socket] | None = None) -> None:
-        """Accept on `sockets`, which listen."""
+        """Accept on the listening `sockets`."""
         await self.lifespan.startup()
         acceptors = [
             Acceptor(

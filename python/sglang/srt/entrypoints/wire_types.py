@@ -1,7 +1,7 @@
-"""Types of request bodies as clients write them, where handlers read others.
+"""Types of request bodies as clients write them, if handlers read other types.
 
 A body keeps some fields as raw JSON and others as plain objects that are parsed later;
-a schema must tell what they may hold.
+a schema must describe their contents.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from sglang.srt.entrypoints.generate_api import GenerateRequest
 from sglang.srt.entrypoints.neutral_fields import is_raw
 from sglang.srt.sampling.sampling_params import RULES, SamplingParams
 
-# Fields of `SamplingParams` that clients may write in other ways, too.
+# Fields of `SamplingParams` that clients may also write in other ways.
 _SAMPLING_TYPES: dict[str, Any] = {
     "stop": str | list[str],
     "stop_regex": str | list[str],
@@ -26,7 +26,9 @@ _SAMPLING_TYPES: dict[str, Any] = {
 
 
 def wire_type(kind: Any) -> Any:
-    """The type that describes `kind` to clients: itself, if it has no such fields."""
+    """Return the type that describes `kind` to clients: itself, if it has no such
+    fields.
+    """
     is_struct = isinstance(kind, type) and issubclass(kind, msgspec.Struct)
     if not is_struct:
         return kind
@@ -40,7 +42,7 @@ def wire_type(kind: Any) -> Any:
 
 
 def _readable(kind: Any) -> Any:
-    """`kind`, with raw JSON as any value; descriptions stay."""
+    """Return `kind` with raw JSON as any value, keeping descriptions."""
     if not is_raw(kind):
         return kind
     metas = getattr(kind, "__metadata__", (_NO_EFFECT,))

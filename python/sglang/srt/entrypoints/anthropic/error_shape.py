@@ -22,7 +22,7 @@ TYPES = {
 
 
 def error_content(status: int, message: str, code: object) -> dict[str, Any]:
-    """Return the body of an error. Only a code that is a name is shown."""
+    """Return the body of an error. A code is shown only if it is a name."""
     kind = "invalid_request_error" if 400 <= status < 500 else "api_error"
     error: dict[str, Any] = {"type": TYPES.get(status, kind), "message": message}
     if isinstance(code, str):
@@ -31,7 +31,7 @@ def error_content(status: int, message: str, code: object) -> dict[str, Any]:
 
 
 class ErrorShapeMiddleware:
-    """Rewrites errors of all layers within, which have the shape of `ApiError.body`."""
+    """Rewrites errors of all inner layers, which have the shape of `ApiError.body`."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -44,7 +44,7 @@ class ErrorShapeMiddleware:
 
 
 class _Rewriter:
-    """Sends messages on; the body of an error, which is one piece, is rewritten."""
+    """Passes messages on and rewrites the body of an error, which is a single piece."""
 
     def __init__(self, send: Send) -> None:
         self._send = send

@@ -114,7 +114,7 @@ class MessagesApi:
     async def create(self, request: Request) -> Response:
         body = await read_body(request, MessagesRequest)
         rendered = await self._rendered(request, body)
-        # Clients must name a limit; one beyond the context is the context.
+        # Clients must send a limit; one beyond the context means the whole context.
         prompt = dataclasses.replace(rendered.prompt, is_length_exact=False)
         with _overflow_in_words():
             chat = await submit_chat(
@@ -139,7 +139,7 @@ class MessagesApi:
 
 @contextmanager
 def _overflow_in_words() -> Iterator[None]:
-    """Say that a prompt is too long in the words that Anthropic's clients act on."""
+    """Report a prompt that is too long in the words that Anthropic's clients act on."""
     try:
         yield
     except ContextOverflow as error:

@@ -28,7 +28,7 @@ from sglang.srt.utils.hashing import digest
 
 Events = list[dict[str, Any]]
 
-# Holds arguments that are no JSON object, as clients do who send such a call back.
+# Holds arguments that are not a JSON object, as clients do that send such a call back.
 INVALID_JSON = "INVALID_JSON"
 # Kind of a block -> type of its deltas, and the field of their text.
 DELTAS = {
@@ -49,7 +49,7 @@ class MessagesAnswer(BlockAnswer):
     def add(self, update: Update) -> Events:
         finish = update.finish_reason
         if finish is not None and finish.type == "abort":
-            # No stop reason of this API says that somebody else ended the message.
+            # This API has no stop reason for a message that something else ended.
             raise BadRequest(finish.message or "aborted", status=CLIENT_ABORT_STATUS)
         return super().add(update)
 
@@ -122,7 +122,7 @@ def _block_event(step: str, block: Block, **fields: Any) -> dict[str, Any]:
 
 
 def _opened(block: Block) -> dict[str, Any]:
-    """A block as it begins."""
+    """Return a block at its start."""
     if block.kind is BlockKind.TEXT:
         return {"type": "text", "text": ""}
     if block.kind is BlockKind.REASONING:
@@ -131,7 +131,7 @@ def _opened(block: Block) -> dict[str, Any]:
 
 
 def _content(block: Block) -> dict[str, Any]:
-    """A whole block."""
+    """Return a complete block."""
     shown = _opened(block)
     if block.kind is BlockKind.TEXT:
         return shown | {"text": block.text}
@@ -141,13 +141,14 @@ def _content(block: Block) -> dict[str, Any]:
 
 
 def _signature(block: Block) -> str:
-    """A checksum of the reasoning, which nobody checks: clients drop reasoning without
-    a signature from what they send back."""
+    """Return a checksum of the reasoning. It is never verified, but clients drop
+    reasoning without a signature from what they send back.
+    """
     return digest(block.text)
 
 
 def _input(text: str) -> dict[str, Any]:
-    """The arguments of a call; those that are no JSON object are kept as text."""
+    """Return the arguments of a call; anything but a JSON object is kept as text."""
     if not text:
         return {}
     try:

@@ -1,4 +1,4 @@
-"""Requests of `/v1/messages` in the form of `/v1/chat/completions`."""
+"""Converts requests of `/v1/messages` to the form of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sglang.srt.entrypoints.openai.thinking import THINKING_TYPES
 from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
-# Between two messages of one role, which are one turn.
+# Between two messages of one role, which form one turn.
 BETWEEN_MESSAGES = "\n\n"
 # Before the content of a `tool_result` with `is_error`: templates have no other place.
 ERROR_MARK = "Error: "
@@ -32,14 +32,14 @@ _USE_FIELDS: dict[str, Neutral] = {
 }
 _TOOL_FIELDS: dict[str, Neutral] = {
     "cache_control": ANY,
-    # Arguments are always streamed as they come.
+    # Arguments are always streamed as they are generated.
     "eager_input_streaming": ANY,
     "allowed_callers": Neutral(["direct"]),
     "defer_loading": OFF,
     "input_examples": EMPTY,
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-# Parts of paths in the chat -> those of this API.
+# Parts of paths in the chat -> parts in this API.
 _PATHS = {
     "response_format.json_schema": "output_config.format",
     "response_format": "output_config.format",
@@ -82,7 +82,7 @@ def to_chat(body: Conversation) -> ChatRequest:
 
 
 def client_names(chat: ChatRequest) -> ClientNames:
-    """The names of this API in errors about `chat`."""
+    """Return this API's field names for errors about `chat`."""
     return ClientNames(
         chat,
         prompt="messages",
@@ -112,7 +112,7 @@ def _messages(body: Conversation) -> list[dict[str, Any]]:
 
 
 def _add_message(turns: ChatTurns, role: str, content: Any, where: str) -> None:
-    """Add the blocks of a message; those of one message are not separated."""
+    """Add the blocks of a message, without separators between them."""
     if isinstance(content, str):
         content = [{"type": "text", "text": content}]
     between = BETWEEN_MESSAGES
@@ -171,7 +171,7 @@ def _add_thinking(turns: ChatTurns, block: Any, where: str) -> None:
 
 
 def _add_nothing(turns: ChatTurns, block: Any, where: str) -> None:
-    """Texts are added where it is known what is before them."""
+    """Do nothing: texts are added elsewhere, where what precedes them is known."""
 
 
 _Adders = Mapping[str, Callable[[ChatTurns, Any, str], None]]
@@ -214,7 +214,7 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
 
 
 def _tool_choice(choice: dict[str, Any] | None) -> tuple[Any, bool | None]:
-    """Return the choice as chats write it, and whether calls may be parallel."""
+    """Return the choice in chat form, and whether calls may be parallel."""
     if choice is None:
         return None, None
     kind = kind_of(choice, "tool_choice", (*_CHOICES, "tool"))
@@ -229,9 +229,9 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[Any, bool | None]:
 
 
 def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the variables that open or close the reasoning in templates.
+    """Return the template variables that enable or disable reasoning.
 
-    Nothing limits the reasoning alone: `budget_tokens` has no effect.
+    The length of reasoning alone cannot be limited, so `budget_tokens` has no effect.
     """
     if thinking is None:
         return {}

@@ -25,7 +25,7 @@ class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Conversation(_Messages, kw_only=True, forbid_unknown_fields=True):
-    """All that makes the prompt: the body of `/v1/messages/count_tokens`."""
+    """Everything that forms the prompt: the body of `/v1/messages/count_tokens`."""
 
     messages: list[dict[str, Any]]
     system: str | list[dict[str, Any]] | None = None
@@ -33,7 +33,7 @@ class Conversation(_Messages, kw_only=True, forbid_unknown_fields=True):
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: OutputConfig | None = None
-    # The name of `output_config.format` in the clients' beta of it.
+    # The name of `output_config.format` in the clients' beta version.
     output_format: dict[str, Any] | None = None
     stop_sequences: list[str] | None = None
     chat_template_kwargs: dict[str, Any] | None = None

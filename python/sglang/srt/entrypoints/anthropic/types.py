@@ -22,7 +22,7 @@ class MessagesErrorCode(Shape):
 
 
 class MessagesErrorDetail(Shape):
-    """`details` is there where clients know the error by a name."""
+    """`details` is set if clients know the error by a name."""
 
     type: str
     message: str
@@ -30,8 +30,9 @@ class MessagesErrorDetail(Shape):
 
 
 class MessagesError(Shape, tag_field="type", tag="error"):
-    """The body of every answer below `/v1/messages` that is no success, and the last
-    event of a stream that breaks off."""
+    """The body of every error below `/v1/messages`, and the last event of a stream that
+    is cut off by an error.
+    """
 
     error: MessagesErrorDetail
 
@@ -41,7 +42,7 @@ class TextBlock(Shape, tag_field="type", tag="text"):
 
 
 class ThinkingBlock(Shape, tag_field="type", tag="thinking"):
-    """Reasoning; the signature is a checksum that nobody checks."""
+    """Reasoning; the signature is a checksum that is never verified."""
 
     thinking: str
     signature: str
@@ -58,7 +59,7 @@ class ThinkingTokens(Shape):
 
 
 class MessageUsage(Shape):
-    """Token counts; cached ones are counted apart with --enable-cache-report."""
+    """Token counts; cached tokens are counted separately with --enable-cache-report."""
 
     input_tokens: int
     cache_creation_input_tokens: int

@@ -28,7 +28,7 @@ from sglang.srt.parser.output_parser import (
 from sglang.srt.parser.reasoning_detector import Reasoning
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-# Every delta has these keys, as SGLang's: clients read them without asking.
+# Every delta has these keys, as in SGLang, because clients read them without checking.
 _NO_DELTA: dict[str, Any] = dict.fromkeys(
     ("role", "content", "reasoning_content", "tool_calls")
 )
@@ -38,9 +38,9 @@ class ChatAnswer:
     """Builds the chunks of a stream, or the one body without a stream.
 
     Args:
-        form: how the outputs are parsed.
-        with_usage: report usage in every chunk.
-        shows_reasoning: else it is dropped.
+        form: format of the outputs, for parsing.
+        with_usage: whether to report usage in every chunk.
+        shows_reasoning: whether to include the reasoning.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class ChatAnswer:
         return self.body("chat.completion.chunk", choices, usage=usage)
 
     def choice(self, update: Update) -> dict[str, Any]:
-        """Return a whole choice."""
+        """Return a complete choice."""
         return {
             "index": update.index,
             "message": _message(ParsedOutput.of(self._pieces(update))),
@@ -104,7 +104,7 @@ class ChatAnswer:
         }
 
     def prompt_ids(self, updates: Sequence[Update]) -> dict[str, Any]:
-        """The field of a body that holds the token ids of the prompt, if asked for."""
+        """Return the body's field with the prompt's token ids, if requested."""
         if not self._with_token_ids:
             return {}
         return {"prompt_token_ids": updates[0].prompt_ids}
@@ -119,8 +119,9 @@ class ChatAnswer:
         return chunks
 
     def delta_chunks(self, update: Update) -> list[dict[str, Any]]:
-        """Return a chunk for each piece that is new, and a last one with the finish
-        reason; the first has the logprobs and ids of all new tokens."""
+        """Return a chunk for each new piece, and a last one with the finish reason. The
+        first has the logprobs and ids of all new tokens.
+        """
         deltas = list(map(_delta_fields, self._pieces(update)))
         logprobs, token_ids = self._logprobs(update), self._token_ids(update)
         if (logprobs is not None or token_ids) and not deltas:

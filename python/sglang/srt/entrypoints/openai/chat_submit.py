@@ -1,7 +1,7 @@
-"""A chat on its way to the engine: rendered, limited, submitted.
+"""Renders a chat, checks its limits and submits it to the engine.
 
-Every API of chats brings its requests into the form of `/v1/chat/completions` and goes
-on here.
+Every chat API converts its requests to the form of `/v1/chat/completions` and continues
+here.
 """
 
 from __future__ import annotations
@@ -40,21 +40,22 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-# Larger than any context: a chat without a limit may use all that the prompt leaves.
+# Larger than any context: a chat without a limit may use all the room left by the
+# prompt.
 WHOLE_CONTEXT = 1 << 40
 MAX_TEMPLATE_VARIABLES = 64
-# Types of response_format that leave room for calls.
+# Types of response_format that allow calls.
 _FREE_FORMATS = (None, "text", "structural_tag")
 _SCHEMA_FORMATS = ("json_object", "json_schema")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RenderedChat:
-    """A chat as a prompt.
+    """A chat rendered to a prompt.
 
     Fields:
         form: how its outputs are parsed.
-        names: of its fields, for errors.
+        names: the client's names of its fields, for errors.
     """
 
     prompt: PromptRequest
@@ -65,7 +66,7 @@ class RenderedChat:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubmittedChat(RenderedChat):
-    """A chat that the engine works on."""
+    """A chat that was submitted to the engine."""
 
     group: RequestGroup
 
@@ -76,7 +77,7 @@ async def render_chat(
     """Check a chat and apply the template.
 
     Raises:
-        ApiError: it is refused.
+        ApiError: the chat is rejected.
     """
     tokenizer = need_tokenizer(front.manager.tokenizer)
     with names.in_errors():
@@ -92,7 +93,7 @@ async def submit_chat(front: Front, chat: RenderedChat) -> SubmittedChat:
     """Send a chat to the engine.
 
     Raises:
-        ApiError: it is refused.
+        ApiError: the chat is rejected.
     """
     with chat.names.in_errors():
         group = await front.manager.submit([chat.prompt])
@@ -106,7 +107,9 @@ async def submit_chat(front: Front, chat: RenderedChat) -> SubmittedChat:
 
 
 def max_tokens(body: ChatRequest) -> tuple[str, int | None]:
-    """Return the name and value of the output limit; the newer name wins."""
+    """Return the name and value of the output limit; the newer name takes
+    precedence.
+    """
     if body.max_completion_tokens is not None:
         return "max_completion_tokens", body.max_completion_tokens
     return "max_tokens", body.max_tokens
@@ -167,7 +170,7 @@ def _prompt_request(
         params = msgspec.structs.replace(params, skip_special_tokens=False)
     prompt = PromptRequest(
         prompt=text,
-        # The template contains them already.
+        # The template already contains them.
         add_special_tokens=False,
         sampling_params=params,
         is_length_exact=max_tokens(body)[1] is not None,
@@ -194,7 +197,7 @@ def _output_format(
 ) -> OutputFormat:
     """Return how the outputs are parsed.
 
-    A constraint holds from the first token on: there is no reasoning before it.
+    A constraint applies from the first token, so there is no reasoning before it.
     """
     calls: CallFormat | None = None
     if use.is_forced:
@@ -223,10 +226,10 @@ def _has_schema(body: ChatRequest) -> bool:
 
 
 def _refuse_constraint(body: ChatRequest, use: ToolUse, parser: str | None) -> None:
-    """Refuse constraints of the output where it may, or must, hold calls.
+    """Reject output constraints if the output may or must contain calls.
 
-    A `response_format` is about the text: there is none beside forced calls, and in a
-    format whose calls can be bound the output is calls or follows it.
+    A `response_format` applies to the text: forced calls leave no text, and in a format
+    whose calls can be constrained the output is either calls or follows it.
     """
     if not use.tools:
         return
@@ -253,8 +256,8 @@ def _refuse_constraint(body: ChatRequest, use: ToolUse, parser: str | None) -> N
 def template_variables(
     given: dict[str, Any] | None, *, defaults: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Return the extra names for the chat template: `chat_template_kwargs`, which win
-    over what other fields ask for.
+    """Return extra variables for the chat template: `chat_template_kwargs`, which take
+    precedence over other fields.
 
     Raises:
         BadRequest: there are too many.
@@ -270,7 +273,7 @@ def template_variables(
 
 
 def _check_message_fields(messages: Sequence[Mapping[str, Any]]) -> None:
-    """Ignore fields that no message has, or refuse them."""
+    """Ignore or reject unknown fields of messages."""
     for index, message in enumerate(messages):
         for name in message.keys() - KNOWN_FIELDS:
             path = f"messages[{index}].{name}"
@@ -278,7 +281,7 @@ def _check_message_fields(messages: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _refuse_contradictions(body: ChatRequest) -> None:
-    """Refuse fields that contradict each other."""
+    """Reject fields that contradict each other."""
     if body.continue_final_message and body.add_generation_prompt:
         raise BadRequest(
             "continue_final_message cannot be combined with add_generation_prompt: "

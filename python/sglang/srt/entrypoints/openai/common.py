@@ -23,9 +23,9 @@ from sglang.srt.sampling.sampling_params import (
     SamplingParams,
 )
 
-# A name by itself, not a part of a path such as response_format.json_schema.
+# A name on its own, not part of a path such as response_format.json_schema.
 _WORD = re.compile(r"(?<![\w.])\w+")
-# Parameters that fields of other names are made into.
+# Parameters that come from fields with other names.
 _BOUND = ("json_schema", "structural_tag")
 
 
@@ -34,14 +34,14 @@ def make_id(prefix: str) -> str:
 
 
 class ClientNames:
-    """Translates the field names of `/generate` in errors to those of the client.
+    """Translates field names of `/generate` in errors to the client's field names.
 
     Args:
         prompt: field of the body that holds the prompt.
         max_tokens: field that holds the output limit.
         top_logprobs: field that holds the number of alternatives.
-        paths: parts of paths -> those of the client, where its body was brought into
-            the form of `body`; the first that is found first.
+        paths: parts of paths -> the client's, if its body was converted to the form of
+            `body`; the first match wins.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class ClientNames:
         if (body.response_format or {}).get("type") not in (None, "text"):
             self._names |= dict.fromkeys(_BOUND, "response_format")
         elif body.json_schema is None:
-            # Only the schemas of tools are left to have made a constraint; each is a
-            # definition of the tool's name.
+            # Only the tools' schemas can have made this constraint; each is a
+            # definition with the tool's name.
             self._names |= dict.fromkeys(_BOUND, "tools")
             self._definitions = "tools."
         if (guide := read_guide(body)) is not None:
@@ -75,7 +75,9 @@ class ClientNames:
 
     @contextmanager
     def in_errors(self) -> Iterator[None]:
-        """Make a `BadRequest` that passes name the client's field, in `param` too."""
+        """Rename the field in a passing `BadRequest` to the client's, also in
+        `param`.
+        """
         try:
             yield
         except BadRequest as error:
@@ -86,7 +88,7 @@ class ClientNames:
                 error.param = self._with_paths(param)
             message = error.message
             if not (given or "").startswith("response_format"):
-                # Else it speaks of its own fields and types, which have such names.
+                # Otherwise it is about its own fields and types, which have such names.
                 message = _WORD.sub(
                     lambda word: self._names.get(word[0], word[0]), message
                 )
@@ -116,9 +118,9 @@ def sampling_params(
     """Build the sampling parameters from the body's fields.
 
     Args:
-        defaults: of fields that the body leaves out.
-        calls: parameter that binds calls, and its value. It holds the schema of
-            `response_format` already; the body's other constraints go first.
+        defaults: values for fields that the body leaves out.
+        calls: parameter that constrains calls, and its value. It already contains the
+            schema of `response_format`; the body's other constraints take precedence.
 
     Raises:
         BadRequest: a value is out of range, or two fields contradict each other.
@@ -152,7 +154,7 @@ def sampling_params(
 
 
 def _seed(seed: int) -> int | None:
-    """Map OpenAI's signed seed to an unsigned one; -1 asks for none."""
+    """Map OpenAI's signed seed to an unsigned one; -1 means no seed."""
     if seed == -1:
         return None
     if not -MAX_SEED - 1 <= seed <= MAX_SEED:
@@ -164,18 +166,18 @@ def _seed(seed: int) -> int | None:
 
 
 class StreamUsage(NamedTuple):
-    """Where a stream reports usage: in a last chunk of its own, in every chunk."""
+    """Where a stream reports usage: in a separate last chunk, in every chunk."""
 
     at_end: bool
     is_continuous: bool
 
 
 def stream_usage(body: Sampled) -> StreamUsage:
-    """The usage that `stream_options` asks for."""
+    """Return the usage reports that `stream_options` asks for."""
     options = body.stream_options
     if options is None:
         return StreamUsage(at_end=False, is_continuous=False)
-    # A whole answer has its usage in any case.
+    # A whole answer always has its usage.
     return StreamUsage(
         at_end=bool(options.include_usage),
         is_continuous=bool(options.include_usage and options.continuous_usage_stats),
@@ -183,15 +185,16 @@ def stream_usage(body: Sampled) -> StreamUsage:
 
 
 def last_hidden_state(update: Update) -> dict[str, Any]:
-    """The field of a choice that shows the hidden state of its last token, where one
-    was asked for."""
+    """Return the field of a choice with the hidden state of its last token, if
+    requested.
+    """
     if not update.hidden_states:
         return {}
     return {"hidden_states": update.hidden_states[-1]}
 
 
 def finish_name(reason: FinishReason | None) -> str | None:
-    """Return "stop", "length" or "abort"; None while the request runs."""
+    """Return "stop", "length" or "abort", or None while the request runs."""
     return None if reason is None else reason.type
 
 
@@ -201,7 +204,7 @@ def matched_stop(reason: FinishReason | None) -> int | str | None:
 
 
 class UsageCounter:
-    """Token counts of all choices; the prompt of `n` choices counts once."""
+    """Counts the tokens of all choices; the prompt of `n` choices counts once."""
 
     def __init__(self, *, n: int, report_cached: bool) -> None:
         self._n = n

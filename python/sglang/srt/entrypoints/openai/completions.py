@@ -139,7 +139,7 @@ class _CompletionAnswer:
         return {**self._head, "choices": choices, "usage": usage}
 
     def choice(self, update: Update) -> dict[str, Any]:
-        """Return the choice of `update`; the first of an index has the echo."""
+        """Return the choice of `update`; the first one of an index has the echo."""
         text, prompt_text = update.text, ""
         is_first = update.index not in self._logprobs
         if is_first:
@@ -164,7 +164,7 @@ class _CompletionAnswer:
         }
 
     def _token_ids(self, update: Update, *, with_prompt: bool) -> dict[str, Any]:
-        """The ids that `return_token_ids` asks for: the prompt's once."""
+        """Return the ids for `return_token_ids`; the prompt's ids are included once."""
         if not self._with_token_ids:
             return {}
         prompt = update.prompt_ids if with_prompt else None

@@ -1,6 +1,6 @@
-"""vLLM's names for a constraint of the output: `guided_...`, `structured_outputs`.
+"""vLLM's names for output constraints: `guided_...`, `structured_outputs`.
 
-Each is one of the constraints that `SamplingParams` has. Knows nothing of grammars.
+Each is one of the constraints of `SamplingParams`. Knows nothing about grammars.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class Guide:
     """A constraint that a body asks for.
 
     Fields:
-        path: where it is in the body.
-        kind: the field of `SamplingParams`. source: its value.
+        path: path of the constraint in the body.
+        kind: field of `SamplingParams`. source: its value.
     """
 
     path: str
@@ -38,7 +38,7 @@ def read_guide(body: Sampled) -> Guide | None:
     """Return the constraint under one of vLLM's names, if there is one.
 
     Raises:
-        BadRequest: there are several, or one is of the wrong type.
+        BadRequest: there are several, or one has the wrong type.
     """
     found = [
         _guide(name, name.removeprefix("guided_"), getattr(body, name))
@@ -80,14 +80,14 @@ def _same(value: Any, path: str) -> Any:
 
 
 def _choice_regex(choices: list[Any], path: str) -> str:
-    """Return the regular expression of exactly these texts."""
+    """Return the regular expression that matches exactly these texts."""
     if not choices or not all(isinstance(c, str) and c for c in choices):
         raise BadRequest(f"{path} must be a list of non-empty strings", param=path)
     return "|".join(f"(?:{re.escape(choice)})" for choice in choices)
 
 
 _TYPE_NAMES = {str: "a string", dict: "an object", list: "a list", bool: "a boolean"}
-# Name -> field of `SamplingParams`, types of the value, and what makes the source.
+# Name -> field of `SamplingParams`, types of the value, and conversion to the source.
 _KINDS: Mapping[str, tuple[str, tuple[type, ...], Callable[[Any, str], Any]]] = {
     "json": ("json_schema", (dict, str), _same),
     "json_object": ("json_schema", (bool,), lambda value, path: ANY_OBJECT),
@@ -100,7 +100,7 @@ _OTHERS: dict[str, Neutral] = {
     "whitespace_pattern": EMPTY,
     "disable_any_whitespace": OFF,
     "disable_additional_properties": OFF,
-    # Of the choice between backends, of which there is one.
+    # Fields that choose between backends; there is only one.
     "disable_fallback": ANY,
     "backend": ANY,
     "_backend": ANY,

@@ -12,12 +12,12 @@ from sglang.srt.managers.messages.io_struct import LogprobDelta, TokenLogprob
 from sglang.srt.utils.detokenizer import IncrementalDetokenizer
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-# Tokens of a long answer that are shown at once.
+# Number of tokens of a long answer that are encoded at once.
 SLICE_TOKENS = 256
 
 
 def need_tokenizer(tokenizer: Tokenizer | None) -> Tokenizer:
-    """Return `tokenizer`, without which OpenAI's endpoints cannot answer.
+    """Return `tokenizer`, which OpenAI's endpoints require.
 
     Raises:
         BadRequest: the server runs without a tokenizer.
@@ -45,7 +45,7 @@ def encoded_tokens(tokenizer: Tokenizer, delta: LogprobDelta) -> list[bytes]:
     """Return the entries of `delta`'s tokens for `json_list`.
 
     They are encoded in slices: as objects they would take hundreds of bytes each, and
-    their encoding would hold the interpreter for as long.
+    encoding all of them would hold the interpreter for too long.
     """
     count = len(delta.output_token)
     return [
@@ -55,7 +55,7 @@ def encoded_tokens(tokenizer: Tokenizer, delta: LogprobDelta) -> list[bytes]:
 
 
 def json_list(slices: Iterable[bytes]) -> msgspec.Raw:
-    """Join slices of encoded entries to a list."""
+    """Join slices of encoded entries into a list."""
     return msgspec.Raw(b"[" + b",".join(slices) + b"]")
 
 
@@ -89,10 +89,10 @@ class CompletionLogprobs:
     """`choices[].logprobs` of `/v1/completions`; offsets continue from chunk to chunk.
 
     An offset is the index in the shown text at which a token's own text begins. Tokens
-    without text, and all parts of a character but the last, add nothing to it.
+    without text, and all parts of a character except the last, do not advance it.
 
     Args:
-        top: alternatives per token.
+        top: number of alternatives per token.
         skip_special_tokens: as for the text of the output.
         prompt_text: text shown before the output; empty without `echo`.
     """
@@ -155,9 +155,9 @@ class CompletionLogprobs:
         return offsets
 
     def _width_in_prompt(self, piece: str, offset: int, *, is_special: bool) -> int:
-        """Return how many characters of `piece` the prompt has at `offset`.
+        """Return how many characters of `piece` match the prompt at `offset`.
 
-        A tokenizer adds special tokens, and some add a space at the beginning.
+        Tokenizers add special tokens, and some add a leading space.
         """
         if self._prompt_text.startswith(piece, offset):
             return len(piece)
@@ -171,8 +171,8 @@ class CompletionLogprobs:
     def _name(self, token_id: int) -> str:
         """Return the text of a token, or OpenAI's form of its bytes.
 
-        The bytes are for a token that is part of a character: distinct tokens need
-        distinct names.
+        Bytes are used for a token that is part of a character, because distinct tokens
+        need distinct names.
         """
         data = self._tokenizer.token_bytes(token_id)
         try:

@@ -1,4 +1,4 @@
-"""Routes that parse a text as an output would be: tool calls, reasoning."""
+"""Routes that parse a text like an output: tool calls, reasoning."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class SeparateReasoningRequest(
 
 
 class ParsedCall(msgspec.Struct, kw_only=True):
-    """A call that a text holds; `parameters` are JSON."""
+    """A call in a text; `parameters` are JSON."""
 
     tool_index: int
     name: str
@@ -129,7 +129,7 @@ class ParseRoutes:
 
 
 def _parser_of(text: str, known: Iterable[str], **given: str | None) -> str:
-    """Return the parser that `given` names by field; checks it and `text`."""
+    """Return the parser named by the field in `given`; checks it and `text`."""
     ((field, name),) = given.items()
     if name is None or name not in known:
         found = "missing" if name is None else quoted(name)

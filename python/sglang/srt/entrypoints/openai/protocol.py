@@ -1,7 +1,7 @@
 """OpenAI's request bodies, with the sampling fields that SGLang adds.
 
-A field that this engine cannot honour is refused by name, but for a neutral value
-(`neutral_fields`); those in `Harmless` are accepted without effect, because common
+A field that this engine cannot honor is rejected by name unless its value is neutral
+(`neutral_fields`); the fields in `Harmless` are accepted without effect, because common
 clients send them.
 """
 
@@ -19,7 +19,7 @@ from sglang.srt.entrypoints.neutral_fields import (
 )
 from sglang.srt.managers.front.prompt_request import cache_namespace
 
-# Field of the body -> name in SamplingParams, where both mean the same.
+# Field of the body -> name in SamplingParams, for fields with the same meaning.
 SAMPLING_FIELDS: dict[str, str] = {
     "temperature": "temperature",
     "top_p": "top_p",
@@ -53,10 +53,10 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class Harmless(msgspec.Struct, kw_only=True):
-    """Fields without any effect here, whose values are not even built.
+    """Fields without effect here, whose values are not even parsed.
 
-    All but the last are about accounts, storage or caching elsewhere. `verbosity` is
-    for models that were trained on it; no chat template can express it.
+    All but the last concern accounts, storage or caching elsewhere. `verbosity` is for
+    models that were trained on it; chat templates cannot express it.
     """
 
     user: msgspec.Raw = UNSET
@@ -70,7 +70,7 @@ class Harmless(msgspec.Struct, kw_only=True):
 
 
 class ChatOptions(Harmless, kw_only=True):
-    """Fields that all APIs share, whatever their own. None means the default."""
+    """Fields shared by all APIs. None means the default."""
 
     model: str | None = None
     stream: bool | None = False
@@ -98,7 +98,7 @@ class ChatOptions(Harmless, kw_only=True):
     include_stop_str_in_output: bool | None = None
 
     def options(self) -> dict[str, Any]:
-        """Return the fields that mean the same in every API."""
+        """Return the fields that have the same meaning in every API."""
         return {name: getattr(self, name) for name in _OPTIONS}
 
 
@@ -125,7 +125,7 @@ class Sampled(ChatOptions, kw_only=True):
     structured_outputs: dict[str, Any] | None = None
 
     def namespace(self) -> str | None:
-        """Return the part of the prefix cache that the request shares."""
+        """Return the prefix-cache namespace of the request."""
         return cache_namespace(salt=self.cache_salt, key=self.extra_key)
 
 
@@ -152,7 +152,7 @@ class CompletionRequest(_Completion, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
 
     def __post_init__(self) -> None:
-        # Clients that know chats send a boolean; true is one alternative, as in SGLang.
+        # Chat clients send a boolean; true means one alternative, as in SGLang.
         if isinstance(self.logprobs, bool):
             self.logprobs = 1 if self.logprobs else None
 
@@ -160,8 +160,8 @@ class CompletionRequest(_Completion, kw_only=True, forbid_unknown_fields=True):
 class ChatRequest(_Chat, kw_only=True, forbid_unknown_fields=True):
     """The body of `/v1/chat/completions`.
 
-    Switches of the reasoning (`thinking.py`) are variables of the chat template; one
-    that has no use for them ignores them.
+    Reasoning switches (`thinking.py`) are variables of the chat template, which may
+    ignore them.
     """
 
     messages: list[dict[str, Any]]

@@ -1,6 +1,6 @@
-"""What `response_format` asks for, in every form that clients write.
+"""Reads `response_format` in every form that clients use.
 
-Nothing is dropped: what has no meaning here is refused by name.
+Nothing is dropped silently: anything without a meaning here is rejected by name.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from sglang.srt.utils.quoting import quoted
 _FIELD = "response_format"
 TYPES = ("text", "json_object", "json_schema", "structural_tag")
 _ANY_OBJECT = {"type": "object"}
-# Fields that hold a schema, and those that may be beside one.
+# Fields that hold a schema, and fields that may accompany one.
 _HOLDERS = ("json_schema", "schema")
 _BESIDE = frozenset({"name", "description", "strict"})
 
@@ -24,11 +24,11 @@ _BESIDE = frozenset({"name", "description", "strict"})
 def response_constraint(
     response_format: Mapping[str, Any] | None,
 ) -> tuple[str, str] | None:
-    """Return the sampling parameter that binds an output, and its value; None for free
-    text.
+    """Return the sampling parameter that constrains the output and its value, or None
+    for free text.
 
     Raises:
-        BadRequest: names the field and what is legal.
+        BadRequest: names the field and the legal values.
     """
     if response_format is not None and response_format.get("type") == "structural_tag":
         return "structural_tag", _encoded(response_format)
@@ -37,13 +37,13 @@ def response_constraint(
 
 
 def response_schema(response_format: Mapping[str, Any] | None) -> str | None:
-    """Return the JSON schema that an output must follow; None for free text.
+    """Return the JSON schema that the output must follow, or None for free text.
 
     The schema is in `json_schema.schema` (OpenAI), in `schema` (responses, llama.cpp),
-    or is `json_schema` itself; `json_object` may have one too.
+    or is `json_schema` itself; `json_object` may also have one.
 
     Raises:
-        BadRequest: names the field and what is legal.
+        BadRequest: names the field and the legal values.
     """
     if not response_format:
         return None
@@ -77,7 +77,7 @@ def _schema(value: Any, where: str, field: str) -> Mapping[str, Any]:
             _refuse_unknown(value, ("schema", *_BESIDE), where)
             value = value.get("schema")
         elif value.keys() & {"name", "strict"}:
-            # Not a schema either.
+            # Also not a schema.
             raise _no_schema(f"{where}.schema", where)
     if not isinstance(value, dict):
         raise _no_schema(f"{where}.schema" if field == "json_schema" else where, where)

@@ -1,4 +1,4 @@
-"""`POST /v1/responses`, without a store, and the paths that would need one."""
+"""`POST /v1/responses` without storage, and the paths that would need it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from sglang.srt.entrypoints.openai.responses_types import (
 )
 from sglang.srt.managers.messages.errors import BadRequest, NotFound
 
-# Path of one stored response -> methods of clients.
+# Path of a stored response -> methods that clients use.
 STORED_PATHS = {
     "/v1/responses/{response_id}": ["GET", "DELETE"],
     "/v1/responses/{response_id}/cancel": ["POST"],
@@ -119,7 +119,7 @@ class ResponsesApi:
 
 
 def _check_logprobs(chat: RenderedChat) -> None:
-    """Refuse log probabilities where not all tokens are those of the text."""
+    """Reject log probabilities if some tokens do not belong to the text."""
     form = chat.form
     if chat.prompt.return_logprob and (form.reasoning or form.calls):
         raise BadRequest(

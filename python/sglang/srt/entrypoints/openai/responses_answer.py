@@ -62,7 +62,7 @@ class ResponsesAnswer(BlockAnswer):
         self._sequence = 0
         self._items: list[dict[str, Any]] = []
         self._error: ApiError | None = None
-        # Encoded log probabilities of the text: all, and those not shown yet.
+        # Encoded log probabilities of the text: all, and the ones not shown yet.
         self._logprobs: list[bytes] = []
         self._fresh_logprobs: list[bytes] = []
 
@@ -138,11 +138,11 @@ class ResponsesAnswer(BlockAnswer):
         return {"type": kind, "sequence_number": number, **fields}
 
     def _about(self, kind: str, status: str) -> dict[str, Any]:
-        """An event with the whole response."""
+        """Return an event with the whole response."""
         return self._event(kind, response=self._response(status))
 
     def _of_item(self, kind: str, block: Block, **fields: Any) -> dict[str, Any]:
-        """An event about an item."""
+        """Return an event about an item."""
         return self._event(
             kind, item_id=item_id(block), output_index=block.index, **fields
         )
@@ -172,7 +172,7 @@ class ResponsesAnswer(BlockAnswer):
             ]
         if event.step is Step.GROW:
             return [self._text_delta(block, event.text)]
-        # The end of the output may have had no text of its own.
+        # The end of the output may have no text of its own.
         rest = [self._text_delta(block, "")] if self._fresh_logprobs else []
         logprobs = json_list(self._logprobs)
         part = text_part(block.text, logprobs)

@@ -1,4 +1,4 @@
-"""Requests of `/v1/responses` in the form of `/v1/chat/completions`."""
+"""Converts requests of `/v1/responses` to the form of `/v1/chat/completions`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.quoting import quoted
 
 LOGPROBS = "message.output_text.logprobs"
-# They ask for results of built-in tools, or for what would be stored.
+# These ask for results of built-in tools or for stored data.
 VAIN_INCLUDES = frozenset(
     {
         "code_interpreter_call.outputs",
@@ -45,7 +45,7 @@ VAIN_INCLUDES = frozenset(
 )
 MAX_METADATA_BYTES = 64 * 1024
 MESSAGE_PARTS = ("input_text", "output_text", "text")
-# Fields of items that this server has sent, or that say nothing to a model.
+# Fields of items that this server sent, or that mean nothing to a model.
 _SENT: dict[str, Neutral] = {"id": ANY, "status": ANY}
 _DIRECT: dict[str, Neutral] = {"caller": ANY, "namespace": NOTHING}
 _PART_FIELDS = ("annotations", "logprobs", "prompt_cache_breakpoint")
@@ -54,7 +54,7 @@ _TOOL_FIELDS: dict[str, Neutral] = {
     "defer_loading": OFF,
     "output_schema": NOTHING,
 }
-# Parts of paths in the chat -> those of this API.
+# Parts of paths in the chat -> parts in this API.
 _PATHS = {
     "response_format.json_schema": "text.format",
     "response_format": "text.format",
@@ -87,7 +87,7 @@ def to_chat(body: ResponsesRequest) -> ChatRequest:
 
 
 def client_names(chat: ChatRequest) -> ClientNames:
-    """The names of this API in errors about `chat`."""
+    """Return this API's field names for errors about `chat`."""
     return ClientNames(
         chat,
         prompt="input",
@@ -98,10 +98,10 @@ def client_names(chat: ChatRequest) -> ClientNames:
 
 
 def read_metadata(body: ResponsesRequest) -> dict[str, str]:
-    """Return the texts that the answer repeats.
+    """Return the texts that are repeated in the answer.
 
     Raises:
-        BadRequest: they are none, or too many.
+        BadRequest: they are not texts, or too many.
     """
     raw = bytes(body.metadata)
     if body.metadata is UNSET:
@@ -121,7 +121,9 @@ def read_metadata(body: ResponsesRequest) -> dict[str, str]:
 
 
 def _wants_logprobs(body: ResponsesRequest) -> bool:
-    """Whether the text comes with log probabilities; checks what else is asked for."""
+    """Whether to return log probabilities of the text; checks everything in
+    `include`.
+    """
     for name in body.include or ():
         if name != LOGPROBS and name not in VAIN_INCLUDES:
             known = ", ".join((LOGPROBS, *sorted(VAIN_INCLUDES)))
@@ -207,7 +209,7 @@ def _add_result(turns: ChatTurns, item: Any, where: str) -> None:
 
 
 def _add_reasoning(turns: ChatTurns, item: Any, where: str) -> None:
-    """Add the text of the reasoning, else its summary."""
+    """Add the text of the reasoning, or else its summary."""
     level = BodyLevel(
         item,
         where,
@@ -251,7 +253,7 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
 
 
 def _tool_choice(choice: Any) -> Any:
-    """Return the choice as chats write it: names within `function`."""
+    """Return the choice in chat form: names inside `function`."""
     if not isinstance(choice, dict):
         return choice
     kind = kind_of(choice, "tool_choice", ("function", "allowed_tools"))
@@ -272,7 +274,7 @@ def _named(level: BodyLevel) -> dict[str, Any]:
 
 
 def _response_format(form: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the format as chats write it: a schema within `json_schema`."""
+    """Return the format in chat form: a schema inside `json_schema`."""
     if form is None or form.get("type") != "json_schema":
         return dict(form) if form is not None else None
     holder = {name: value for name, value in form.items() if name != "type"}

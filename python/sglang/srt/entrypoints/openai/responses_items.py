@@ -70,7 +70,7 @@ def shown_error(error: ApiError) -> dict[str, Any]:
 
 
 def repeated_fields(asked: ResponsesRequest, chat: SubmittedChat) -> dict[str, Any]:
-    """The fields of the request that its answer repeats, with their defaults."""
+    """Return the request's fields that the answer repeats, with their defaults."""
     params = chat.prompt.sampling_params
     text = asked.text
     effort = asked.reasoning.effort if asked.reasoning else None

@@ -1,6 +1,6 @@
-"""Switches of a model's reasoning, which are variables of its chat template.
+"""Switches for a model's reasoning, which are variables of its chat template.
 
-Providers write them in several ways; templates read `enable_thinking` (Qwen, GLM),
+Providers use several forms; templates read `enable_thinking` (Qwen, GLM),
 `thinking` (DeepSeek, Kimi) or `reasoning_effort` (gpt-oss).
 """
 
@@ -14,11 +14,11 @@ from sglang.srt.entrypoints.neutral_fields import ANY, Neutral
 if TYPE_CHECKING:
     from sglang.srt.entrypoints.openai.protocol import ChatRequest
 
-# Value of `thinking.type`, as of `/v1/messages` -> whether the model thinks.
+# Value of `thinking.type`, as in `/v1/messages` -> whether the model thinks.
 THINKING_TYPES = {"enabled": True, "adaptive": True, "disabled": False}
 # An effort that turns reasoning off.
 NO_EFFORT = "none"
-# Nothing limits the reasoning alone.
+# The reasoning alone cannot be limited.
 _THINKING_FIELDS: dict[str, Neutral] = {"budget_tokens": ANY, "clear_thinking": ANY}
 _REASONING_FIELDS: dict[str, Neutral] = {
     "max_tokens": ANY,
@@ -27,13 +27,13 @@ _REASONING_FIELDS: dict[str, Neutral] = {
 
 
 def thinking_variables(body: ChatRequest) -> dict[str, Any]:
-    """Return the variables that the fields of a chat ask for: none where the template
-    is to do what it does unasked.
+    """Return the variables that a chat's fields ask for; empty to keep the template's
+    default.
 
-    A switch is given under both names, as a template reads one of them.
+    A switch is set under both names, because a template reads one of them.
 
     Raises:
-        BadRequest: a value that is no switch; names the field.
+        BadRequest: a value is not a valid switch; names the field.
     """
     effort, switch = body.reasoning_effort, body.enable_thinking
     if switch is None and body.thinking is not None:
@@ -60,8 +60,9 @@ def thinking_variables(body: ChatRequest) -> dict[str, Any]:
 
 
 def shows_reasoning(body: ChatRequest) -> bool:
-    """Whether the answer has the reasoning; `thinking_variables` has checked the
-    fields."""
+    """Whether the answer includes the reasoning; `thinking_variables` has checked the
+    fields.
+    """
     return body.include_reasoning is not False and not (body.reasoning or {}).get(
         "exclude"
     )

@@ -1,4 +1,4 @@
-"""The tools of a request in OpenAI's form, and what the model may do with them."""
+"""The tools of a request in OpenAI's form, and how the model may use them."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class ToolUse:
     """The calls that a request allows.
 
     Fields:
-        tools: those that may be called; empty: no call is looked for.
+        tools: tools that may be called; if empty, outputs are not parsed for calls.
         for_template: all tools of the request, as the chat template sees them.
-        is_forced: the output is nothing but calls.
-        max_calls: None: as many as the model likes.
-        strict: names of the tools whose arguments must follow their schemas.
+        is_forced: whether the output consists of calls only.
+        max_calls: maximum number of calls, or None for no limit.
+        strict: names of tools whose arguments must follow their schemas.
     """
 
     tools: tuple[Tool, ...] = ()
@@ -44,11 +44,11 @@ class ToolUse:
     def constraint(
         self, parser: str | None, answer: str | None = None
     ) -> tuple[str, str] | None:
-        """Return the sampling parameter that binds the calls, and its value.
+        """Return the sampling parameter that constrains the calls, and its value.
 
         Args:
-            parser: of --tool-call-parser.
-            answer: schema of an output without calls; moot where calls are forced.
+            parser: name of the --tool-call-parser.
+            answer: schema of an output without calls; unused if calls are forced.
         """
         if not self.tools:
             return None
@@ -67,7 +67,7 @@ def read_tool_use(
     """Read `tools`, `tool_choice` and `parallel_tool_calls`.
 
     Raises:
-        BadRequest: names the field, the value and what is legal.
+        BadRequest: names the field, the value and the legal values.
     """
     known = read_tools(tools or ())
     mode, names = _read_choice(choice, is_default_auto=bool(known))
@@ -104,7 +104,7 @@ def read_tools(tools: Sequence[Mapping[str, Any]]) -> tuple[Tool, ...]:
     """Check and read the field `tools`.
 
     Raises:
-        BadRequest: names the entry and what is wrong.
+        BadRequest: names the entry and the problem.
     """
     if len(tools) > MAX_TOOLS:
         raise BadRequest(
@@ -176,8 +176,9 @@ def _read_parameters(where: str, function: Mapping[str, Any]) -> Mapping[str, An
 
 
 def _is_of_object(schema: Mapping[str, Any]) -> bool:
-    """Whether arguments may satisfy `schema`; some generators write OBJECT, or null
-    beside it."""
+    """Whether an object may satisfy `schema`; some generators write OBJECT, or also
+    allow null.
+    """
     kinds = schema.get("type")
     if kinds is None:
         return True
@@ -186,7 +187,7 @@ def _is_of_object(schema: Mapping[str, Any]) -> bool:
 
 
 def _depth(value: Any) -> int:
-    """Levels of nesting, counted no further than the limit allows."""
+    """Return the levels of nesting, counted no further than the limit."""
     level, depth = [value], 0
     while level and depth <= MAX_SCHEMA_DEPTH:
         depth += 1
@@ -200,7 +201,7 @@ def _depth(value: Any) -> int:
 
 
 def _read_choice(choice: Any, *, is_default_auto: bool) -> tuple[str, list[str] | None]:
-    """Return one of `CHOICES` and the names that it is limited to."""
+    """Return one of `CHOICES` and the names it is limited to."""
     if choice is None:
         return ("auto" if is_default_auto else "none"), None
     if isinstance(choice, str) and choice in CHOICES:
@@ -235,7 +236,7 @@ def _read_allowed(allowed: Any) -> tuple[str, list[str]]:
 
 
 def _function_name(holder: Any) -> str:
-    """The name in `{"function": {"name": ...}}`."""
+    """Return the name in `{"function": {"name": ...}}`."""
     function = holder.get("function") if isinstance(holder, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if not isinstance(name, str):
@@ -248,7 +249,9 @@ def _function_name(holder: Any) -> str:
 
 
 def _template_tool(tool: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a tool as models were trained on it: without what only servers read."""
+    """Return a tool in the form models were trained on, without fields that only
+    servers read.
+    """
     function = {
         name: value
         for name, value in tool["function"].items()
