@@ -1,6 +1,6 @@
 """Protocols of a grammar library: compile a source, then follow one request.
 
-Knows nothing of a concrete library, of threads or of batches.
+Knows nothing about a concrete library, threads or batches.
 """
 
 from __future__ import annotations
@@ -18,26 +18,28 @@ class GrammarTooComplexError(ValueError):
 
 
 class CompilerUnavailableError(Exception):
-    """The source was not compiled, through no fault of its own: try again."""
+    """The source was not compiled for reasons outside of it; a retry may succeed."""
 
 
 class CompilationCancelledError(Exception):
-    """Nobody waits for the result any more."""
+    """The result is no longer needed."""
 
 
 class GrammarLimitError(RuntimeError):
-    """The compiled state has grown to a limit, and serves no request any more.
+    """The compiled state has grown to a limit and can no longer serve requests.
 
-    The tokens so far are followed again on fresh state (`GrammarBackend.resume`).
+    The tokens so far are replayed on fresh state (`GrammarBackend.resume`).
     """
 
 
 class EosInsideGrammarError(RuntimeError):
-    """The grammar wants an EOS token before its end; the source is at fault."""
+    """The grammar requires an EOS token before its end, because of an error in the
+    source.
+    """
 
 
 class Cancellation:
-    """Tells a compilation in another thread that nobody waits for it."""
+    """Tells a compilation in another thread that its result is no longer needed."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -55,7 +57,7 @@ class Cancellation:
         """Call `stop` on a cancellation during the block, from the other thread.
 
         Raises:
-            CompilationCancelledError: it was cancelled before or in the block.
+            CompilationCancelledError: it was cancelled before or during the block.
         """
         with self._lock:
             self._raise_if_cancelled()
@@ -73,17 +75,17 @@ class Cancellation:
 
 
 class Grammar(Protocol):
-    """The state of one request inside its grammar. Not thread-safe."""
+    """The position of one request in its grammar. Not thread-safe."""
 
     def accept(self, token_id: int) -> None:
         """Advance by one token.
 
         Raises:
             GrammarLimitError: the compiled state has grown to a limit.
-            EosInsideGrammarError: an EOS token that the mask allowed, but after which
-                the grammar is not complete.
-            RuntimeError: the grammar does not allow the token here; the state is as
-                before.
+            EosInsideGrammarError: the mask allowed an EOS token, but the grammar is not
+                complete after it.
+            RuntimeError: the grammar does not allow the token here; the state is
+                unchanged.
         """
         ...
 
@@ -91,7 +93,7 @@ class Grammar(Protocol):
         """Write the ids allowed next into `bitmask_row`, host int32 [ceil(V / 32)].
 
         Bit i % 32 of word i // 32 is set where id i is allowed; every word is written.
-        A complete grammar allows the EOS ids only.
+        A complete grammar allows only the EOS ids.
 
         Raises:
             GrammarLimitError: the compiled state has grown to a limit.
@@ -106,13 +108,14 @@ class Grammar(Protocol):
         """Undo the last `n_tokens` accepted tokens.
 
         Raises:
-            ValueError: more than were accepted.
+            ValueError: fewer tokens were accepted.
         """
         ...
 
     def fork(self) -> Grammar:
-        """Return a copy that advances by itself. Copies share compiled state, which
-        grows with all of them and serves none of them beyond its limit."""
+        """Return a copy that advances independently. Copies share compiled state, which
+        grows with all of them and stops serving all of them at its limit.
+        """
         ...
 
     def is_usable(self) -> bool:
@@ -120,7 +123,7 @@ class Grammar(Protocol):
         ...
 
     def shared_bytes(self) -> int:
-        """Estimated memory of the shared compiled state, a function of its history."""
+        """Estimated memory of the shared compiled state, determined by its history."""
         ...
 
 
@@ -130,7 +133,7 @@ class GrammarBackend(Protocol):
     def compile(
         self, kind: str, source: str, *, cancellation: Cancellation | None = None
     ) -> Grammar:
-        """Return a grammar in its first state.
+        """Return a grammar in its initial state.
 
         `kind` is "json_schema", "regex", "ebnf" or "structural_tag".
 
@@ -149,13 +152,13 @@ class GrammarBackend(Protocol):
 
     def resume(self, kind: str, source: str, tokens: Sequence[int]) -> Grammar:
         """Return a grammar of a checked source that has accepted `tokens`, with its
-        next mask prepared, on fresh state that it shares with nobody.
+        next mask prepared, on fresh unshared state.
 
         Raises:
-            GrammarLimitError: one step alone exceeds the limits.
+            GrammarLimitError: a single step exceeds the limits.
         """
         ...
 
     def close(self) -> None:
-        """Release processes; `compile` is not called any more."""
+        """Release processes; `compile` must not be called afterwards."""
         ...

@@ -1,6 +1,6 @@
-"""A queue of several clients: in turns between them, in order within each.
+"""A queue shared by clients: clients take turns, and each client's items keep order.
 
-Knows nothing of what waits in it.
+Knows nothing about its items.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ Item = TypeVar("Item", bound=Hashable)
 
 
 class FairQueue(Generic[Item]):
-    """Items that wait for workers; from any thread.
+    """Items that wait for workers; may be used from any thread.
 
-    An item may wait for several clients; it is taken once, in the first turn of any.
+    An item may wait for several clients; it is taken once, in the first turn of any of
+    them.
 
     Args:
-        share: workers that one client may hold at a time.
-        max_per_client: items of one client that may wait.
+        share: maximum number of workers that one client may hold at a time.
+        max_per_client: maximum number of waiting items of one client.
     """
 
     def __init__(self, *, share: int, max_per_client: int) -> None:
@@ -30,35 +31,36 @@ class FairQueue(Generic[Item]):
         self._max_per_client = max_per_client
         self._changed = threading.Condition()
         self._clock = FairClock()
-        # Sets that keep their order.
+        # Ordered sets.
         self._queues: dict[str, dict[Item, None]] = {}
         self._clients: dict[Item, list[str]] = {}
         self._held: Counter[str] = Counter()
         self._is_closed = False
 
     def put(self, client: str, item: Item) -> None:
-        """Append an item that was never here for `client`.
+        """Append a new item for `client`.
 
         Raises:
-            QueueFullError: too many of its items wait.
+            QueueFullError: too many of the client's items are waiting.
         """
         with self._changed:
             self._append(client, item)
 
     def join(self, client: str, item: Item) -> None:
-        """Let `item` wait for `client`, too, if it still waits.
+        """Add `client` to the clients waiting for `item`, if the item is still pending.
 
         Raises:
-            QueueFullError: too many of the client's items wait.
+            QueueFullError: too many of the client's items are waiting.
         """
         with self._changed:
             if item in self._clients and client not in self._clients[item]:
                 self._append(client, item)
 
     def take(self) -> tuple[str, Item] | None:
-        """Wait for an item; (whose turn it was, item), or None once closed.
+        """Wait for an item. Returns (the client whose turn it was, item), or None once
+        closed.
 
-        The caller calls `release` with the client when it is done.
+        The caller must call `release` with the client when done.
         """
         with self._changed:
             while not self._is_closed:
@@ -81,7 +83,7 @@ class FairQueue(Generic[Item]):
             self._changed.notify()
 
     def discard(self, item: Item) -> bool:
-        """Remove `item`; False where it does not wait (any more)."""
+        """Remove `item`; returns False if it is not waiting (any more)."""
         with self._changed:
             return self._remove(item)
 
@@ -90,7 +92,7 @@ class FairQueue(Generic[Item]):
             return len(self._clients)
 
     def close(self) -> None:
-        """Let all workers end."""
+        """Make all workers end."""
         with self._changed:
             self._is_closed = True
             self._changed.notify_all()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 MAX_CODE_POINT = 0x10FFFF
 _SURROGATES = (0xD800, 0xDFFF)
-# A long literal is a sequence of sequences.
+# A longer literal becomes a sequence of sequences.
 _CHUNK = 32
 _MAX_REPETITIONS = 1 << 20
 
@@ -34,14 +34,14 @@ Ranges = tuple[tuple[int, int], ...]
 
 
 class Node:
-    """A part of a rule; equal parts are not the same part."""
+    """A part of a rule, compared by identity."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Chars(Node):
-    """One character of `ranges`, which are sorted and apart from each other."""
+    """One character in `ranges`, which are sorted and disjoint."""
 
     ranges: Ranges
 
@@ -58,7 +58,9 @@ class Choice(Node):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Repeat(Node):
-    """`item` at least `low` and at most `high` times; None: without a limit."""
+    """`item` repeated at least `low` and at most `high` times, or without limit if
+    None.
+    """
 
     item: Node
     low: int
@@ -72,13 +74,13 @@ class Reference(Node):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SpecialToken(Node):
-    """A token of the vocabulary, as llguidance writes it."""
+    """A token of the vocabulary, in llguidance's notation."""
 
     text: str
 
 
 def parts_of(node: Node) -> tuple[Node, ...]:
-    """Return the parts that a part is made of."""
+    """Return the child parts of a part."""
     match node:
         case Sequence():
             return node.items
@@ -90,10 +92,10 @@ def parts_of(node: Node) -> tuple[Node, ...]:
 
 
 def parse_gbnf(text: str) -> dict[str, Node]:
-    """Return the rules by name; all that they refer to is there, and `root`.
+    """Return the rules by name, including `root` and everything they refer to.
 
     Raises:
-        ValueError: says what is wrong, and in which line.
+        ValueError: describes the error and its line.
     """
     reader = _Reader(text)
     rules: dict[str, Node] = {}
@@ -109,7 +111,7 @@ def parse_gbnf(text: str) -> dict[str, Node]:
 
 
 def normal_ranges(ranges: Iterable[tuple[int, int]], *, is_negated: bool) -> Ranges:
-    """Return the characters of `ranges`, or all others, without surrogates."""
+    """Return the characters in `ranges`, or all others, without surrogates."""
     taken = sorted(ranges)
     if is_negated:
         taken = list(_complement(taken))
@@ -142,10 +144,10 @@ def _without(
 
 
 class _Reader:
-    """Reads rules one after the other.
+    """Reads rules one after another.
 
     Attributes:
-        references: names of rules that are used, each with its first line.
+        references: names of the rules used, each with its first line.
     """
 
     def __init__(self, text: str) -> None:
@@ -177,7 +179,7 @@ class _Reader:
         return options[0] if len(options) == 1 else Choice(tuple(options))
 
     def _next_option(self) -> bool:
-        """Read `|`, which may begin the next line as well as end one."""
+        """Read `|`, which may begin the next line or end this one."""
         before = self._at
         self._skip(_SPACE_AND_LINES)
         if self._peek() == "|":
@@ -286,7 +288,7 @@ class _Reader:
             return ord(_CONTROLS.get(found[4], found[4]))
         code = int(found[1] or found[2] or found[3], 16)
         if 0xD800 <= code < 0xDC00:
-            # JSON's way to write a character beyond 16 bits.
+            # A surrogate pair, JSON's notation for a character beyond 16 bits.
             low = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})").match(
                 self._text, self._at
             )

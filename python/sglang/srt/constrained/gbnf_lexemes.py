@@ -1,13 +1,13 @@
-"""GBNF as llguidance's Lark dialect, with the language that llama.cpp gives it.
+"""Converts GBNF to llguidance's Lark dialect, keeping the language llama.cpp gives it.
 
-llguidance reads an output in lexemes, each as long as it can be: after `[ \\t\\n]*` as
-one lexeme no "\\n" could come any more. Large lexemes are fast, so this finds the
-largest regular parts of a grammar that may be lexemes: those of which no text goes on
-where what follows could begin. Where a part may not be one its own parts are tried,
-down to single characters, which always may.
+llguidance reads an output in lexemes, each as long as possible: if `[ \\t\\n]*` is
+one lexeme, no "\\n" can follow it. Large lexemes are fast, so this finds the largest
+regular parts of a grammar that may be lexemes: no text of the part may continue with a
+character that could begin what follows. If a part may not be a lexeme, its own parts
+are tried, down to single characters, which always may.
 
-Parts are looked at where they may meet, without regard to the stack of rules: more may
-meet in this view than in truth, so that parts may be smaller than they have to be.
+Which parts may meet is determined without the stack of rules: this may find more
+meetings than really occur, so parts may be smaller than necessary.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from sglang.srt.constrained.gbnf import (
 from sglang.srt.constrained.gbnf_space import with_bounded_space
 from sglang.srt.constrained.lexeme_meetings import Meetings
 
-# Characters of a lexeme, and rules and groups within each other in it.
+# Maximum characters of a lexeme, and nesting of rules and groups in it.
 _MAX_LEXEME_SIZE = 400
 _MAX_LEXEME_DEPTH = 60
-# Steps of the search for lexemes, some 0.5 s of the worst source; beyond them every
-# character is one.
+# Maximum steps of the search for lexemes, about 0.5 s for the worst source; beyond them
+# every character is a lexeme.
 _MAX_STEPS = 300_000
 
 
@@ -46,7 +46,7 @@ def gbnf_to_lark(text: str) -> str:
     """Return the grammar in llguidance's dialect.
 
     Raises:
-        ValueError: it is not GBNF.
+        ValueError: the source is not GBNF.
     """
     rules = {
         name: with_bounded_space(name, body) for name, body in parse_gbnf(text).items()
@@ -64,13 +64,13 @@ class Lexemes:
         self._split: set[int] = set()
         self._is_single = False
         self._steps = 0
-        # Rules that can be written where they are referred to: (size, depth).
+        # Rules that can be inlined: (size, depth).
         self._inlined: dict[str, tuple[int, int]] = {}
         self._measured: dict[int, tuple[int, int] | None] = {}
         self._find_inlined()
 
     def has(self, node: Node) -> bool:
-        """Whether a part is one lexeme."""
+        """Whether a part is a single lexeme."""
         if isinstance(node, Chars):
             return True
         if self._is_single or id(node) in self._split:
@@ -78,7 +78,7 @@ class Lexemes:
         return self._measured.get(id(node)) is not None
 
     def choose(self) -> None:
-        """Split parts until no lexeme takes what belongs to the next one."""
+        """Split parts until no lexeme consumes what belongs to the next one."""
         try:
             while faulty := Meetings(self._rules, self.has, self._spend).faulty():
                 self._split |= faulty
@@ -91,7 +91,9 @@ class Lexemes:
             raise _TooManyStepsError
 
     def _find_inlined(self) -> None:
-        """Measure rules after those that they refer to; recursive ones never are."""
+        """Measure rules after the rules they refer to; recursive rules are never
+        inlined.
+        """
         needs = {
             name: {node.name for node in _walk(body) if isinstance(node, Reference)}
             for name, body in self._rules.items()
@@ -116,7 +118,9 @@ class Lexemes:
                 self._measure(body)
 
     def _measure(self, node: Node) -> tuple[int, int] | None:
-        """Size and depth of a part as a lexeme; None: it cannot be one."""
+        """Return the size and depth of a part as a lexeme, or None if it cannot be
+        one.
+        """
         found: tuple[int, int] | None = None
         if isinstance(node, Chars):
             found = 1, 1
@@ -136,7 +140,7 @@ class Lexemes:
 
 
 class _Writer:
-    """Writes the rules that can be reached, and their lexemes as terminals."""
+    """Writes the reachable rules, and their lexemes as terminals."""
 
     def __init__(self, rules: Mapping[str, Node], lexemes: Lexemes) -> None:
         self._rules = rules
@@ -217,7 +221,7 @@ def _char(code: int) -> str:
 
 
 def _walk(node: Node) -> Iterator[Node]:
-    """Yield a part and all that are in it, but not in the rules that it refers to."""
+    """Yield a part and everything in it, without following rule references."""
     todo = [node]
     while todo:
         one = todo.pop()

@@ -1,6 +1,6 @@
-"""White space of a GBNF grammar, with a bound: a model may never leave it otherwise.
+"""Bounds white space in GBNF grammars, because a model might never leave it otherwise.
 
-The same bound holds in JSON. A text that is possible with it is possible without it.
+The same bound applies to JSON. The bounded language is a subset of the original.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ _SPACE = frozenset(map(ord, " \t\n\r\v\f"))
 
 
 def with_bounded_space(name: str, body: Node) -> Node:
-    """Return the body of a rule, where white space is repeated `MAX_SPACE` times at
-    most; less only where the rule asks for more."""
+    """Return the body of a rule with white space repeated at most `MAX_SPACE` times, or
+    as often as the rule requires.
+    """
     one = _recursive_space(name, body)
     return Repeat(one, 0, MAX_SPACE) if one is not None else _bounded(body)
 
@@ -40,7 +41,7 @@ def _bounded(node: Node) -> Node:
 
 
 def _is_space(node: Node) -> bool:
-    """Whether a part is one or more characters of white space, and nothing else."""
+    """Whether a part consists only of white space characters, at least one."""
     if isinstance(node, Chars):
         return all(
             high - low < len(_SPACE) and set(range(low, high + 1)) <= _SPACE
@@ -51,7 +52,7 @@ def _is_space(node: Node) -> bool:
 
 
 def _recursive_space(name: str, body: Node) -> Node | None:
-    """Return what a rule of the kind `ws ::= ([ \\t\\n] ws)?` repeats, else None."""
+    """Return what a rule like `ws ::= ([ \\t\\n] ws)?` repeats, or None."""
     again: Node | None = None
     match body:
         case Repeat(item=item, low=0, high=1):

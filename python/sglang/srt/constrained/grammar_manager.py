@@ -1,7 +1,7 @@
-"""Compiles grammars beside the scheduler loop, for the rank that decides.
+"""Compiles grammars outside the scheduler loop, on the rank that decides.
 
-Owns threads, the order of compilations and their deadlines. Knows nothing of a grammar
-library or of requests beyond their ids and clients.
+Owns threads, the order of compilations and their deadlines. Knows nothing about a
+concrete grammar library, or about requests beyond their ids and clients.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A source that was too complex is refused unseen for so long: compiling it again would
-# cost its CPU time again.
+# How long a source that was too complex is rejected without compiling it: a retry would
+# cost the same CPU time again.
 TOO_COMPLEX_SECONDS = 60.0
 _MAX_REFUSALS = 1024
 _MAX_RENEWED = 64
-# Of a compilation; any other is a fault of the engine.
+# Expected errors of a compilation; any other is a bug in the engine.
 _EXPECTED_ERRORS = (
     ValueError,
     CompilerUnavailableError,
@@ -49,13 +49,13 @@ _EXPECTED_ERRORS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompilerLimits:
-    """How much compiles at a time, and for whom.
+    """How much is compiled at a time, and for which clients.
 
     Fields:
-        threads: compilations at a time.
-        share: compilations at a time of one client.
-        max_waiting: sources of one client that may wait for a compiler.
-        timeout_s: a request waits at most this long for its grammar.
+        threads: maximum concurrent compilations.
+        share: maximum concurrent compilations of one client.
+        max_waiting: maximum sources of one client that may wait for a compiler.
+        timeout_s: maximum seconds that a request waits for its grammar.
     """
 
     threads: int = 3
@@ -65,13 +65,13 @@ class CompilerLimits:
 
 
 class Settled(NamedTuple):
-    """A request that need not wait longer.
+    """A request that no longer needs to wait.
 
     Fields:
-        error: why it has no grammar.
-        fresh: a compiled grammar: of the request alone, if it resumes, else one to
-            install in the library first. None with an error, and where the request
-            starts from what the library has.
+        error: why the request has no grammar, if it failed.
+        fresh: a compiled grammar: the request's own if it resumes, else one to install
+            in the library first. None with an error, or if the request starts from the
+            library's grammar.
     """
 
     rid: str
@@ -84,8 +84,8 @@ class _Job:
     """A source to compile, and the requests that wait for it (rid -> deadline).
 
     Fields:
-        tokens: of the one request that resumes after them; None: a new grammar.
-        is_renewal: goes on without anybody who waits.
+        tokens: tokens after which a single request resumes, or None for a new grammar.
+        is_renewal: whether to continue even if no request waits.
     """
 
     key: GrammarKey
@@ -99,11 +99,12 @@ _Outcome = Grammar | Exception
 
 
 class GrammarManager:
-    """Compiles the grammars of waiting requests; for the scheduler's thread only.
+    """Compiles the grammars of waiting requests; use only from the scheduler's thread.
 
     Args:
-        backend: compiles; called from worker threads.
-        library: what it has is not compiled again until it is worn; read here only.
+        backend: compiler, called from worker threads.
+        library: its grammars are not compiled again until they are worn; only read
+            here.
     """
 
     def __init__(
@@ -119,26 +120,26 @@ class GrammarManager:
         self._queue: FairQueue[_Job] = FairQueue(
             share=self._limits.share, max_per_client=self._limits.max_waiting
         )
-        # Of new grammars; those of requests that resume have no key of their own.
+        # Jobs of new grammars; jobs of resuming requests have no key.
         self._jobs: dict[GrammarKey, _Job] = {}
         self._job_by_rid: dict[str, _Job] = {}
-        # Requests whose grammar the library may have: (key, client) by rid.
+        # Requests whose grammar may be in the library: (key, client) by rid.
         self._hits: dict[str, tuple[GrammarKey, str]] = {}
         self._settled: list[Settled] = []
-        # Compiled again, and installed by the next request.
+        # Renewed grammars, installed by the next request.
         self._renewed: dict[GrammarKey, Grammar] = {}
-        # Errors of sources, each until a time.
+        # Errors of sources, each with its expiry time.
         self._refusals: OrderedDict[GrammarKey, tuple[ValueError, float]]
         self._refusals = OrderedDict()
         self._done: SimpleQueue[tuple[_Job, _Outcome]] = SimpleQueue()
-        # Daemons: a compilation must not keep a process alive that wants to exit.
+        # Daemons: a compilation must not keep an exiting process alive.
         for i in range(self._limits.threads):
             threading.Thread(
                 target=self._work, name=f"grammar-{i}", daemon=True
             ).start()
 
     def submit(self, rid: str, kind: str, source: str, *, client: str = "") -> None:
-        """Ask for a grammar; a later `poll` settles it (the next one, if it can)."""
+        """Ask for a grammar; a later `poll` settles it, if possible the next one."""
         key = (kind, source)
         refusal = self._refusals.get(key)
         if refusal is not None and time.monotonic() < refusal[1]:
@@ -151,15 +152,15 @@ class GrammarManager:
     def resume(
         self, rid: str, kind: str, source: str, tokens: Sequence[int], *, client: str
     ) -> None:
-        """Ask for a grammar of its own for a request that has followed `tokens`."""
+        """Ask for a private grammar for a request that has followed `tokens`."""
         job = _Job((kind, source), tokens=tokens)
         self._wait(rid, job, partial(self._queue.put, client, job))
 
     def poll(self) -> list[Settled]:
-        """Requests that need not wait longer.
+        """Return the requests that no longer need to wait.
 
-        The caller carries them out in this order before it calls anything else here:
-        installs what is fresh, then forks what the library has.
+        Before calling anything else here, the caller must carry them out in this order:
+        install fresh grammars, then fork from the library.
         """
         settled, self._settled = self._settled, []
         settled += self._settle_hits()
@@ -170,7 +171,9 @@ class GrammarManager:
         return settled
 
     def cancel(self, rid: str) -> None:
-        """Forget a request. What compiles for nobody else is dropped or killed."""
+        """Forget a request. Compilations that no other request needs are dropped or
+        killed.
+        """
         self._hits.pop(rid, None)
         self._settled = [item for item in self._settled if item.rid != rid]
         job = self._job_by_rid.pop(rid, None)
@@ -179,15 +182,15 @@ class GrammarManager:
             self._drop_if_unwanted(job)
 
     def num_waiting(self) -> int:
-        """Requests that `poll` has not returned yet."""
+        """Number of requests that `poll` has not returned yet."""
         return len(self._job_by_rid) + len(self._hits) + len(self._settled)
 
     def num_compiling(self) -> int:
-        """Sources that compile or wait for a compiler."""
+        """Number of sources being compiled or waiting for a compiler."""
         return len(set(self._job_by_rid.values()) | set(self._jobs.values()))
 
     def shutdown(self) -> None:
-        """End the threads; kill what compiles; close the backend."""
+        """End the threads, kill compilations, and close the backend."""
         self._queue.close()
         for job in {*self._jobs.values(), *self._job_by_rid.values()}:
             job.cancellation.cancel()
@@ -214,7 +217,9 @@ class GrammarManager:
         self._job_by_rid[rid] = job
 
     def _settle_hits(self) -> list[Settled]:
-        """Requests of one key come together: after the first, the library has it."""
+        """Settle requests by key: after the first of a key, the library has its
+        grammar.
+        """
         hits, self._hits = self._hits, {}
         by_key: dict[GrammarKey, list[tuple[str, str]]] = {}
         for rid, (key, client) in hits.items():
@@ -232,11 +237,12 @@ class GrammarManager:
             else:
                 for rid, client in asking:
                     self._compile(rid, key, client)
-        # Those that install come last: others start from what may go for it.
+        # Requests that install a grammar come last: others start from grammars that may
+        # be evicted for it.
         return settled + fresh
 
     def _renew(self, key: GrammarKey, *, client: str) -> None:
-        """Compile a worn grammar again; until then it serves."""
+        """Compile a worn grammar again; it serves until then."""
         if key in self._jobs:
             return
         job = self._jobs[key] = _Job(key, is_renewal=True)
@@ -319,7 +325,9 @@ class GrammarManager:
 
 
 def _first_installs(rids: Sequence[str], grammar: Grammar) -> list[Settled]:
-    """The first request brings `grammar` to the library, where the others find it."""
+    """Let the first request install `grammar` in the library, where the others find
+    it.
+    """
     return [
         Settled(rid, fresh=grammar if i == 0 else None) for i, rid in enumerate(rids)
     ]

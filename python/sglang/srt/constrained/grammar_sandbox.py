@@ -1,6 +1,6 @@
 """The parent's side of the sandbox process that compiles each grammar first.
 
-Owns one child process. Knows nothing of what a grammar is.
+Owns one child process. Knows nothing about grammars.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from sglang.srt.constrained.base_grammar import (
 from sglang.srt.environ import child_environment
 
 _SCRIPT = Path(__file__).with_name("llguidance_compiler.py")
-# Of a child that the machine or somebody outside has ended, or that has waited for the
-# CPU too long: exit codes that say nothing about the source.
+# Exit codes that say nothing about the source: the child was ended from outside, or
+# waited for the CPU too long.
 _NOT_THE_SOURCE = frozenset(
     -number
     for number in (
@@ -42,8 +42,8 @@ class GrammarSandbox:
     Used by one thread at a time; a cancellation may come from another one.
 
     Args:
-        cpu_seconds: CPU time, and not time, that a source may take: a busy machine
-            condemns nothing.
+        cpu_seconds: maximum CPU time of a source. Not wall time, so a busy machine does
+            not make a source fail.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class GrammarSandbox:
 
         Raises:
             ValueError: the source is invalid.
-            GrammarTooComplexError: the child died of it.
-            CompilerUnavailableError: the child died of something else.
-            CompilationCancelledError: it was cancelled, and the child killed.
+            GrammarTooComplexError: the source made the child die.
+            CompilerUnavailableError: something else made the child die.
+            CompilationCancelledError: it was cancelled and the child killed.
             RuntimeError: the child does not start.
         """
         if self._child is None:
@@ -116,7 +116,7 @@ class GrammarSandbox:
             stdout=subprocess.PIPE,
             text=True,
             env=child_environment(),
-            # Ctrl-C is for the parent: the child ends when its standard input does.
+            # Ctrl-C is for the parent; the child exits when its standard input closes.
             start_new_session=True,
         )
         if not _ask(child, self._setup):

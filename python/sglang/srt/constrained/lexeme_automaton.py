@@ -18,12 +18,14 @@ from sglang.srt.constrained.gbnf import (
     Sequence,
 )
 
-# A repetition that has more positions than this is taken for one without a limit.
+# A repetition with more positions than this is treated as unlimited.
 _MAX_UNROLLED = 256
 
 
 class Alphabet:
-    """Characters that no part of a grammar tells apart are one bit of a mask."""
+    """Maps characters to mask bits: characters that no part of a grammar distinguishes
+    share one bit.
+    """
 
     def __init__(self, used: Iterable[Chars]) -> None:
         bounds = {0}
@@ -50,7 +52,7 @@ class Automaton:
 
     Fields:
         first, last: positions that may begin and end a text of the part.
-        follow: per position, those that may come next.
+        follow: for each position, the positions that may come next.
         is_nullable: whether the part may be empty.
     """
 
@@ -61,10 +63,10 @@ class Automaton:
 
 
 class AutomatonBuilder:
-    """Makes automata whose positions are apart from each other.
+    """Builds automata with disjoint positions.
 
     Attributes:
-        masks: per position, the characters that it stands for.
+        masks: for each position, the characters it stands for.
     """
 
     def __init__(self, rules: Mapping[str, Node], alphabet: Alphabet) -> None:
@@ -73,7 +75,7 @@ class AutomatonBuilder:
         self.masks: list[int] = []
 
     def build(self, node: Node) -> Automaton:
-        """Return the automaton of a part without recursion and special tokens."""
+        """Return the automaton of a part without recursion or special tokens."""
         made = Automaton()
         made.first, made.last, made.is_nullable = self._add(node, made.follow)
         return made

@@ -1,7 +1,8 @@
-"""Which lexemes of a grammar meet in an output, and which take too much there.
+"""Finds lexemes of a grammar that meet in an output, and the ones that consume too
+much.
 
-Knows a grammar without its stack: after a lexeme may come whatever may come after it in
-any rule.
+Ignores the stack of rules: a lexeme may be followed by anything that follows it in any
+rule.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class _Lexeme:
     """Lexemes of one automaton that may begin at the same character.
 
     Fields:
-        places: as a mask.
-        next_chars: with which something that may come after them begins.
+        places: mask of their places.
+        next_chars: characters that may begin what comes after them.
     """
 
     automaton: Automaton
@@ -44,8 +45,8 @@ class Meetings:
     """The lexemes at their places in the rules; sets of places are masks.
 
     Args:
-        is_lexeme: whether a part is one.
-        spend: is told of work; raises where it is too much.
+        is_lexeme: whether a part is a lexeme.
+        spend: called with amounts of work; raises if the total is too much.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class Meetings:
         self._chars_after: dict[int, int] = {}
 
     def faulty(self) -> set[int]:
-        """Identities of parts that take what belongs to the next lexeme, at a first
-        look; empty: there are none."""
+        """Return identities of parts that consume what belongs to the next lexeme, as
+        far as a first pass finds them; empty if there are none.
+        """
         start = self._firsts["root"][0]
         todo, seen = [start], {start}
         faulty: set[int] = set()
@@ -93,7 +95,7 @@ class Meetings:
     # -- places ----------------------------------------------------------------------
 
     def _find_places(self) -> list[str]:
-        """Number the lexemes in the rules that can be reached, and return these."""
+        """Number the lexemes in reachable rules, and return these rules."""
         reached, todo = {"root": None}, ["root"]
         while todo:
             parts = [self._rules[todo.pop()]]
@@ -111,7 +113,7 @@ class Meetings:
         return list(reached)
 
     def _build(self) -> list[Automaton | None]:
-        """The automaton of each place; None for a special token."""
+        """Build the automaton of each place, or None for a special token."""
         of_rules: dict[str, Automaton] = {}
         automata: list[Automaton | None] = []
         for node in self._nodes:
@@ -149,7 +151,7 @@ class Meetings:
                 self._firsts[name] = found
 
     def _first(self, node: Node) -> tuple[int, bool]:
-        """Places with which a part may begin, and whether it may be empty."""
+        """Return the places that may begin a part, and whether it may be empty."""
         self._spend(1)
         place = self._index.get(id(node))
         if place is not None:
@@ -181,7 +183,7 @@ class Meetings:
                 changed = self._push(body, after) or changed
 
     def _push(self, node: Node, after: int) -> bool:
-        """Tell a part what may follow it; returns whether that was new."""
+        """Tell a part what may follow it; returns whether that added anything."""
         self._spend(1)
         place = self._index.get(id(node))
         if place is not None:
@@ -280,7 +282,7 @@ class Meetings:
     def _steps(
         self, ahead: Iterator[int] | set[int] | list[int]
     ) -> Iterator[tuple[int, frozenset[int]]]:
-        """Yield (characters, positions that they lead to)."""
+        """Yield (characters, positions they lead to)."""
         parts: list[tuple[int, list[int]]] = []
         for position in ahead:
             left = self._builder.masks[position]
@@ -303,8 +305,9 @@ class Meetings:
     def _blame(
         self, ended: int, alive: set[int], lexemes: list[_Lexeme], faulty: set[int]
     ) -> None:
-        """Choose what has to be smaller: a lexeme that goes on itself, else those that
-        go on beyond its end."""
+        """Choose what must be smaller: a lexeme that continues itself, else the lexemes
+        that continue beyond its end.
+        """
         for i in [ended] if ended in alive else alive:
             for place in _bits(lexemes[i].places):
                 node = self._nodes[place]

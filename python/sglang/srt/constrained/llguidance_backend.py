@@ -1,6 +1,6 @@
 """Grammars through llguidance: JSON schema, regular expressions, EBNF, tags.
 
-Owns the state of one request inside its grammar. Knows nothing of requests or batches;
+Owns the state of one request in its grammar. Knows nothing about requests or batches;
 sources, dialects and limits are in `llguidance_compiler`.
 """
 
@@ -41,15 +41,15 @@ from sglang.srt.constrained.structural_tag import (
     structural_tag_to_lark,
 )
 
-# Of the memory estimate; measured (docs/LOG.md): compiled sources without outputs take
-# 20 to 220 kB, states 0.1 to 2.7 kB each, and a state costs 30 units of work or more.
+# For the memory estimate; measured (docs/LOG.md): compiled sources without outputs take
+# 20 to 220 kB, states 0.1 to 2.7 kB each, and a state costs at least 30 units of work.
 _BASE_BYTES = 16 * 1024
 _BYTES_PER_CHAR = 16
 _BYTES_PER_STATE = 550
 _COST_PER_STATE = 30
 _BYTES_PER_COST = 0.9
 
-# Limits of state that one request has for itself: what fails under these fails.
+# Limits for state owned by one request; if these fail, the request fails.
 _OWN_LIMITS = StateLimits(step_fuel=500_000)
 
 
@@ -58,9 +58,10 @@ class LLGuidanceGrammar:
 
     Args:
         n_chars: length of the source.
-        max_states: of the lexer that the copies share.
-        is_shared: others have this matcher too; it is copied before it changes. A copy
-            may take as much memory as its source, and most requests wait.
+        max_states: limit of the lexer that the copies share.
+        is_shared: whether others also use this matcher, so that it is copied before it
+            changes. Copies are made late because a copy may take as much memory as its
+            source, and most requests are waiting.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class LLGuidanceGrammar:
         self._n_chars = n_chars
         self._max_states = max_states
         self._n_accepted = n_accepted
-        # The matcher does not count an EOS that comes after it has stopped by itself.
+        # The matcher does not count an EOS after it has stopped by itself.
         self._n_late_eos = n_late_eos
 
     def accept(self, token_id: int) -> None:
@@ -111,7 +112,7 @@ class LLGuidanceGrammar:
         self._check()
 
     def prepare_mask(self) -> None:
-        """Do the work of the next `fill_mask`, which then takes no time."""
+        """Do the work of the next `fill_mask` in advance."""
         self._own().compute_bitmask()
         self._check()
 
@@ -156,13 +157,13 @@ class LLGuidanceGrammar:
         )
 
     def _lexer_cost(self) -> int:
-        """Work that the shared lexer has done so far.
+        """Return the work that the shared lexer has done so far.
 
-        The library tells it in the text of an error only, as of the last step: of a
-        copy that makes one, always the same, and is then rolled back too far.
+        The library reports it only in error texts, as of the last step. So a copy makes
+        one fixed step and is then rolled back too far.
 
         Raises:
-            RuntimeError: this version of the library does not tell it.
+            RuntimeError: this version of the library does not report it.
         """
         probe, _ = self._step_ahead()
         probe.rollback(1 << 30)
@@ -176,10 +177,11 @@ class LLGuidanceGrammar:
         return int(found[1])
 
     def _step_ahead(self) -> tuple[llguidance.LLMatcher, bool]:
-        """A copy that has taken the first token allowed, and whether it could.
+        """Return a copy that has taken the first allowed token, and whether it could.
 
-        A step is what a matcher needs to learn of the others: that the lexer has failed
-        in a step of theirs, and what it has cost. An error of a copy is the copy's own.
+        Only a step tells a matcher about the other copies: whether the lexer has failed
+        in one of their steps, and how much work it has done. A copy's own error stays
+        its own.
         """
         probe = self._matcher.deep_copy()
         mask: bytes = probe.compute_bitmask()
@@ -191,7 +193,7 @@ class LLGuidanceGrammar:
         return probe, not probe.is_error()
 
     def _own(self) -> llguidance.LLMatcher:
-        """The matcher, which nobody else has from now on."""
+        """Return the matcher, unshared from now on."""
         if self._is_shared:
             self._matcher = self._matcher.deep_copy()
             self._is_shared = False
@@ -213,7 +215,7 @@ class LLGuidanceGrammar:
 class LLGuidanceBackend:
     """Compiles grammars for one tokenizer; see `base_grammar.GrammarBackend`.
 
-    Each source is compiled in a sandbox process first, which costs its time twice.
+    Each source is first compiled in a sandbox process, so it is compiled twice.
 
     Dialects
         json_schema: a JSON Schema object, read by `schema_reading`. A keyword that
@@ -240,17 +242,18 @@ class LLGuidanceBackend:
         """Build the tokenizer; sandboxes start at the first compilation.
 
         Args:
-            tokenizer: path of a `tokenizer.json`, or its text.
+            tokenizer: path of a `tokenizer.json`, or its contents.
             vocab_size: width of the model's logits; ids beyond the tokenizer's own are
                 padding and never allowed.
-            eos_ids: ids that end an output; at least one.
-            compile_cpu_seconds: a source that takes more is refused.
-            allow_additional_properties: follow JSON schemas as the standard reads them.
-            limits: of the state that the requests of one source share.
+            eos_ids: ids that end an output, at least one.
+            compile_cpu_seconds: maximum CPU time to compile a source.
+            allow_additional_properties: whether to follow the JSON Schema standard and
+                leave objects open.
+            limits: limits of the state that requests of one source share.
 
         Raises:
-            ValueError: no EOS id, or the tokenizer does not fit `vocab_size`.
-            RuntimeError: this version of llguidance is of no use.
+            ValueError: there is no EOS id, or the tokenizer does not fit `vocab_size`.
+            RuntimeError: this version of llguidance cannot be used.
         """
         if not eos_ids:
             raise ValueError("constrained decoding needs at least one EOS token id")
@@ -295,7 +298,7 @@ class LLGuidanceBackend:
         return grammar
 
     def _prepare(self, kind: str, source: str) -> str:
-        """The text that is compiled, here and in the sandbox.
+        """Return the text that is compiled, here and in the sandbox.
 
         Raises:
             ValueError: `source` is too large, or cannot be served.
@@ -349,7 +352,7 @@ class LLGuidanceBackend:
         )
 
     def _special_ids(self) -> dict[str, int]:
-        """Special tokens, by their text."""
+        """Special token ids by their text."""
         with self._lock:
             if self._specials is None:
                 tokenizer = self._tokenizer
@@ -358,7 +361,7 @@ class LLGuidanceBackend:
                     for i in range(tokenizer.vocab_size)
                     if tokenizer.is_special_token(i)
                     and (text := tokenizer.decode_str([i]))
-                    # Padding of the vocabulary has a number alone.
+                    # Padding of the vocabulary has only a number.
                     and text != f"<[{i}]>"
                 }
         return self._specials
@@ -367,7 +370,7 @@ class LLGuidanceBackend:
         self, kind: str, source: str, limits: StateLimits
     ) -> LLGuidanceGrammar:
         matcher = compile_matcher(self._tokenizer, kind, source, limits=limits)
-        # The lexer is built by the first mask: here, not in the scheduler's step.
+        # The first mask builds the lexer: do it here, not in the scheduler's step.
         # Copies keep it.
         grammar = LLGuidanceGrammar(
             matcher,
@@ -379,7 +382,9 @@ class LLGuidanceBackend:
         return grammar
 
     def close(self) -> None:
-        """End the sandbox processes: idle ones now, others after their source."""
+        """End the sandbox processes: idle ones now, busy ones after their current
+        source.
+        """
         with self._lock:
             self._closed = True
             sandboxes, self._idle_sandboxes = self._idle_sandboxes, []

@@ -1,9 +1,9 @@
 """Compilation of grammar sources to llguidance matchers, within fixed limits.
 
-Run as a script this file is the sandbox: a child process that compiles first and dies
-if a source takes too long or too much memory (some schemas keep llguidance busy for
-hours, and a thread cannot be stopped). So it imports nothing but llguidance and the
-standard library. Knows nothing of tensors, requests or batches.
+Run as a script, this file is the sandbox: a child process that compiles first and dies
+if a source takes too much time or memory (some schemas keep llguidance busy for hours,
+and a thread cannot be stopped). It therefore imports only llguidance and the standard
+library. Knows nothing about tensors, requests or batches.
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ MAX_SOURCE_CHARS = {
 }
 MAX_NESTING = 64
 _SANDBOX_MEMORY_BYTES = 4 << 30
-# Tokens that the sandbox walks, so that a source that exceeds a limit within its first
-# steps is refused at once instead of failing while it runs.
+# Number of tokens the sandbox walks, so that a source that exceeds a limit in its first
+# steps is rejected immediately instead of failing while it runs.
 _TRIAL_TOKENS = 3
 
-# Time that a source may take per second of CPU time that it may take: the machine may
-# be busy, but a compiler that hangs must end.
+# Wall time allowed per second of CPU time: the machine may be busy, but a hung compiler
+# must end.
 _SECONDS_PER_CPU_SECOND = 6.0
-# Of the search for what an error is about.
+# Limit of the search for the cause of an error.
 _SEARCH_CPU_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLimits:
-    """How far compiled state may grow while outputs are followed.
+    """Limits for the growth of compiled state while outputs are followed.
 
-    A lexer makes its states as outputs need them, and keeps them. Where a step exceeds
-    a limit, the lexer and all copies that share it fail from then on.
+    A lexer creates states as outputs need them, and keeps them. Once a step exceeds a
+    limit, the lexer and all copies that share it fail.
 
     Fields:
-        max_states: states of a lexer, 0.1 to 2.7 kB each.
-        step_fuel: work in one step, some 14,000 units a millisecond.
+        max_states: maximum states of a lexer, 0.1 to 2.7 kB each.
+        step_fuel: maximum work in one step, at about 14,000 units per millisecond.
     """
 
     max_states: int = 100_000
@@ -56,8 +56,8 @@ class StateLimits:
 
     def of_parser(self) -> llguidance.LLParserLimits:
         # `initial_lexer_fuel` bounds the first mask: with llguidance's default of a
-        # million, `(a{1000}){1000}` holds a core for 0.6 s; with this for some tens of
-        # milliseconds. Verbose errors tell how far the lexer has grown.
+        # million, `(a{1000}){1000}` occupies a core for 0.6 s; with this value for tens
+        # of milliseconds. Verbose errors report how far the lexer has grown.
         return llguidance.LLParserLimits(
             initial_lexer_fuel=200_000,
             step_lexer_fuel=self.step_fuel,
@@ -81,9 +81,9 @@ JSON_OPTIONS = {
 def make_tokenizer(
     tokenizer: str, *, vocab_size: int, eos_ids: Sequence[int]
 ) -> llguidance.LLTokenizer:
-    """Build llguidance's tokenizer from the path or the text of a `tokenizer.json`.
+    """Build llguidance's tokenizer from the path or contents of a `tokenizer.json`.
 
-    Ids from the tokenizer's size up to `vocab_size` are padding without text.
+    Ids from the tokenizer's size to `vocab_size` are padding without text.
 
     Raises:
         ValueError: the tokenizer has more ids than `vocab_size`, or cannot be read.
@@ -100,10 +100,10 @@ def compile_matcher(
     *,
     limits: StateLimits,
 ) -> llguidance.LLMatcher:
-    """Compile a source to a matcher in its first state.
+    """Compile a source to a matcher in its initial state.
 
-    `check_size` and `check_eos` have accepted it; all but JSON schemas and regular
-    expressions are in llguidance's dialect.
+    The source must have passed `check_size` and `check_eos`; kinds other than JSON
+    schemas and regular expressions must be in llguidance's dialect.
 
     Raises:
         ValueError: the source is invalid; quotes llguidance.
@@ -122,11 +122,11 @@ def compile_matcher(
 
 
 def _faulty_definition(tokenizer: llguidance.LLTokenizer, source: str) -> str:
-    """Return the path of a definition that fails by itself, and a colon; "" where there
-    is none, or where finding it takes long.
+    """Return the path of a definition that fails on its own, and a colon, or "" if
+    there is none or finding it takes too long.
 
-    The library does not say where an error is; of the tools of a request, each is one
-    definition.
+    The library does not say where an error is. In a schema for a request's tools, each
+    tool is one definition.
     """
     schema = json.loads(source)
     definitions = schema.get("$defs") if isinstance(schema, dict) else None
@@ -145,7 +145,7 @@ def _faulty_definition(tokenizer: llguidance.LLTokenizer, source: str) -> str:
 
 
 def matcher_error(matcher: llguidance.LLMatcher) -> str:
-    """Return the error of a matcher without its state dump; "" if there is none."""
+    """Return the error of a matcher without its state dump, or "" if there is none."""
     error: str = matcher.get_error()
     for marker in ("<state>", "<grammar>", "<non-verbose/>"):
         error = error.split(marker)[0]
@@ -153,12 +153,12 @@ def matcher_error(matcher: llguidance.LLMatcher) -> str:
 
 
 def check_size(kind: str, source: str) -> None:
-    """Refuse a source that could exhaust a recursive parser's stack.
+    """Reject a source that could exhaust a recursive parser's stack.
 
-    Nesting is counted over all brackets, quoted ones included: an over-count.
+    Nesting counts all brackets, including quoted ones, so it may be overestimated.
 
     Raises:
-        ValueError: unknown `kind`; longer or deeper than the limits of this module.
+        ValueError: `kind` is unknown, or the source exceeds this module's limits.
     """
     if kind not in MAX_SOURCE_CHARS:
         raise ValueError(
@@ -184,14 +184,14 @@ def check_size(kind: str, source: str) -> None:
 
 
 def check_eos(tokenizer: llguidance.LLTokenizer, kind: str, source: str) -> None:
-    """Refuse a regex or EBNF that names an EOS token: nothing can follow it, and an
-    output ends with one anyway where the grammar is complete.
+    """Reject a regex or EBNF that names an EOS token: nothing can follow it, and an
+    output ends with one anyway once the grammar is complete.
 
     Raises:
         ValueError: names the token.
     """
     if kind in ("json_schema", "structural_tag"):
-        return  # may name it in a description
+        return  # a description may name it
     plain = source.replace("\\", "")
     for eos_id in tokenizer.eos_tokens:
         text = tokenizer.decode_str([eos_id])
@@ -223,7 +223,7 @@ def try_out(matcher: llguidance.LLMatcher, kind: str) -> None:
         raise ValueError(f"{kind} cannot be followed: {reason}")
 
 
-# Numbers of the bits that are set in a byte.
+# Indices of the bits set in each byte.
 BITS = [[bit for bit in range(8) if byte >> bit & 1] for byte in range(256)]
 
 
@@ -239,7 +239,7 @@ def _convert_json_schema(source: str) -> str:
 def _convert_regex(source: str) -> str:
     if not source:
         raise ValueError("a regex must not be empty")
-    # `\d` means 0 to 9: without this it would be every decimal digit of Unicode.
+    # `\d` means 0 to 9; without this it would match every Unicode decimal digit.
     pattern = llguidance.regex_to_lark(source, "d")
     return str(llguidance.LLMatcher.grammar_from_lark(f"start: /{pattern}/"))
 
@@ -274,8 +274,8 @@ def _serve_sandbox() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         error = None
-        # The default action of SIGPROF and SIGALRM ends the process, native code or
-        # not, even where the parent has died meanwhile.
+        # The default action of SIGPROF and SIGALRM ends the process, even in native
+        # code and even if the parent has died.
         for timer, seconds in timers.items():
             signal.setitimer(timer, seconds)
         try:

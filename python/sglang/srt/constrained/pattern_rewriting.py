@@ -1,7 +1,7 @@
-"""Rewrites `pattern` of JSON Schema (ECMA-262) for a library without look-around.
+"""Rewrites JSON Schema patterns (ECMA-262) for a library without look-around.
 
-A pattern becomes several that a text must match together: each look-ahead at its start
-is one of them. What cannot be rewritten to equal or narrower patterns is refused.
+A pattern becomes several patterns that a text must match together, one for each
+look-ahead at its start. A pattern without an equal or narrower form is rejected.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import islice
 
-# A look-ahead that names a longer text is refused.
+# A look-ahead with a longer text is rejected.
 _MAX_LITERALS = 32
 _MAX_DIGITS = 64
 _MAX_PATTERNS = 32
@@ -22,8 +22,8 @@ _TOKEN = re.compile(
     re.DOTALL,
 )
 _LOOKS = ("(?=", "(?!", "(?<=", "(?<!")
-# Of pydantic, for a Decimal with a number of digits: I before the point, M - 1 in all,
-# D after the point where that is bounded too.
+# Pydantic's pattern for a Decimal with a number of digits: I before the point, M - 1 in
+# total, and D after the point if that is also bounded.
 _DECIMAL = re.compile(
     re.escape(r"^(?!^[-+.]*$)[+-]?0*(?:\d{0,")
     + r"(?P<I>\d{1,9})"
@@ -36,11 +36,11 @@ _DECIMAL = re.compile(
 
 
 class LookAroundError(ValueError):
-    """A pattern that has no equal or narrower form without look-around."""
+    """A pattern without an equal or narrower form without look-around."""
 
 
 def rewrite_pattern(pattern: str) -> list[str]:
-    """Return patterns that a text must match together, none with look-around.
+    """Return patterns without look-around that a text must match together.
 
     Raises:
         LookAroundError: says what cannot be rewritten.
@@ -57,7 +57,7 @@ def rewrite_pattern(pattern: str) -> list[str]:
 def _tokens(pattern: str) -> Iterator[str]:
     for found in _TOKEN.finditer(pattern):
         if found[0] == "[":
-            # Every further one would be searched for its end, too.
+            # The end of every further one would also have to be searched.
             raise LookAroundError("a class that is not closed")
         yield found[0]
 
@@ -66,11 +66,11 @@ _ASSERTIONS = frozenset({r"\b", r"\B", *(rf"\{i}" for i in range(1, 10))})
 
 
 def _in_dialect(token: str) -> str:
-    """Return a token of ECMA-262 or Python as Rust's `regex` writes it."""
+    """Convert a token of ECMA-262 or Python to the syntax of Rust's `regex`."""
     if token in _SAME:
         return _SAME[token]
     if len(token) > 1 and token[0] == "[":
-        # Rust has classes within classes, and operators on them.
+        # Rust has nested classes, and operators on them.
         inner = re.sub(r"(\\.|\[:\^?\w+:\])|([\[&~])", _escape_in_class, token[1:-1])
         return f"[{inner}]"
     return token
@@ -86,7 +86,7 @@ def _escape_in_class(found: re.Match[str]) -> str:
 def _without_looks(tokens: list[str]) -> list[str]:
     if tokens[:1] == ["^"]:
         del tokens[0]
-    # Else a match may begin anywhere, of which the start is one place.
+    # Otherwise a match may begin anywhere, including at the start.
     found: list[str] = []
     while tokens[:1] in (["(?="], ["(?!"]):
         end = _group_end(tokens, 0)
@@ -124,7 +124,7 @@ def _group_end(tokens: Sequence[str], start: int) -> int:
 
 
 def _alternatives(tokens: Sequence[str]) -> list[list[str]]:
-    """Split at each `|` outside of groups."""
+    """Split at each `|` outside groups."""
     parts: list[list[str]] = [[]]
     depth = 0
     for token in tokens:
@@ -137,7 +137,7 @@ def _alternatives(tokens: Sequence[str]) -> list[list[str]]:
 
 
 def _not_at_start(tokens: list[str]) -> Iterator[str]:
-    """Yield patterns of the texts that do not begin with a match of `tokens`."""
+    """Yield patterns for texts that do not begin with a match of `tokens`."""
     if tokens[:1] == ["^"]:
         tokens = tokens[1:]
     if tokens[:1] and tokens[0] in ("(", "(?:"):
@@ -165,7 +165,7 @@ def _not_at_start(tokens: list[str]) -> Iterator[str]:
 
 
 def _never(body: list[str], *, at_end: bool) -> str:
-    """Return the pattern of texts without one or two characters in a row."""
+    """Return the pattern for texts that do not contain (or end with) `body`."""
     if at_end and len(body) == 1:
         return f"^(?:{_ANY}*{_other(body[0])})?$"
     if not at_end and len(body) == 1:
@@ -180,7 +180,9 @@ def _never(body: list[str], *, at_end: bool) -> str:
 
 
 def _not_begun(body: list[str], *, is_whole: bool) -> str:
-    """Return the pattern of what does not begin with `body` (or is not `body`)."""
+    """Return the pattern for texts that do not begin with `body` (or are not
+    `body`).
+    """
     last = f"|{body[-1]}{_ANY}+" if is_whole else ""
     pattern = f"(?:{_other(body[-1])}{_ANY}*{last})?"
     for token in reversed(body[:-1]):
@@ -189,7 +191,7 @@ def _not_begun(body: list[str], *, is_whole: bool) -> str:
 
 
 def _other(token: str) -> str:
-    """Return the class of the characters that a one-character token does not match."""
+    """Return the class of characters that a one-character token does not match."""
     if token[0] == "[" and len(token) > 2:
         return f"[{token[2:]}" if token[1] == "^" else f"[^{token[1:]}"
     if token[0] == "\\" and token[1] in "dswDSWtnrf":
@@ -201,7 +203,7 @@ def _other(token: str) -> str:
 
 
 def _literal(token: str) -> str:
-    """Return a token that is one character as a member of a class, else ""."""
+    """Return a one-character token as a class member, or ""."""
     if token[0] == "\\":
         return token if len(token) == 2 and not token[1].isalnum() else ""
     if len(token) > 1 or token in ".^$*+?()|{}":
@@ -210,7 +212,7 @@ def _literal(token: str) -> str:
 
 
 def _decimal(found: re.Match[str]) -> list[str]:
-    """Count digits instead of looking ahead."""
+    """Count digits instead of using look-ahead."""
     before, total = int(found["I"]), int(found["M"]) - 1
     if total > _MAX_DIGITS or before > _MAX_DIGITS:
         raise LookAroundError(f"a Decimal of more than {_MAX_DIGITS} digits")

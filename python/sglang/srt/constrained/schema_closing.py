@@ -1,7 +1,7 @@
 """Closes the objects of a JSON schema: declared properties only.
 
-A model may add properties to an open object until it meets its token limit, and few
-schemas say `additionalProperties: false`. Knows nothing of grammar libraries.
+A model may add properties to an open object until it reaches its token limit, and few
+schemas say `additionalProperties: false`. Knows nothing about grammar libraries.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from sglang.srt.constrained.schema_places import (
     resolve,
 )
 
-# Keywords of which one opens or closes an object explicitly.
+# Keywords that open or close an object explicitly.
 _EXPLICIT = ("additionalProperties", "unevaluatedProperties")
 
 
 def close_objects(schema: Any) -> bool:
     """Add `additionalProperties: false` to the objects of `schema`, in place.
 
-    Closed is an object with `properties` that says nothing about others; those that it
-    requires without describing them are declared. Left open:
+    Closes objects with `properties` that say nothing about other properties; required
+    but undescribed properties are declared. Leaves open:
 
     - maps, which declare no properties;
     - objects described in parts (`allOf`, `properties` beside a `$ref` or beside an
-      `anyOf` with properties of its own): a closed part would refuse the properties of
-      the others. A part that is a `$ref` leaves its target open everywhere.
+      `anyOf` with properties of its own): a closed part would reject the properties of
+      the other parts. A part that is a `$ref` leaves its target open everywhere.
 
     Returns:
         Whether anything was added.
@@ -51,18 +51,18 @@ def close_objects(schema: Any) -> bool:
 
 
 class _Document:
-    """The schemas of a document and how they combine. Linear in its size: a client
-    wrote it.
+    """The schemas of a document and how they combine. Linear in the document's size,
+    because it comes from a client.
 
     Attributes:
-        schemas: by identity, those of any place.
+        schemas: all schemas by identity.
     """
 
     def __init__(self, root: Any) -> None:
         self._root = root
         self.schemas: dict[int, dict[str, Any]] = {}
-        # Per schema, what describes its place: all groups apply, and of each group one
-        # or all schemas.
+        # For each schema, what describes its place: all groups apply, and one or all
+        # schemas of each group.
         self._groups: dict[int, list[list[Any]]] = {}
         todo = [root]
         while todo:
@@ -75,7 +75,9 @@ class _Document:
                     todo.append(resolve(root, node["$ref"]))
 
     def parts_of_objects(self) -> set[int]:
-        """Identities of the schemas that describe one of several parts of an object."""
+        """Return identities of schemas that describe one of several parts of an
+        object.
+        """
         declaring = self._declaring()
         todo: list[Any] = []
         for groups in self._groups.values():
@@ -97,7 +99,9 @@ class _Document:
         return parts
 
     def _declaring(self) -> set[int]:
-        """Identities of what declares properties of the place that it describes."""
+        """Return identities of schemas that declare properties of the place they
+        describe.
+        """
         holders: dict[int, list[int]] = {}
         todo = [id(UNKNOWN)]
         for holder, groups in self._groups.items():
@@ -124,7 +128,7 @@ class _Document:
 
 
 class _Own:
-    """The properties of a schema itself, apart from what it combines them with."""
+    """The properties of a schema itself, without the schemas it is combined with."""
 
     def __init__(self, schema: dict[str, Any]) -> None:
         self.schema = schema
@@ -135,7 +139,7 @@ def _list(value: Any) -> list[Any]:
 
 
 def _all_children(schema: dict[str, Any]) -> list[Any]:
-    """All schemas that `schema` holds directly."""
+    """Yield all schemas directly inside `schema`."""
     found = [part for part, _ in children(schema)]
     for keyword in DEFINITIONS:
         holder = schema.get(keyword)

@@ -1,5 +1,6 @@
-"""What is done with each keyword of a JSON schema that llguidance does not read, or
-reads in another way than generators write it."""
+"""Rules for JSON schema keywords that llguidance does not read, or reads differently
+from what generators mean.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +39,7 @@ from sglang.srt.constrained.schema_values import (
 if TYPE_CHECKING:
     from sglang.srt.constrained.schema_places import Place
 
-# Keywords for which null is a value like any other.
+# Keywords for which null is an ordinary value.
 _VALUES = ("const", "default")
 
 
@@ -46,10 +47,10 @@ def read_keywords(schema: Schema, place: Place) -> None:
     """Rewrite the keywords of one schema, in place.
 
     Raises:
-        UnservedError: one asks for what cannot be kept.
+        UnservedError: a keyword asks for something that cannot be enforced.
     """
     for keyword in [k for k, v in schema.items() if v is None and k not in _VALUES]:
-        # Serialised classes write every field that they have.
+        # Serialized classes write all their fields.
         del schema[keyword]
     for keyword, rule in RULES:
         if keyword in schema and rule(schema, schema[keyword], place):
@@ -94,7 +95,7 @@ def _truth(schema: Any) -> bool | None:
 
 
 def _parts(keyword: str) -> Rule:
-    """A list of schemas, at least one: none of no alternatives can be chosen."""
+    """Check for a non-empty list of schemas: there must be an alternative to choose."""
 
     def rule(schema: Schema, value: Any, place: Place) -> bool:
         if isinstance(value, list) and (value or keyword == "allOf"):
@@ -105,14 +106,14 @@ def _parts(keyword: str) -> Rule:
 
 
 def _reference(schema: Schema, value: Any, place: Place) -> bool:
-    """Names of generics have characters that a reference must have encoded."""
+    """Encode reference names: generics' names have characters that must be encoded."""
     if isinstance(value, str) and value.startswith("#/"):
         schema["$ref"] = "#" + quote(unquote(value[1:]), safe="/~$")
     return False
 
 
 def _root_reference(keyword: str) -> Rule:
-    """A reference that depends on who refers, which the root settles here."""
+    """Rewrite a reference that depends on the referrer, here the root, to `$ref`."""
 
     def rule(schema: Schema, value: Any, place: Place) -> bool:
         is_pointer = isinstance(value, str) and (value == "#" or value[:2] == "#/")

@@ -1,4 +1,4 @@
-"""Rules of keywords about objects."""
+"""Rules for keywords about objects."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _is_true_of_texts(schema: Any) -> bool:
 
 
 def _name_pattern(names: Schema) -> str | None:
-    """The one pattern that names must match; None: it is not one."""
+    """Return the single pattern that names must match, or None if there is none."""
     if "string" not in types_of(names, ["string"]):
         return None
     asked = ASSERTIONS & names.keys() - {"type"}
@@ -157,7 +157,7 @@ def unevaluated_properties_rule(schema: Schema, value: Any, place: Place) -> boo
 
 
 def required_rule(schema: Schema, value: Any, place: Place) -> bool:
-    """Draft 3 says `required` in the property; `properties_rule` has read it."""
+    """In draft 3, `required` is in the property; `properties_rule` has read it."""
     if isinstance(value, list) and all(isinstance(name, str) for name in value):
         return False
     if isinstance(value, bool):
@@ -166,7 +166,7 @@ def required_rule(schema: Schema, value: Any, place: Place) -> bool:
 
 
 def dependent_rule(keyword: str) -> Rule:
-    """What a property asks for where it is present; kept where it is so anyway."""
+    """Handle what a present property requires; accepted if it holds anyway."""
 
     def rule(schema: Schema, value: Any, place: Place) -> bool:
         required = schema.get("required") or []

@@ -1,4 +1,4 @@
-"""Where a JSON schema holds further schemas, and what its references name."""
+"""Finds the schemas inside a JSON schema, and resolves references."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
 
-# Keywords whose value maps names to schemas of other places.
+# Keywords whose value maps names to schemas for other places.
 MAPS = ("properties", "patternProperties")
 DEFINITIONS = ("$defs", "definitions")
-# Those that hold one schema of another place, or a list of them.
+# Keywords with one schema for another place, or a list of them.
 PLACES = ("items", "prefixItems", "additionalItems", "additionalProperties")
-# Those whose schemas describe the same place as their holder.
+# Keywords whose schemas describe the same place as their parent.
 ALTERNATIVES = ("anyOf", "oneOf")
 PARTS = ("allOf", *ALTERNATIVES)
 
@@ -24,7 +24,7 @@ _MAX_PATH_CHARS = 400
 
 
 class Path(NamedTuple):
-    """A place in a document; its text is made only where somebody reads it."""
+    """A path in a document; its text is built only on demand."""
 
     parent: Path | None
     step: str | int
@@ -47,7 +47,7 @@ class Place:
     path: Path | None
 
     def resolve(self, reference: Any) -> Any:
-        """Return what `reference` names in the document, else `UNKNOWN`."""
+        """Return the target of `reference` in the document, or `UNKNOWN`."""
         return resolve(self.root, reference)
 
     def pointer(self, *steps: str) -> str:
@@ -66,7 +66,7 @@ class Place:
 def children(
     schema: dict[str, Any], path: Path | None = None
 ) -> Iterator[tuple[Any, Path]]:
-    """Yield the schemas that `schema` holds, but for its definitions."""
+    """Yield the schemas inside `schema`, except its definitions."""
     for keyword in MAPS:
         holder = schema.get(keyword)
         if isinstance(holder, dict):
@@ -82,7 +82,7 @@ def children(
 
 
 def resolve(root: Any, reference: Any) -> Any:
-    """Return the schema that a pointer into the document names, else `UNKNOWN`."""
+    """Return the schema at a pointer into the document, or `UNKNOWN`."""
     if not isinstance(reference, str) or not reference.startswith("#"):
         return UNKNOWN
     found = root
@@ -97,7 +97,7 @@ def resolve(root: Any, reference: Any) -> Any:
 
 
 def pointer_path(reference: str) -> Path | None:
-    """Return the path that a pointer describes."""
+    """Return the path of a pointer."""
     path = None
     for step in _steps(reference):
         path = Path(path, step)

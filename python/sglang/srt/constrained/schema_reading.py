@@ -1,9 +1,9 @@
-"""Brings a JSON schema of any generator into the keywords that llguidance reads.
+"""Rewrites a JSON schema from any generator to the keywords that llguidance reads.
 
-What asks for nothing is taken out, what can be said in keywords that are served is said
-in them, and what would be dropped or would fail later is refused with its path. Reads
-what can be reached from the root alone: a definition that nobody refers to may hold
-anything. Linear in the size of the document: a client wrote it.
+Keywords without effect are removed, keywords with an equivalent in supported keywords
+are rewritten, and keywords that would be dropped or fail later are rejected with their
+path. Reads only what is reachable from the root: unused definitions may contain
+anything. Linear in the document's size, because it comes from a client.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_schema(root: Any) -> None:
     """Rewrite `root` in place.
 
     Raises:
-        ValueError: names the path of what cannot be served.
+        ValueError: names the path of what is not supported.
     """
     reached = _Reached(root)
     for schema, path in reached.walk():
@@ -43,7 +43,7 @@ def read_schema(root: Any) -> None:
 
 
 class _Reached:
-    """The schemas that can be reached from the root of a document."""
+    """The schemas reachable from the root of a document."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
@@ -51,10 +51,10 @@ class _Reached:
         self._paths: dict[int, Path | None] = {}
 
     def walk(self) -> Iterator[tuple[dict[str, Any], Path | None]]:
-        """Yield each schema with its path, before its parts are looked at.
+        """Yield each schema with its path, before visiting its parts.
 
         Raises:
-            ValueError: something is no schema where one must be.
+            ValueError: something is not a schema where one is required.
         """
         todo: list[tuple[Any, Path | None]] = [(self._root, None)]
         while todo:
@@ -82,8 +82,8 @@ class _Reached:
                     )
 
     def refuse_cycles(self) -> None:
-        """Refuse a schema that describes its own place by itself: no part of a value
-        lies between, so that nothing is said.
+        """Reject a schema that describes its own place by itself, with no part of a
+        value in between: it describes nothing.
 
         Raises:
             ValueError: names the cycle.
@@ -92,7 +92,7 @@ class _Reached:
         for start, schema in self._schemas.items():
             if start in done:
                 continue
-            # Schemas that are being followed, each with the parts that are left.
+            # Schemas being followed, each with its remaining parts.
             chain = {start: self._same_place(schema)}
             while chain:
                 last = next(reversed(chain))

@@ -1,9 +1,9 @@
-"""What the rules of a JSON schema's keywords share.
+"""Shared code of the rules for JSON schema keywords.
 
 A rule gets the schema, the keyword's value and the schema's place. It changes the
-schema in place, and returns whether the keyword has to go: it asks for nothing, or the
-rule has said it in other keywords. No schema is copied: a client could make the copies
-grow exponentially.
+schema in place, and returns whether to remove the keyword, because it has no effect or
+was rewritten to other keywords. Schemas are never copied, because a client could make
+the copies grow exponentially.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Schema = dict[str, Any]
 Rule = Callable[[Schema, Any, Place], bool]
 
 TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
-# Keywords that may refuse a value; all others are annotations.
+# Keywords that may reject a value; all others are annotations.
 ASSERTIONS = frozenset(
     [
         "$dynamicRef",
@@ -69,7 +69,7 @@ ASSERTIONS = frozenset(
 
 
 class UnservedError(ValueError):
-    """A keyword that cannot be kept; `keyword` is its name."""
+    """A keyword that cannot be enforced; `keyword` is its name."""
 
     def __init__(self, keyword: str, message: str) -> None:
         super().__init__(message)

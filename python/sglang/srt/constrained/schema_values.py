@@ -1,4 +1,4 @@
-"""Rules of keywords about single values and lists."""
+"""Rules for keywords about single values and lists."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from sglang.srt.constrained.schema_rules import (
     refused,
 )
 
-# Any other format is an annotation, as the standard has it.
+# Any other format is an annotation, as in the standard.
 FORMATS = frozenset(
     {"date-time", "date", "time", "duration", "email", "hostname"}
     | {"ipv4", "ipv6", "uuid", "uri"}
 )
-# Limits that are further away are moved to these: beyond them llguidance fails.
+# Limits beyond these make llguidance fail, so they are moved to these.
 _MAX_LIMIT = 9 * 10**18
 _MAX_COUNT = 2**31 - 1
 
@@ -37,7 +37,7 @@ def type_rule(schema: Schema, value: Any, place: Place) -> bool:
 
 
 def count_rule(keyword: str) -> Rule:
-    """A number of things; some generators write it as a text or as 1.0."""
+    """Check a count, which some generators write as a string or as 1.0."""
 
     def rule(schema: Schema, value: Any, place: Place) -> bool:
         count = value
@@ -54,7 +54,7 @@ def count_rule(keyword: str) -> Rule:
 
 
 def limit_rule(keyword: str, sign: int) -> Rule:
-    """A limit that the type of a language has, such as -(2**63) or 1.8e308."""
+    """Handle limits of language types, such as -(2**63) or 1.8e308."""
 
     def rule(schema: Schema, value: Any, place: Place) -> bool:
         if isinstance(value, bool) and keyword.startswith("exclusive"):

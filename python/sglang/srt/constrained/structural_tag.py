@@ -1,4 +1,4 @@
-"""Structural tags: free text in which some beginnings lead to bound text.
+"""Structural tags: free text in which some beginnings start constrained text.
 
 Two forms, as SGLang and XGrammar document them:
 
@@ -6,8 +6,8 @@ Two forms, as SGLang and XGrammar document them:
     {"format": {"type": "triggered_tags", "triggers": [...], "tags": [
         {"begin", "content": {"type": "json_schema", "json_schema"}, "end"}, ...]}}
 
-The first may have an `answer_schema`: then the output is bound from its beginning on,
-to structures alone or to JSON of this schema.
+The first form may have an `answer_schema`: then the whole output is constrained, to
+structures only or to JSON of this schema.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any
 
 _MAX_STRUCTURES = 512
 _ANY_TEXT = "/(?s:.*)/"
-# What models write between calls.
+# White space that models write between calls.
 _BETWEEN = r"/[ \n]{0,2}/"
 _TAGS = "triggered_tags"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Structure:
-    """Text that is bound once it has begun.
+    """Text that is constrained once it has begun.
 
     Fields:
-        begin: begins with a trigger.
-        schema: of the JSON after it.
-        end: comes after that.
-        path: of the schema, for errors.
+        begin: text that begins the structure, starting with a trigger.
+        schema: schema of the JSON that follows.
+        end: text that ends the structure.
+        path: path of the schema, for errors.
     """
 
     begin: str
@@ -43,17 +43,17 @@ class Structure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuralTag:
-    """Structures by the trigger with which each begins.
+    """Structures by the trigger that begins each.
 
     Fields:
-        answer_schema: of an output without structures; None: free text.
+        answer_schema: schema of an output without structures, or None for free text.
     """
 
     by_trigger: Mapping[str, Sequence[Structure]]
     answer_schema: Any = None
 
     def texts(self) -> Iterable[str]:
-        """Everything that an output may have to hold literally."""
+        """Every literal text that an output may need."""
         for structures in self.by_trigger.values():
             for one in structures:
                 yield from (one.begin, one.end)
@@ -98,7 +98,7 @@ def _plain(given: Mapping[str, Any]) -> tuple[list[Structure], list[str]]:
         where = f"structures[{i}]"
         fields = _object(one, where)
         _refuse_unknown(fields, ("begin", "schema", "end", "name"), where)
-        # This server gives a tool's structure the tool's name.
+        # This server names a tool's structure after the tool.
         name = fields.get("name")
         path = f"{where}.schema" if name is None else f"$defs.{name}"
         structures.append(_structure(fields, fields.get("schema"), where, path))
@@ -150,7 +150,9 @@ def _triggers(value: Any) -> list[str]:
 
 
 def _refuse_ambiguous(texts: Sequence[str], what: str) -> None:
-    """A text that goes on as another one does could not be told from it."""
+    """Reject ambiguous texts: one that starts with another cannot be distinguished from
+    it.
+    """
     ordered = sorted(texts)
     for shorter, longer in zip(ordered, ordered[1:], strict=False):
         if longer.startswith(shorter):
@@ -190,10 +192,10 @@ def structural_tag_to_lark(
     """Return the grammar in llguidance's dialect.
 
     Args:
-        prepare: returns the JSON text of a schema that is at a path.
-        special_ids: special tokens by their text. Others are no text to llguidance,
-            and a literal would not match them.
-        free_ids: those that free text may hold.
+        prepare: returns the JSON text of the schema at a path.
+        special_ids: ids of special tokens by their text. llguidance does not treat
+            special tokens as text, so literals would not match them.
+        free_ids: special tokens allowed in free text.
     """
     triggers = tag.by_trigger.keys()
     free = [one for one in free_ids if one not in map(special_ids.get, triggers)]
@@ -233,7 +235,7 @@ def structural_tag_to_lark(
 
 
 def _literal(text: str, special_ids: Mapping[str, int]) -> str:
-    """Return what matches a text, in which whole special tokens may be."""
+    """Return the grammar that matches a text, which may contain special tokens."""
     for special, number in special_ids.items():
         if special in text:
             before, _, after = text.partition(special)

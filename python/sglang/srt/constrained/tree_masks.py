@@ -1,4 +1,6 @@
-"""Token masks of the nodes of a draft tree, from a walk of the grammar along it."""
+"""Computes token masks for the nodes of a draft tree by walking the grammar along
+it.
+"""
 
 from __future__ import annotations
 
@@ -19,19 +21,19 @@ def fill_tree_masks(
     next_sibling: Sequence[int],
     masks: Tensor,
 ) -> None:
-    """Write the mask of the tokens allowed after each node that the grammar reaches.
+    """Write the mask of tokens allowed after each node that the grammar reaches.
 
-    Nodes below a token that the grammar does not allow keep their mask: verification
-    never reaches them.
+    Nodes below a disallowed token keep their mask, because verification never reaches
+    them.
 
     Args:
-        grammar: has accepted the root's token; it is left as it was.
-        tokens: token of each node; the root's is not read.
+        grammar: the grammar after the root's token; unchanged on return.
+        tokens: token of each node; the root's is unused.
         next_token, next_sibling: first child and next sibling of each node, or -1.
         masks: int32 [D, words] on the host.
 
     Raises:
-        GrammarLimitError: the grammar has grown to a limit, and is lost.
+        GrammarLimitError: the grammar has grown to a limit and is lost.
     """
 
     def visit(node: int) -> None:

@@ -1,8 +1,8 @@
-"""The part that all formats of tool calls share: calls between passages of text.
+"""Shared by all formats of tool calls: calls between passages of text.
 
-A format's detector looks for an opener, then tries to read calls after it. An attempt
-that fails before its first call has begun leaves the opener in the text; one that fails
-later leaves the calls it has read, and the rest is text.
+A format's detector looks for an opener, then tries to read calls after it. If that
+fails before the first call has begun, the opener stays in the text; if it fails later,
+the calls read so far stand, and the rest is text.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ MAX_SHOWN_NAME = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallFormat(ABC):
-    """A format of tool calls, described by data; called, it makes a detector.
+    """A format of tool calls, described by data. Calling it creates a detector.
 
     Fields:
-        openers: strings that begin calls; none may begin another.
-        bare_openers: characters that begin calls only where the output begins with one.
+        openers: strings that begin calls; none may be a prefix of another.
+        bare_openers: characters that begin calls only at the start of the output.
         closers: strings that may follow a call, in this order.
-        opener_pattern: finds the openers instead, by the text behind them.
+        opener_pattern: pattern that finds the openers instead, by the text after them.
         other_marks: further strings that may be special tokens of a tokenizer.
-        is_whole: an output is nothing but calls. What is none is the rest of a list
-            that the server itself asked for; a client would take it for an answer.
+        is_whole: whether an output consists of calls only. Anything else is a leftover
+            of a list that the server itself asked for, which a client would mistake for
+            an answer.
     """
 
     openers: tuple[str, ...] = ()
@@ -50,7 +51,7 @@ class CallFormat(ABC):
 
     @property
     def marks(self) -> tuple[str, ...]:
-        """Strings that must not be dropped from an output as special tokens."""
+        """Strings that must be kept in an output even if they are special tokens."""
         return (*self.openers, *self.closers, *self.other_marks)
 
     @abstractmethod
@@ -61,15 +62,15 @@ class CallFormat(ABC):
 
 
 class ToolCallDetector(TextParser[str | CallDelta]):
-    """Finds the calls in one output; text that holds none comes out unchanged.
+    """Finds the calls in one output; text without calls is passed through unchanged.
 
-    White space next to a call belongs to the format and is dropped, but for what parts
+    White space next to a call belongs to the format and is dropped, unless it separates
     two passages of text.
 
     Args:
-        form: where calls begin and end.
-        tools: those that may be called; a call to another name is text.
-        max_calls: further calls are dropped.
+        form: the format, which says where calls begin and end.
+        tools: tools that may be called; a call to another name is text.
+        max_calls: maximum number of calls; further calls are dropped.
     """
 
     def __init__(
@@ -86,17 +87,17 @@ class ToolCallDetector(TextParser[str | CallDelta]):
 
     @abstractmethod
     def _read_calls(self, opener: str) -> Read[None]:
-        """Read the calls after `opener`, which has been read unless it is a bare one.
+        """Read the calls after `opener`, which has already been read unless it is bare.
 
-        Whatever may turn out to be no call begins with a mark of the source; the first
-        has it already.
+        Anything that may turn out not to be a call must begin with a mark of the
+        source; the first call already has one.
 
         Raises:
-            NoMatchError: no call, or no further one, comes next.
+            NoMatchError: no (further) call comes next.
         """
 
     def _call_id(self) -> str:
-        """Make the id of a call."""
+        """Generate the id of a call."""
         return f"call_{uuid.uuid4().hex[:24]}"
 
     def _resume(self) -> list[str | CallDelta]:
@@ -126,7 +127,9 @@ class ToolCallDetector(TextParser[str | CallDelta]):
             self._say(space)
 
     def _attempt(self, opener: str) -> Read[bool]:
-        """Read calls; False where none began: nothing after the opener was read."""
+        """Read calls. Returns False if none began; nothing after the opener is consumed
+        then.
+        """
         before = self.num_calls
         self._source.mark()
         try:
@@ -137,7 +140,7 @@ class ToolCallDetector(TextParser[str | CallDelta]):
         return self.num_calls > before
 
     def _known(self, name: str) -> str:
-        """Return the name of a tool.
+        """Check the name of a tool and return it.
 
         Raises:
             NoMatchError: the request has no tool of this name.
@@ -146,14 +149,15 @@ class ToolCallDetector(TextParser[str | CallDelta]):
             return name
         if not self._has_warned:
             logger.warning(
-                "the model called %r, which is no tool of the request; it stays text",
+                "the model called %r, which is not a tool of the request; it stays "
+                "text",
                 name[:MAX_SHOWN_NAME],
             )
         self._has_warned = True
         raise NoMatchError
 
     def _begin_call(self, name: str, call_id: str | None = None) -> None:
-        """Emit the first piece of a call: what was read is no text."""
+        """Emit the first piece of a call; the input read so far is not text."""
         self._source.commit()
         self.num_calls += 1
         index = self.num_calls - 1
@@ -169,7 +173,7 @@ class ToolCallDetector(TextParser[str | CallDelta]):
             self._out.append(delta)
 
     def _say(self, text: str) -> None:
-        """Emit text; white space at its end waits for what follows."""
+        """Emit text, holding back white space at its end until more follows."""
         body = text.rstrip()
         if body:
             if self.num_calls and not self._has_text:
@@ -188,11 +192,11 @@ class ToolCallDetector(TextParser[str | CallDelta]):
         self._out.append(text)
 
     def _read_list(self, read_call: Callable[[], Read[None]]) -> Read[None]:
-        """Read the entries of a list, up to the first that is no call, and `]`, which
-        may be missing.
+        """Read the entries of a list up to the first that is not a call, and an
+        optional `]`.
 
         Raises:
-            NoMatchError: no call comes next, or no further one.
+            NoMatchError: no (further) call comes next.
         """
         source = self._source
         yield from source.skip_space()
@@ -212,8 +216,9 @@ class ToolCallDetector(TextParser[str | CallDelta]):
             source.rewind()
 
     def _skip_any(self, *literals: str) -> Read[None]:
-        """Read each of `literals` that comes next, in this order, and white space. The
-        last may be cut off."""
+        """Skip the `literals` that come next, in this order, and white space. The last
+        one may be cut off.
+        """
         for literal in literals:
             yield from self._source.skip_space()
             yield from self._source.accept(literal)
@@ -221,7 +226,7 @@ class ToolCallDetector(TextParser[str | CallDelta]):
 
 
 def _merged(pieces: list[str | CallDelta]) -> list[str | CallDelta]:
-    """Join what follows each other in one text, or in the arguments of one call."""
+    """Join consecutive pieces of text, and of the arguments of one call."""
     out: list[str | CallDelta] = []
     for _, run in groupby(pieces, _run_of):
         first, *others = run
@@ -238,7 +243,7 @@ def _merged(pieces: list[str | CallDelta]) -> list[str | CallDelta]:
 
 
 def _run_of(piece: str | CallDelta) -> object:
-    """Return a key that is equal for pieces that make one."""
+    """Return a key that is equal for pieces that can be joined."""
     if isinstance(piece, str):
         return ""
     return piece.index if piece.name is None else piece

@@ -1,4 +1,4 @@
-"""The formats of tool calls that published models write, as data.
+"""The tool call formats of published models, as data.
 
 Each is one row: marks and tags from the model's chat template or its card.
 """
@@ -20,11 +20,11 @@ _DEEPSEEK_OPENERS = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜
 _DEEPSEEK_SEPARATOR = "<｜tool▁sep｜>"
 _DEEPSEEK_CLOSERS = ("<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
 _DEEPSEEK_BEGIN = rf"(?:{_DEEPSEEK_OPENERS[1]})?\s*"
-# No pattern below has two places side by side that match the same text: a header costs
+# No pattern below has two adjacent places that match the same text, so a header takes
 # as many steps as it has characters.
 _NAME = r"(?P<name>[^\s<>\[\]{}`|]+)"
 
-# An output that must be calls: what constrained decoding makes of `call_schema`.
+# An output that must consist of calls, as constrained by `call_schema`.
 JSON_ARRAY = JsonFormat(bare_openers="[", is_whole=True)
 
 HERMES = JsonFormat(openers=("<tool_call>",), closers=("</tool_call>",))
@@ -56,8 +56,8 @@ DEEPSEEK_V31 = JsonFormat(
     other_marks=(_DEEPSEEK_SEPARATOR,),
 )
 
-# Messages to nobody are expected to have been told apart before, by the reasoning
-# parser of the same name.
+# The reasoning parser of the same name must already have separated messages without a
+# recipient.
 GPT_OSS = JsonFormat(
     openers=("<|start|>", "<|channel|>"),
     closers=("<|call|>",),
@@ -104,7 +104,7 @@ GEMMA4 = JsonFormat(
     other_marks=('<|"|>',),
 )
 
-# A bracket alone is no reason to try anything: texts are full of them.
+# A bracket alone does not start an attempt: texts are full of them.
 _PYTHON_LIST = Pattern(
     whole=re.compile(
         r"\[(?=\s{0,64}(?:\{\s{0,64}[\"'\w]|[\w.-]{1,64}\())|<\|python_start\|>"

@@ -9,23 +9,23 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from sglang.srt.function_call.core_types import Tool
 
-# Keywords whose value maps names to schemas, and those whose value is data.
+# Keywords whose value maps names to schemas, and keywords whose value is data.
 _MAPS = frozenset(
     {"properties", "patternProperties", "$defs", "definitions", "dependentSchemas"}
 )
 _DATA = frozenset({"const", "default", "enum", "example", "examples"})
-# They would give the references below them another base.
+# These would change the base of the references below them.
 _BASES = frozenset({"$id", "$schema", "id"})
 _REFERENCES = frozenset({"$ref", "$recursiveRef", "$dynamicRef"})
-# Any of them says which values a schema allows.
+# Each of these restricts the values of a schema.
 _ASSERTIONS = frozenset({"type", "$ref", "anyOf", "oneOf", "allOf", "enum", "const"})
 
 
 def calls_schema(tools: Sequence[Tool], *, max_calls: int | None = None) -> str:
     """Return the schema of a non-empty list of `{"name", "parameters"}` objects.
 
-    References within the schema of a tool go on pointing into it. Each tool is a
-    definition of its name, which is in the path of an error.
+    References within a tool's schema keep pointing into it. Each tool is a definition
+    with the tool's name, which appears in the path of an error.
     """
     definitions = {
         tool.name: parameters_schema(tool, root=f"#/$defs/{tool.name}")
@@ -51,10 +51,10 @@ def calls_schema(tools: Sequence[Tool], *, max_calls: int | None = None) -> str:
 
 
 def parameters_schema(tool: Tool, *, root: str = "#") -> dict[str, Any]:
-    """Return the schema of a tool's arguments, which are an object.
+    """Return the schema of a tool's arguments, an object.
 
     Args:
-        root: where the schema will be in a document.
+        root: path of the schema in the document.
     """
     parameters = {k: v for k, v in tool.parameters.items() if k not in _BASES}
     if not parameters:
@@ -71,10 +71,10 @@ def parameters_schema(tool: Tool, *, root: str = "#") -> dict[str, Any]:
 
 
 def _moved(schema: Any, *, root: str, base: str) -> Any:
-    """Return `schema` with its references to `#` pointing to `root`.
+    """Return `schema` with references to `#` changed to `root`.
 
     Args:
-        base: what its references may begin with.
+        base: allowed prefix of its references.
     """
     if isinstance(schema, list):
         return [_moved(entry, root=root, base=base) for entry in schema]

@@ -12,7 +12,7 @@ class Tool:
     """A function that the model may call.
 
     Fields:
-        parameters: JSON schema of its arguments, an object.
+        parameters: JSON schema of the arguments, which are an object.
     """
 
     name: str
@@ -21,11 +21,12 @@ class Tool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallDelta:
-    """A piece of a call, in order: one with the name, then those of its arguments.
+    """A piece of a call: the first piece has the name, the following ones its
+    arguments.
 
     Fields:
-        index: place of the call among those of the output.
-        name, call_id: of the first piece, None in the others.
+        index: index of the call in the output. name, call_id: set in the first piece,
+        None in the others.
         arguments: a fragment of the JSON text; empty in the first piece.
     """
 

@@ -1,4 +1,4 @@
-"""Formats of tool calls by the names of `--tool-call-parser`."""
+"""Tool call formats by their names in `--tool-call-parser`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DETECTORS: dict[str, CallFormat] = FORMATS
 
 
 class Call(NamedTuple):
-    """A whole call; `arguments` is JSON text, as far as the model wrote it."""
+    """A complete call; `arguments` is the JSON text, as far as the model wrote it."""
 
     call_id: str
     name: str
@@ -23,7 +23,7 @@ class Call(NamedTuple):
 
 
 def collect_calls(deltas: Iterable[CallDelta]) -> list[Call]:
-    """Put the pieces of all calls of one output together."""
+    """Assemble the pieces of all calls of one output."""
     begun: list[CallDelta] = []
     arguments: list[list[str]] = []
     for delta in deltas:
@@ -40,7 +40,7 @@ def collect_calls(deltas: Iterable[CallDelta]) -> list[Call]:
 def parse_calls(
     text: str, *, parser: str, tools: Sequence[Tool]
 ) -> tuple[str, list[Call]]:
-    """Split a whole output into its text and its calls, by the name of a format."""
+    """Split a whole output into text and calls, given the name of a format."""
     detector = DETECTORS[parser](tools)
     pieces = [*detector.push(text), *detector.finish()]
     shown = "".join(piece for piece in pieces if isinstance(piece, str))

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 ARGUMENT_KEYS = frozenset({"arguments", "parameters"})
 SEPARATORS = (",", ";")
-# Templates of Mistral's models refuse ids of any other form.
+# Templates of Mistral models reject ids of any other form.
 SHORT_ID_CHARS = string.ascii_letters + string.digits
 SHORT_ID_LENGTH = 9
 
@@ -39,15 +39,16 @@ _HEADER_STOP = re.compile(r"[{]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JsonFormat(CallFormat):
-    """Calls that are JSON, or whose arguments are, between marks.
+    """Calls between marks that are JSON, or have JSON arguments.
 
     Fields:
-        has_objects: an opener may be followed by calls as objects, or a list of them.
-        header: matches what stands between an opener, white space behind it, and
-            arguments that are an object of their own: group `name` is the function,
-            group `id`, if there is one, the call's id.
-        quote: a mark that begins and ends strings instead of `"`.
-        has_short_ids: ids are nine letters and digits.
+        has_objects: whether an opener may be followed by a call as an object, or a list
+            of them.
+        header: pattern for the text between an opener with white space and arguments
+            that are a separate object. Group `name` is the function; group `id`, if
+            there is one, the call's id.
+        quote: mark that begins and ends strings instead of `"`.
+        has_short_ids: whether ids are nine letters and digits.
     """
 
     has_objects: bool = True
@@ -64,13 +65,13 @@ class JsonFormat(CallFormat):
 class JsonCallDetector(ToolCallDetector):
     """A detector that reads JSON.
 
-    Arguments come out as the model wrote them, as far as that is JSON or close to it
-    (`RelaxedCopier`): a client must expect text that is not valid JSON, as from any
-    model.
+    Arguments are passed on as the model wrote them, as far as that is JSON or close to
+    it (`RelaxedCopier`). As with any model, a client must expect text that is not valid
+    JSON.
     """
 
     def _read_objects(self, *, closer: str = "") -> Read[None]:
-        """Read a list of calls, or one or more that follow each other.
+        """Read a list of calls, or one or more consecutive calls.
 
         Raises:
             NoMatchError: no call comes next, or no further one.
@@ -94,13 +95,13 @@ class JsonCallDetector(ToolCallDetector):
             yield from read_call()
 
     def _read_call(self, *, closer: str = "") -> Read[None]:
-        """Read one call as an object; other keys of it are dropped.
+        """Read one call as an object, dropping other keys.
 
         Args:
-            closer: ends arguments whose brackets do not match.
+            closer: text that ends arguments with unbalanced brackets.
 
         Raises:
-            NoMatchError: it is not an object of this kind, or it is cut off.
+            NoMatchError: it is not such an object, or it is cut off.
         """
         source, before = self._source, self.num_calls
         name: str | None = None
@@ -135,7 +136,7 @@ class JsonCallDetector(ToolCallDetector):
             self._add_arguments("{}")
 
     def _read_key(self) -> Read[str]:
-        """Read a key, with quotes or without, and the colon after it."""
+        """Read a key, quoted or not, and the colon after it."""
         source = self._source
         if (yield from source.peek()) in _STRING_STOP:
             key = yield from read_string(source)
@@ -151,10 +152,11 @@ class JsonCallDetector(ToolCallDetector):
     def _read_arguments(
         self, emit: Emit, *, name: str | None, closer: str
     ) -> Read[None]:
-        """Read an object, the JSON text of one in a string, or null for none.
+        """Read an object, a string with its JSON text, or null for no arguments.
 
         Args:
-            name: begins the call as soon as its arguments do; None: not known yet.
+            name: name of the function, to begin the call as soon as its arguments
+                begin, or None if not known yet.
         """
         source = self._source
         first = yield from source.peek()
@@ -178,7 +180,7 @@ class JsonCallDetector(ToolCallDetector):
         emit(text)
 
     def _copy_arguments(self, *, closer: str = "", quote: str = "") -> Read[None]:
-        """Read the arguments of a call that has begun, an object."""
+        """Read the arguments object of a call that has begun."""
         copier = RelaxedCopier(self._add_arguments, closer=closer, quote=quote)
         yield from self._source.copy_through(copier.step)
 
@@ -205,7 +207,7 @@ class JsonDetector(JsonCallDetector):
         yield from self._skip_any(*form.closers)
 
     def _skip_brackets(self, closer: str) -> Read[None]:
-        """Read closing brackets that close nothing, if `closer` follows them."""
+        """Skip closing brackets that close nothing, if `closer` follows them."""
         source = self._source
         source.mark()
         yield from source.copy_before(_NO_CLOSING, drop)
@@ -215,7 +217,7 @@ class JsonDetector(JsonCallDetector):
             source.rewind()
 
     def _read_header(self, pattern: re.Pattern[str]) -> Read[None]:
-        """Read what stands before the arguments, and begin the call.
+        """Read the header before the arguments, and begin the call.
 
         Raises:
             NoMatchError: no header comes next, or no such tool exists.
@@ -235,10 +237,10 @@ class JsonDetector(JsonCallDetector):
 
 
 def read_string(source: TextSource) -> Read[str]:
-    """Read and decode a string of JSON, or one in single quotes.
+    """Read and decode a JSON string, or one in single quotes.
 
     Raises:
-        NoMatchError: it is none, or it is cut off.
+        NoMatchError: it is not a string, or it is cut off.
     """
     quote = yield from source.peek()
     if quote not in _STRING_STOP:
@@ -259,7 +261,7 @@ def read_string(source: TextSource) -> Read[str]:
     try:
         # Models write line breaks into strings.
         text = str(json.loads(f'"{"".join(parts)}"', strict=False))
-        text.encode()  # refuses half of a surrogate pair
+        text.encode()  # rejects half of a surrogate pair
         return text
     except ValueError as error:
         raise NoMatchError from error
@@ -278,10 +280,10 @@ def skip_value(source: TextSource) -> Read[None]:
 
 
 def _object_text(text: str) -> str:
-    """Return the JSON text of an object that a model put into a string.
+    """Return the JSON text of an object that a model wrote as a string.
 
     Raises:
-        NoMatchError: it is none.
+        NoMatchError: it is not an object.
     """
     if not text:
         return "{}"

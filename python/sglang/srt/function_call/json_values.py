@@ -1,4 +1,4 @@
-"""Values that a model wrote in another form than JSON."""
+"""Values that a model wrote in a form other than JSON."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def to_json(value: Any) -> str:
 
 
 def read_number(word: str) -> int | float | None:
-    """Return the number that Python would read, or one with leading zeros.
+    """Read a number like Python, but also with leading zeros.
 
-    None: it is none, or not finite.
+    Returns None if it is not a finite number.
     """
     try:
         if _INTEGER.fullmatch(word):

@@ -23,8 +23,9 @@ _NAME_STOP = re.compile(r"[^\w.-]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PythonicFormat(CallFormat):
-    """Calls with keyword arguments that are literals, in a list between marks. A list
-    of calls as JSON objects may take its place."""
+    """Calls with literal keyword arguments, in a list between marks. A list of calls as
+    JSON objects is also accepted.
+    """
 
     def __call__(
         self, tools: Sequence[Tool], *, max_calls: int | None = None
@@ -35,13 +36,13 @@ class PythonicFormat(CallFormat):
 class PythonicDetector(JsonCallDetector):
     """Calls of a `PythonicFormat`.
 
-    A call comes out when its last bracket has come, because only then is it one.
+    A call is emitted at its last bracket, because only then is it known to be a call.
     """
 
     def _read_calls(self, opener: str) -> Read[None]:
         source = self._source
         yield from source.skip_space()
-        # Where the opener is the bracket itself, it has been read.
+        # If the opener is the bracket itself, it has already been read.
         is_list = opener == "[" or (yield from source.accept("["))
         yield from source.skip_space()
         if (yield from source.peek()) != "{":
@@ -63,8 +64,8 @@ class PythonicDetector(JsonCallDetector):
             raise NoMatchError
         source.extend(MAX_CALL_CHARS)
         parts.clear()
-        # Strict: a text with many beginnings of calls, one inside the other, would be
-        # read many times otherwise.
+        # Strict: otherwise a text with many nested beginnings of calls would be read
+        # many times.
         copier = RelaxedCopier(parts.append, is_strict=True, is_call=True)
         if not (yield from source.copy_through(copier.step)):
             raise NoMatchError

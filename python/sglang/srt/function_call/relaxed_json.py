@@ -1,9 +1,9 @@
-r"""JSON out of what models write for it, as it comes.
+r"""Converts what models write as JSON to JSON, incrementally.
 
-Valid JSON comes out unchanged. Beyond it, this reads the literals of Python (`'a'`,
+Valid JSON is passed through unchanged. This also reads Python literals (`'a'`,
 `True`, `(1, 2)`, `0x1F`), bare keys, line breaks and unknown escapes in strings,
-commas before a bracket, and brackets of the wrong kind. Whatever else is there comes
-out as it is, or is refused where the reader is strict.
+commas before a bracket, and brackets of the wrong kind. Anything else is passed through
+unchanged, or rejected if the reader is strict.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ _JSON_NUMBER = re.compile(r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?")
 
 
 def _unchanged(quote: str, escape: str) -> re.Pattern[str]:
-    """Match text of a string that is the same in JSON. The bound keeps the memory of
-    the match small."""
+    """Match text of a string that is the same in JSON. The bound limits the match's
+    memory.
+    """
     plain = rf'[^{quote}"\\\x00-\x1f]*'
     return re.compile(rf"{plain}(?:{escape}{plain}){{0,1000}}")
 
@@ -56,14 +57,14 @@ _PYTHON_ESCAPES = {"'": "'", "0": "\\u0000", "a": "\\u0007", "v": "\\u000b"}
 
 
 class RelaxedCopier:
-    """Copies one object or list; a step of `TextSource.copy_through`.
+    """Copies one object or list, as a step of `TextSource.copy_through`.
 
     Args:
-        emit: takes the JSON text as it comes.
-        closer: ends the text outside of strings, with brackets that are still open.
-        is_strict: refuse what stands for no value outside of strings.
-        is_call: it is the arguments of a Python call, `(a=1)`.
-        quote: a mark that begins and ends strings without escapes.
+        emit: called with pieces of the JSON text.
+        closer: text that ends the value outside strings, even if brackets are open.
+        is_strict: whether to reject anything outside strings that is not a value.
+        is_call: whether the text is the arguments of a Python call, `(a=1)`.
+        quote: mark that begins and ends strings without escapes.
     """
 
     def __init__(
@@ -81,9 +82,9 @@ class RelaxedCopier:
         self._marks = tuple(mark for mark in (closer, quote) if mark)
         self._own_quote = quote
         self._parts: list[str] = []
-        # A comma, or the end of a string, and space: they wait for what follows.
+        # A comma, or the end of a string, and space, held back until more follows.
         self._held: list[str] = []
-        # The closing brackets that are due, the last first, and how many of each.
+        # The expected closing brackets, last one first, and the number of each.
         self._open: list[str] = []
         self._due = dict.fromkeys(_CLOSERS.values(), 0)
         self._is_key_next = False
@@ -96,9 +97,9 @@ class RelaxedCopier:
         """Copy `text[at:end]`; see `TextSource.copy_through`.
 
         Raises:
-            NoMatchError: it is no value, and the copier is strict.
+            NoMatchError: it is not a value, and the copier is strict.
         """
-        if self._quote:  # most pieces of a stream lie within a string
+        if self._quote:  # most pieces of a stream are inside a string
             found = self._run.match(text, at, end)
             if found is not None and found.end() == end > at:
                 self._emit(found[0])
@@ -117,7 +118,7 @@ class RelaxedCopier:
         return ~at if self.is_done else at
 
     def _read_token(self, text: str, at: int, end: int, is_last: bool) -> int:
-        """Read one token; return its end, or `at` where its end has not come."""
+        """Read one token; return its end, or `at` if the end has not arrived."""
         for mark in self._marks:
             if text.startswith(mark, at, end):
                 return self._read_mark(mark, at)
@@ -191,7 +192,7 @@ class RelaxedCopier:
         self._is_key_next = is_object
 
     def _close_bracket(self, bracket: str) -> None:
-        """Close a bracket, and those inside it; drop one that closes none."""
+        """Close a bracket and the ones inside it; drop a bracket that closes none."""
         if not self._due[bracket]:
             if self._is_strict:
                 raise NoMatchError
@@ -235,7 +236,7 @@ class RelaxedCopier:
     def _open_string(
         self, quote: str, text: str, at: int, end: int, is_last: bool
     ) -> int:
-        # Three quotes begin a string of Python; two are an empty one.
+        # Three quotes begin a Python string; two are an empty string.
         opened = text[at : min(end, at + 3)]
         if len(opened) < 3 and not is_last and opened == quote * len(opened):
             return at
@@ -244,7 +245,7 @@ class RelaxedCopier:
         return at + len(mark)
 
     def _begin_string(self, mark: str) -> None:
-        if self._held[:1] == ['"']:  # it goes on with the string before it
+        if self._held[:1] == ['"']:  # it continues the preceding string
             self._held.clear()
         else:
             self._put('"')
@@ -285,7 +286,7 @@ class RelaxedCopier:
             self._parts.append(escape)
         elif len(escape) > 2:
             code = int(escape[2:], 16)
-            # In ASCII, because half of a surrogate pair is no text.
+            # In ASCII, because half of a surrogate pair is not valid text.
             self._parts.append(json.dumps(chr(code))[1:-1] if code < 0x110000 else "")
         else:
             self._parts.append(_PYTHON_ESCAPES.get(char) or _unknown_escape(char))
@@ -293,7 +294,7 @@ class RelaxedCopier:
 
 
 def _unknown_escape(char: str) -> str:
-    """The character stays, and so does the backslash before it."""
+    """Keep the character and the backslash before it."""
     return "" if char == "\n" else "\\\\" + _json_inner(char)
 
 

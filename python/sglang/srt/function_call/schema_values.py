@@ -1,8 +1,8 @@
-"""Which value a text means, by the schema of the parameter that it was written for.
+"""Decides which value a text means, by the schema of its parameter.
 
-Formats that write arguments without quotes leave the type to the schema. A text gets a
-value that the schema allows wherever it can be read as one; where the schema allows a
-string and the text is no clear other value, it is a string.
+Formats that write arguments without quotes leave the type to the schema. A text becomes
+a value that the schema allows if it can be read as one; it is a string if the schema
+allows strings and the text is not clearly another value.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def read_text(text: str, reading: Reading, *, is_json: bool = False) -> Any:
     """Return the value that `text` means.
 
     Args:
-        is_json: the format says that the text is JSON and no string.
+        is_json: whether the format says that the text is JSON rather than a string.
     """
     if reading.is_open and not is_json:
         return text
@@ -49,10 +49,11 @@ def read_text(text: str, reading: Reading, *, is_json: bool = False) -> Any:
 
 
 def _candidates(text: str, kinds: frozenset[str], *, has_text: bool) -> Iterator[Any]:
-    """Yield what `text` may mean, the likeliest first; the caller checks its type.
+    """Yield possible meanings of `text`, most likely first; the caller checks the type.
 
     Args:
-        has_text: it may be a string; yield only what is clearly none.
+        has_text: whether it may be a string, so that only clear non-strings are
+            yielded.
     """
     if text in ("null", "None"):
         yield None
@@ -91,7 +92,7 @@ def _json(text: str) -> Iterator[Any]:
 def _number(text: str, *, is_integer: bool) -> Iterator[int | float]:
     number = read_number(text)
     if is_integer and isinstance(number, float) and number.is_integer():
-        # For JSON schema 5.0 is an integer; who asks for one expects 5.
+        # In JSON schema 5.0 is an integer, but callers that want an integer expect 5.
         yield int(number)
     elif number is not None:
         yield number

@@ -1,7 +1,7 @@
-"""Calls of the model's own accord whose arguments are bound by the tools' schemas.
+"""Optional calls whose arguments are constrained by the tools' schemas.
 
-What is free until a call begins, and bound from there on, is a structural tag; here is
-how calls of a format begin and end.
+Output that is free until a call begins and constrained from there is a structural tag;
+this module defines how calls of each format begin and end.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ _NAME = "{name}"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BoundCall:
-    """A call as a model of a format writes it, around its JSON arguments.
+    """The text of a format's call around its JSON arguments.
 
     Fields:
-        begin: begins with `trigger`; `{name}` is the name of the tool.
+        begin: text that begins a call, starting with `trigger`; `{name}` is the tool's
+            name.
     """
 
     trigger: str
@@ -37,8 +38,8 @@ _TAGGED = BoundCall(
     begin='<tool_call>\n{"name": "{name}", "arguments": ',
     end="}\n</tool_call>",
 )
-# By the names of --tool-call-parser. Calls of Mistral are a list, which a fixed end
-# would cut after the first; arguments of other formats are not JSON.
+# By names of --tool-call-parser. Mistral's calls are a list, which a fixed end would
+# cut after the first call; other formats' arguments are not JSON.
 BOUND_CALLS: dict[str, BoundCall] = {
     "hermes": _TAGGED,
     "qwen": _TAGGED,
@@ -58,13 +59,13 @@ def strict_tag(
     parser: str | None,
     answer: str | None = None,
 ) -> str | None:
-    """Return the structural tag that binds the arguments of `strict` tools.
+    """Return the structural tag that constrains the arguments of `strict` tools.
 
-    Calls of others have any object. None: nothing is bound, as no tool is strict or the
-    format has no such form.
+    Other tools accept any object. Returns None if nothing is constrained, because no
+    tool is strict or the format has no such form.
 
     Args:
-        answer: schema of an output without calls, as JSON; None: free text.
+        answer: JSON schema of an output without calls, or None for free text.
     """
     form = BOUND_CALLS.get(parser or "")
     if form is None or not (strict or answer):

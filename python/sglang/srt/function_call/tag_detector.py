@@ -1,12 +1,12 @@
 """Calls written as tags: `<function=f><parameter=a>1</parameter></function>`.
 
-A parameter comes out when it is whole; the schema of the tool says whether its text is
-a string or another value.
+A parameter is emitted when it is complete; the tool's schema says whether its text is a
+string or another value.
 
-A value ends at its own end tag. Models leave that out: then the next parameter, the end
-of the call or the next call ends it. But a string may hold such tags as well, so an end
-of the call counts only if the value's own end tag does not follow before the next call,
-or the end of the text.
+A value ends at its own end tag. Models sometimes omit it; then the next parameter, the
+end of the call or the next call ends the value. But a string may also contain such
+tags, so the end of a call counts only if the value's own end tag does not follow before
+the next call or the end of the text.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ class TagFormat(CallFormat):
     the section; the first closer ends a call's last parameter.
 
     Fields:
-        prelude: strings that may stand between an opener and a call, in this order.
-        call: begins a call; the name follows, then `>`. Empty: the name follows the
-            opener, to the end of the line or the next tag.
-        parameter: begins a parameter; its name follows.
-        parameter_head_end: ends the name of a parameter.
-        value: begins its value; empty: `parameter_head_end` does.
-        value_end: ends it.
-        has_line_breaks: a line break after the name and one before `value_end` belong
-            to the format.
+        prelude: strings that may come between an opener and a call, in this order.
+        call: text that begins a call, followed by the name and `>`. If empty, the name
+            follows the opener, up to the end of the line or the next tag.
+        parameter: text that begins a parameter, followed by its name.
+        parameter_head_end: text that ends the name of a parameter.
+        value: text that begins its value. If empty, `parameter_head_end` begins it.
+        value_end: text that ends its value.
+        has_line_breaks: whether a line break after the name and one before `value_end`
+            belong to the format.
     """
 
     prelude: tuple[str, ...] = ()
@@ -69,7 +69,9 @@ class TagFormat(CallFormat):
 
 
 class Head(NamedTuple):
-    """The name in a tag; whether the tag says that a value is JSON, or a string."""
+    """The name in a tag, and whether the tag says that the value is JSON or a
+    string.
+    """
 
     name: str
     is_json: bool = False
@@ -77,7 +79,7 @@ class Head(NamedTuple):
 
 
 class TagDetector(JsonCallDetector):
-    """Calls of a `TagFormat`. Calls, or their arguments, may also be JSON."""
+    """Calls of a `TagFormat`. Calls or their arguments may also be JSON."""
 
     _form: TagFormat
 
@@ -130,7 +132,7 @@ class TagDetector(JsonCallDetector):
         return (yield from self._read_head(">")).name
 
     def _read_head(self, end: str) -> Read[Head]:
-        """Read the name in a tag, and the end of the tag.
+        """Read the name in a tag and the end of the tag.
 
         Raises:
             NoMatchError: it is none.
@@ -145,7 +147,7 @@ class TagDetector(JsonCallDetector):
         return Head(found["name"], is_json=said == "false", is_string=said == "true")
 
     def _read_parameters(self, name: str) -> Read[bool]:
-        """Read the parameters of the call that has begun; False: it is cut off."""
+        """Read the parameters of the current call; returns False if it is cut off."""
         schema = self._schema(name)
         given: set[str] = set()
         separator = "{"
@@ -167,8 +169,9 @@ class TagDetector(JsonCallDetector):
     def _read_parameter(
         self, schema: ToolSchema, given: set[str]
     ) -> Read[tuple[Head, str] | None]:
-        """Read the next parameter, and add its name to `given`; None where none comes
-        next, or it is cut off."""
+        """Read the next parameter and add its name to `given`. Returns None if there is
+        none, or it is cut off.
+        """
         source, form = self._source, self._form
         if not (yield from self._find_parameter()):
             return None
@@ -186,8 +189,9 @@ class TagDetector(JsonCallDetector):
         return head, text
 
     def _find_parameter(self) -> Read[bool]:
-        """Skip what stands before the next parameter, or the end of the call; text that
-        has neither behind it stays. True where a parameter comes next."""
+        """Skip to the next parameter or the end of the call; text followed by neither
+        stays. Returns whether a parameter comes next.
+        """
         source, form = self._source, self._form
         yield from source.skip_space()
         source.mark(None)
@@ -203,10 +207,10 @@ class TagDetector(JsonCallDetector):
         return found == form.parameter
 
     def _read_value(self, schema: ToolSchema, given: set[str]) -> Read[str | None]:
-        """Read a value and its end tag, if it has one; None where it is cut off."""
+        """Read a value and its optional end tag; returns None if it is cut off."""
         source, form = self._source, self._form
         parts: list[str] = []
-        # How many parts come before an end of the call that may be part of the value.
+        # Number of parts before an end of the call that may be part of the value.
         whole: int | None = None
         while True:
             found = yield from source.copy_to(self._ends, parts.append)
@@ -237,17 +241,18 @@ class TagDetector(JsonCallDetector):
             parts.append((yield from source.take(len(found or ""))))
 
     def _unclosed(self, parts: Sequence[str]) -> str:
-        """Return a value without its end tag; the next tag is on a line of its own."""
+        """Return a value without an end tag; the next tag is on its own line."""
         text = "".join(parts)
         return text if self._form.has_line_breaks else text.removesuffix("\n")
 
     def _is_parameter(
         self, schema: ToolSchema, given: set[str], *, is_line: bool
     ) -> Read[bool]:
-        """Read the head of a parameter; False: it is rather part of a string.
+        """Read the head of a parameter; returns False if it is probably part of a
+        string.
 
         Args:
-            is_line: it begins a line, as a parameter that nobody declared has to.
+            is_line: whether it begins a line, which an undeclared parameter must.
         """
         yield from self._source.expect(self._form.parameter)
         head = yield from self._read_head(self._form.parameter_head_end)
@@ -255,11 +260,11 @@ class TagDetector(JsonCallDetector):
         return head.name not in given and (is_known or is_line)
 
     def _is_call(self, opener: str, *, is_any: bool) -> Read[bool]:
-        """Read the head of a call and what follows; False: it is rather part of a
-        string.
+        """Read the head of a call and what follows; returns False if it is probably
+        part of a string.
 
         Args:
-            is_any: a call of any name is one.
+            is_any: whether a call may have any name.
         """
         source = self._source
         yield from source.expect(opener)

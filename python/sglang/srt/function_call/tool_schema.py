@@ -1,7 +1,7 @@
-"""What the schema of a tool allows for each of its parameters.
+"""What a tool's schema allows for each parameter.
 
-Only as far as a text needs to know: the types, and the constants. What lies within
-objects and lists is not looked at.
+Covers only what is needed to read a text: types and constants. The contents of objects
+and lists are not examined.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-# A schema may come from anybody. What lies deeper, or costs more, allows any value.
+# Schemas are untrusted. Anything deeper or more expensive than this allows any value.
 MAX_DEPTH = 64
 MAX_CONSTANTS = 256
 MAX_STEPS = 1 << 18
 
 KINDS = frozenset({"string", "integer", "number", "boolean", "null", "object", "array"})
-# Names of types that clients write for those of JSON schema.
+# Clients' names for JSON schema types.
 _KIND_NAMES = {kind: kind for kind in KINDS} | {
     **{"str": "string", "text": "string", "int": "integer", "float": "number"},
     **{"double": "number", "bool": "boolean", "dict": "object", "list": "array"},
@@ -27,10 +27,10 @@ _OBJECT_KEYS = ("properties", "additionalProperties", "required")
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The values that a schema allows, as far as a text needs to know.
+    """The values that a schema allows, as far as needed to read a text.
 
     Fields:
-        kinds: types of JSON schema whose values are all allowed.
+        kinds: JSON schema types whose values are all allowed.
         constants: further values that are allowed, by type and value.
     """
 
@@ -61,7 +61,7 @@ class Reading:
         )
 
     def as_written(self, value: Any) -> Any:
-        """Return an allowed value in the form that the schema gives it: 1 for 1.0."""
+        """Return an allowed value in the schema's form: 1 for 1.0."""
         if isinstance(value, list | dict):
             return value
         return self.constants.get((kind_of(value), value), value)
@@ -71,7 +71,7 @@ ANYTHING = Reading(KINDS)
 
 
 class ToolSchema:
-    """The parameters of one tool; each node of its schema is looked at once."""
+    """The parameters of one tool; each node of its schema is visited once."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self._root = parameters
@@ -88,7 +88,7 @@ class ToolSchema:
         return self._properties
 
     def reading(self, name: str) -> Reading:
-        """Return what the parameter `name` may be."""
+        """Return the values allowed for the parameter `name`."""
         if name not in self._properties:
             return self._others
         found = self._parameters.get(name)
@@ -100,7 +100,7 @@ class ToolSchema:
         return found
 
     def _collect(self, schema: Any, seen: set[int], depth: int) -> None:
-        """Find the properties of an object, those of its alternatives included."""
+        """Find the properties of an object, including its alternatives."""
         if not isinstance(schema, Mapping) or id(schema) in seen or depth > MAX_DEPTH:
             return
         seen.add(id(schema))
@@ -150,7 +150,7 @@ class ToolSchema:
         return _reading(kinds, constants)
 
     def _target(self, schema: Mapping[str, Any]) -> Any:
-        """Return the schema within this one that `$ref` points to, or None."""
+        """Return the schema inside this one that `$ref` points to, or None."""
         ref = schema.get("$ref")
         if not isinstance(ref, str) or not ref.startswith("#"):
             return None
@@ -165,7 +165,7 @@ class ToolSchema:
 
 
 def kind_of(value: Any) -> str:
-    """Return the type of a value in JSON schema's words; an integer is `integer`."""
+    """Return the JSON schema type of a value; integers are `integer`."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -181,8 +181,9 @@ def _widened(kinds: frozenset[str]) -> frozenset[str]:
 
 
 def _reading(kinds: Iterable[str], constants: Iterable[Any]) -> Reading:
-    """Return a reading without what is said twice; a long list of constants allows all
-    values of their types."""
+    """Return a reading without duplicates; a long list of constants allows all values
+    of their types.
+    """
     told: dict[tuple[str, Any], Any] = {}
     kinds = set(kinds)
     for constant in constants:
@@ -195,7 +196,7 @@ def _reading(kinds: Iterable[str], constants: Iterable[Any]) -> Reading:
 
 
 def _stated(schema: Mapping[str, Any]) -> Reading:
-    """What a schema says itself, without the schemas inside it."""
+    """Read what a schema says itself, without the schemas inside it."""
     found = ANYTHING
     names = schema.get("type")
     names = names if isinstance(names, list) else [names]
