@@ -32,8 +32,8 @@ def _parse_bool(text: str) -> bool:
 class EnvVar(Generic[T]):
     """A typed variable, read at every `get` so that tests and children see changes.
 
-    `room` is the module above the engine that acts on it (`arg_groups/rooms.py`); it is
-    empty where the engine itself does.
+    `room` is the module above the engine that acts on it (`arg_groups/rooms.py`); empty
+    if the engine itself does.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class EnvVar(Generic[T]):
         self._parse = parse
 
     def get(self) -> T:
-        """Return the parsed value, or the default where the variable is unset.
+        """Return the parsed value, or the default if the variable is unset.
 
         Raises:
             ValueError: the text cannot be parsed; names the variable and the text.
@@ -261,7 +261,7 @@ envs = Envs()
 
 
 def set_variables(prefixes: tuple[str, ...]) -> dict[str, str]:
-    """The text of every variable of `Envs` with such a name that is set."""
+    """Return the text of every set variable of `Envs` whose name has a given prefix."""
     known = (v for v in vars(Envs).values() if isinstance(v, EnvVar))
     return {
         v.name: os.environ[v.name]
@@ -274,11 +274,11 @@ def set_variables(prefixes: tuple[str, ...]) -> dict[str, str]:
 def only_variables(
     prefixes: tuple[str, ...], values: Mapping[str, str]
 ) -> Iterator[None]:
-    """Scope in which, of the variables of `Envs` with such names, exactly `values` are
-    set.
+    """Scope in which exactly `values` are set among the variables of `Envs` with these
+    prefixes.
 
     Raises:
-        ValueError: `Envs` has no such variable, or its name has no such prefix.
+        ValueError: `Envs` has no such variable, or its name has none of the prefixes.
     """
     known = {v.name for v in vars(Envs).values() if isinstance(v, EnvVar)}
     for name in values:
@@ -297,7 +297,7 @@ def only_variables(
 
 
 def rooms_of_set_variables() -> list[str]:
-    """The rooms that a set variable belongs to, in alphabetical order."""
+    """Return the rooms of all set variables, in alphabetical order."""
     known = (v for v in vars(Envs).values() if isinstance(v, EnvVar))
     return sorted({v.room for v in known if v.room and v.is_set()})
 

@@ -1,7 +1,7 @@
-"""Flags that are declared once, as annotated fields of a dataclass.
+"""Flags declared once, as annotated fields of a dataclass.
 
-`name: Annotated[type, Arg("help", choices, low=, high=)] = default` is all that a field
-says; the command line (`add_fields`), the check of values that come from Python
+`name: Annotated[type, Arg("help", choices, low=, high=)] = default` is the whole
+declaration of a field. The command line (`add_fields`), the check of values from Python
 (`check_values`) and the documentation are derived from it.
 """
 
@@ -27,7 +27,7 @@ OFF_WORDS = ("none", OFF, "null")
 
 
 class Synonym(NamedTuple):
-    """A word for a choice; `note` says in the log what the choice is instead."""
+    """A word for a choice; `note` is logged to say what the choice is instead."""
 
     word: str
     choice: str
@@ -36,15 +36,15 @@ class Synonym(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Arg:
-    """Help text and admitted values of a field.
+    """Help text and allowed values of a field.
 
-    A value of None is always admitted: it means that the flag is unset.
+    None is always allowed and means that the flag is unset.
 
     Fields:
-        choices: the admitted values; None: any.
-        aliases: further flags of the same meaning.
-        low, high: inclusive bounds of a number; None: unbounded.
-        begins: title of the group of flags that begins with this one.
+        choices: allowed values, or None for any.
+        aliases: other flags with the same meaning. low, high: inclusive bounds of a
+        number, or None for unbounded.
+        begins: title of the group of flags that starts with this flag.
         synonyms: SGLang's words for a choice.
     """
 
@@ -77,14 +77,14 @@ class Declared(NamedTuple):
 
     @property
     def entry_kind(self) -> type:
-        """The type of a value, or of one entry of a list."""
+        """Return the type of a value, or of a list's entries."""
         kind = _strip_none(self.kind)
         entry: type = typing.get_args(kind)[0] if self.is_list else kind
         return entry
 
     @property
     def off_words(self) -> tuple[str, ...]:
-        """The words that switch the flag off, besides its choices."""
+        """Return the words, besides its choices, that switch the flag off."""
         choices = self.arg.choices
         if choices is None:
             return ()
@@ -93,7 +93,7 @@ class Declared(NamedTuple):
         return others if has_off else ()
 
     def choice_meant(self, value: Any) -> Any:
-        """Return the choice that a word means; None: the flag is unset."""
+        """Return the choice that a word means, or None if the flag is unset."""
         choices = self.arg.choices
         if choices is None or value in choices:
             return value
@@ -110,11 +110,11 @@ UNRECOGNIZED = "unrecognized arguments:"
 
 
 class FlagParser(argparse.ArgumentParser):
-    """A parser of flags and their unambiguous beginnings; an unknown flag is refused,
-    never ignored.
+    """Parses flags and their unambiguous prefixes; unknown flags are rejected, never
+    ignored.
 
     Attributes:
-        preferred: flags that a beginning means where others begin alike.
+        preferred: flags that take precedence if others share a prefix.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class FlagParser(argparse.ArgumentParser):
     ) -> None:
         super().__init__(
             prog=prog,
-            # Not all flags once more, in brackets.
+            # Do not list all flags again in brackets.
             usage=f"{prog} [flags]",
             description=description,
             allow_abbrev=False,
@@ -136,12 +136,12 @@ class FlagParser(argparse.ArgumentParser):
         return super().parse_known_args(list(map(self._whole, words)), namespace)
 
     def _whole(self, word: str) -> str:
-        """Return a word of the command line with the whole name of its flag."""
+        """Return a command line word with the full name of its flag."""
         name, equals, value = word.partition("=")
         known = self._option_string_actions
         if not name.startswith("--") or name == "--" or name in known:
             return word
-        # One name per flag: those of an alias are the same action.
+        # One name per flag: aliases share the same action.
         found = {known[each]: each for each in known if each.startswith(name)}
         if len(found) > 1:
             preferred = [n for n in found.values() if n in self.preferred]
@@ -157,7 +157,7 @@ class FlagParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def _advice(self, message: str) -> str:
-        """Advice about the unknown flags of `message`."""
+        """Return advice about the unknown flags in `message`."""
         known = [
             name
             for name, action in self._option_string_actions.items()
@@ -206,7 +206,7 @@ def add_fields(parser: argparse.ArgumentParser, cls: type) -> None:
 
 
 def settle_choices(args: object) -> None:
-    """Replace words of the dataclass `args` by the choices that they mean."""
+    """Replace words in the dataclass `args` by the choices they mean."""
     cls: type = type(args)
     for declared in declared_fields(cls):
         value = getattr(args, declared.field.name)
@@ -219,7 +219,7 @@ def check_values(args: object) -> None:
     """Check every declared field of the dataclass `args` against its `Arg`.
 
     Raises:
-        ValueError: names the flag, its value and what is admitted.
+        ValueError: names the flag, its value and the allowed values.
     """
     cls: type = type(args)
     for declared in declared_fields(cls):
@@ -229,19 +229,19 @@ def check_values(args: object) -> None:
 
 
 def from_namespace(cls: type, namespace: argparse.Namespace) -> dict[str, Any]:
-    """Return the constructor arguments of `cls` that the parser read."""
+    """Return the constructor arguments of `cls` read by the parser."""
     names = {field.name for field in dataclasses.fields(cls) if field.init}
     return {name: value for name, value in vars(namespace).items() if name in names}
 
 
 def check_value(name: str, value: Any, arg: Arg) -> None:
-    """Check one value that is not None.
+    """Check a value that is not None.
 
     Args:
         name: the flag or argument, for the message.
 
     Raises:
-        ValueError: names it, its value and what is admitted.
+        ValueError: names it, its value and the allowed values.
     """
     if arg.choices is not None and value not in arg.choices:
         raise ValueError(

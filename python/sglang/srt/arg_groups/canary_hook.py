@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 KV_CANARY_MODES = ("none", "log", "raise", "heal")
 
 
-# Forwards; cheap enough to be the default (docs/replay.md).
+# Number of forwards; cheap enough to be the default (docs/replay.md).
 DEFAULT_RECORD = 1000
 
 
 def handle_kv_canary(server_args: ServerArgs) -> None:
-    """Refuse options without effect, out of range or in conflict.
+    """Reject options that have no effect, are out of range or conflict.
 
     Raises:
         ValueError: names the flag, its value and the fix.
@@ -49,8 +49,9 @@ def handle_kv_canary(server_args: ServerArgs) -> None:
 
 
 def _handle_record(server_args: ServerArgs) -> None:
-    """Resolve `--kv-canary-record`: on by default where there is a folder for it, and
-    where a record could be replayed."""
+    """Resolve `--kv-canary-record`: on by default if there is a folder for it and a
+    record could be replayed.
+    """
     asked, folder = server_args.kv_canary_record, server_args.kv_canary_report_dir
     needs_tokens = (
         server_args.speculative_algorithm is not None
@@ -73,7 +74,7 @@ def _handle_record(server_args: ServerArgs) -> None:
 
 
 def _check_limits(server_args: ServerArgs) -> None:
-    """The bounds of healing: their range, and that they have an effect."""
+    """Check that the bounds of healing are in range and have an effect."""
     for flag, value, default, is_valid, due in (
         (
             "--kv-canary-heal-limit",

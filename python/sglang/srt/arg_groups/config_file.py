@@ -1,7 +1,7 @@
 """Flags from a YAML file: `--config FILE`.
 
-A key is the name of a flag with dashes or underscores, or one of its aliases, also of
-SGLang's flags. Values are of the flag's type; the command line wins over them.
+A key is the name of a flag or alias, with dashes or underscores, including SGLang's
+flags. Values have the flag's type; the command line takes precedence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sglang.srt.utils.json_file import read_text_file
 
 MAX_BYTES = 1 << 20
 CONFIG_FLAG = "--config"
-# Kinds of values in words, and how to write them.
+# Descriptions of types of values, and how to write them.
 _KINDS = {
     bool: ("a switch", "write true or false"),
     int: ("a whole number", "write digits without quotes"),
@@ -37,8 +37,9 @@ def read_config(path: str, cls: type) -> dict[str, Any]:
     sets.
 
     Raises:
-        ValueError: no such file, no YAML, an unknown or repeated key, a value of
-            another type; in one line that names file, line, key and fix.
+        ValueError: the file is missing or not YAML, a key is unknown or repeated, or a
+            value has the wrong type. The message is one line that names file, line, key
+            and fix.
     """
     known = {
         name.removeprefix("--"): declared
@@ -71,7 +72,7 @@ def read_config(path: str, cls: type) -> dict[str, Any]:
 
 
 def _entries(path: str) -> list[tuple[int, str, Any]]:
-    """The line, key and value of each entry, in the order of the file."""
+    """Yield the line, key and value of each entry in file order."""
     try:
         text = read_text_file(Path(path), max_bytes=MAX_BYTES)
     except ValueError as error:
@@ -89,7 +90,7 @@ def _entries(path: str) -> list[tuple[int, str, Any]]:
 
 
 def _parsed(text: str) -> list[tuple[int, str, Any]]:
-    """The entries of a YAML document; unlike a dict, also those of a repeated key."""
+    """Return the entries of a YAML document, including repeated keys."""
     loader = yaml.SafeLoader(text)
     root = loader.get_single_node()
     if root is None:
@@ -107,27 +108,28 @@ def _parsed(text: str) -> list[tuple[int, str, Any]]:
 
 
 def _constructed(loader: yaml.SafeLoader, node: yaml.Node) -> Any:
-    """The value of a node. A nested one is not built: aliases and merge keys could
-    make it larger than any memory."""
+    """Return the value of a node. Nested nodes are not built, because aliases and merge
+    keys could make them larger than any memory.
+    """
     entries = node.value if isinstance(node, yaml.SequenceNode) else [node]
     if not all(isinstance(entry, yaml.ScalarNode) for entry in entries):
         return {}
     try:
         return loader.construct_object(node, deep=True)
-    except ValueError as error:  # a date that is none, or thousands of digits
+    except ValueError as error:  # an invalid date, or thousands of digits
         raise yaml.constructor.ConstructorError(
             None, None, str(error), node.start_mark
         ) from error
 
 
 def _checked(where: str, value: Any, declared: Declared) -> Any:
-    """Return `value` as the field keeps it; bounds and choices are checked later."""
+    """Return `value` with the field's type; bounds and choices are checked later."""
     if value is None:
         if declared.field.default is None:
             return None
         raise ValueError(f"{where} has no value; write one, or remove the line")
     if value is False and declared.off_words:
-        return OFF  # as YAML reads the word without quotes
+        return OFF  # YAML's value for the unquoted word
     entry = declared.entry_kind
     if not declared.is_list:
         return _checked_entry(where, value, entry)
@@ -136,7 +138,7 @@ def _checked(where: str, value: Any, declared: Declared) -> Any:
 
 
 def _checked_entry(where: str, value: Any, kind: type) -> Any:
-    # YAML reads 1e-3 as a text, and true is an int of Python's.
+    # YAML reads 1e-3 as a string, and true is an int in Python.
     is_bool = isinstance(value, bool)
     if kind is bool and is_bool or kind is str and isinstance(value, str):
         return value
@@ -149,13 +151,13 @@ def _checked_entry(where: str, value: Any, kind: type) -> Any:
             pass
     if isinstance(value, (dict, list, set)):
         raise ValueError(f"{where} is nested; write a single value")
-    # A text may be a key, which no log should show.
+    # A string may be a key, which must not be logged.
     shown = "the value" if kind is str else repr(value)
     due, fix = _KINDS[kind]
     raise ValueError(f"{where}: {shown} is not {due}; {fix}")
 
 
 def _nearest(key: str, known: dict[str, Declared]) -> str:
-    """The flag that was probably meant, as the end of a message."""
+    """Return the end of a message, with the flag that was probably meant."""
     close = difflib.get_close_matches(flag_name(key).removeprefix("--"), known, n=1)
     return f"; did you mean {close[0]}?" if close else "; --help lists every flag"

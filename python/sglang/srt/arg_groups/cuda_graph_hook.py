@@ -1,7 +1,7 @@
 """Checks and consequences of the CUDA graph flags.
 
-Each phase, decode or prefill, has its own kind of graphs, or none. SGLang's flags of
-today (`--cuda-graph-backend-*`, `--cuda-graph-config`) resolve to the older ones.
+Each phase, decode or prefill, has its own kind of graphs or none. SGLang's current
+flags (`--cuda-graph-backend-*`, `--cuda-graph-config`) resolve to the older ones.
 """
 
 from __future__ import annotations
@@ -39,9 +39,8 @@ class _Phase(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Graphs of a phase.
 
     Fields:
-        backend: kind of the graphs.
-        bs, max_bs: batch sizes, of prefills tokens.
-        tc_compiler, max_seq_len, max_context: of kinds that are not here.
+        backend: kind of the graphs. bs, max_bs: batch sizes, in tokens for prefills.
+        tc_compiler, max_seq_len, max_context: options of kinds that are not supported.
     """
 
     backend: Literal["full", "breakable", "tc_piecewise", "disabled"] | None = None
@@ -58,10 +57,10 @@ class _Config(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 def handle_graph_phases(server_args: ServerArgs) -> None:
-    """Resolve the flags of today to those of each phase.
+    """Resolve SGLang's current flags to the flags of each phase.
 
     Raises:
-        ValueError: the JSON is not as it must be; names the key and the fix.
+        ValueError: the JSON is invalid; names the key and the fix.
     """
     if server_args.cuda_graph_config is not None:
         _apply_config(server_args, server_args.cuda_graph_config)
@@ -98,7 +97,7 @@ def _apply_config(server_args: ServerArgs, text: str) -> None:
 
 
 def handle_cuda_graph(server_args: ServerArgs) -> None:
-    """Refuse flags that contradict each other or have no effect; resolve the others.
+    """Reject flags that contradict each other or have no effect; resolve the others.
 
     Raises:
         ValueError: names the flag, its value and the fix.
@@ -119,7 +118,7 @@ def handle_cuda_graph(server_args: ServerArgs) -> None:
 def has_prefill_graphs(server_args: ServerArgs) -> bool:
     """Whether prefill runs as breakable CUDA graphs.
 
-    It does wherever they can be captured, unless they are switched off.
+    It does if they can be captured, unless they are switched off.
     """
     return (
         server_args.device == "cuda"
@@ -147,7 +146,8 @@ def _check_breakable(server_args: ServerArgs) -> None:
 
 
 def _handle_prefill_role(server_args: ServerArgs) -> None:
-    """Switch decode graphs off: this role never decodes, they would only take memory.
+    """Switch decode graphs off: this role never decodes, so they would only waste
+    memory.
 
     Raises:
         ValueError: a flag asks for decode graphs.

@@ -1,4 +1,4 @@
-"""KV slots and row columns that one decode iteration needs, by the flags."""
+"""The KV slots and row columns of one decode iteration, determined by the flags."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def get_alloc_len_per_decode(server_args: ServerArgs) -> int:
-    """KV slots that one decode iteration of one request may write.
+    """Return the number of KV slots that one decode iteration of a request may write.
 
     1 without speculation. Reserve sizes and row widths follow from it.
     """
@@ -31,7 +31,7 @@ def get_alloc_len_per_decode(server_args: ServerArgs) -> int:
 
 
 def region_columns(server_args: ServerArgs) -> int:
-    """Columns of a row's draft region; 0: there is none."""
+    """Return the columns of a row's draft region, or 0 if there is none."""
     region = branch_region(server_args, begin=0)
     if region is None:
         return 0
@@ -40,11 +40,11 @@ def region_columns(server_args: ServerArgs) -> int:
 
 
 def decode_reserve(server_args: ServerArgs) -> int:
-    """KV slots that a request keeps beyond those the host knows to be written.
+    """Return the KV slots that a request keeps beyond the slots known to be written.
 
-    One iteration's writes, after the tokens that the iteration in flight may gain,
-    whose number the host does not know yet. 0 without speculation: slots are taken as
-    they are written.
+    This covers one iteration's writes after the tokens that the iteration in flight may
+    gain, whose number the host does not know yet. 0 without speculation, because slots
+    are taken as they are written.
     """
     if server_args.speculative_algorithm is None:
         return 0
@@ -53,8 +53,9 @@ def decode_reserve(server_args: ServerArgs) -> int:
 
 
 def branch_unit(server_args: ServerArgs) -> int:
-    """`BranchRegion.unit` of the draft region; 0: there is none, because nothing is
-    drafted in branches or the flags want them after the prefix."""
+    """Return `BranchRegion.unit` of the draft region, or 0 if there is none, because
+    there are no draft branches or the flags put them after the prefix.
+    """
     args = server_args
     if args.speculative_algorithm is None or args.tree_shape.topk == 1:
         return 0
@@ -66,7 +67,8 @@ def branch_unit(server_args: ServerArgs) -> int:
 
 
 def branch_region(server_args: ServerArgs, *, begin: int) -> BranchRegion | None:
-    """The draft region of rows whose tokens have `begin` columns; None: see
-    `branch_unit`."""
+    """Return the draft region of rows with `begin` token columns, or None if there is
+    none.
+    """
     unit = branch_unit(server_args)
     return BranchRegion(begin=begin, unit=unit) if unit else None

@@ -1,4 +1,4 @@
-"""Checks of the flags about keys, sites, connections and bodies."""
+"""Checks the flags for keys, sites, connections and bodies."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 def handle_http(args: ServerArgs) -> None:
-    """Check what the flags say together.
+    """Check combinations of the flags.
 
     Raises:
-        ValueError: names flag, fix and, unless it is a key, value.
+        ValueError: names the flag, the fix and, unless it is a key, the value.
     """
     for flag, key in (
         ("--api-key", args.api_key),
@@ -47,7 +47,8 @@ def handle_http(args: ServerArgs) -> None:
 
 
 def check_key(key: str, where: str) -> None:
-    """Refuse a key that admits everybody or that no header can carry.
+    """Reject an empty key, which would admit everyone, or one that does not fit in a
+    header.
 
     Raises:
         ValueError: names `where`, not the key.

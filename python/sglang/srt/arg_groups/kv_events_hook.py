@@ -1,4 +1,6 @@
-"""`--kv-events-config`: JSON that says where news of the prefix cache is published."""
+"""`--kv-events-config`: JSON that says where events of the prefix cache are
+published.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
 
 FLAG = "--kv-events-config"
 _EXAMPLE = '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557"}'
-# A path of a unix socket holds 107 bytes.
+# Maximum length of a unix socket path.
 _MAX_IPC_BYTES = 107
 _TCP = re.compile(r"tcp://(\[[^\]]+\]|[^:/\s]+):(\d+)")
 _MAX_PORT = 65535
@@ -33,19 +35,19 @@ class TcpAddress(NamedTuple):
 class KVEventsConfig(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """Where KV events go.
+    """Where KV events are published.
 
     Fields:
-        publisher: "null": nowhere.
-        endpoint: of the PUB socket.
-        replay_endpoint: of the ROUTER socket; None: nothing can be replayed.
+        publisher: "zmq", or "null" for nowhere.
+        endpoint: endpoint of the PUB socket.
+        replay_endpoint: endpoint of the ROUTER socket, or None for no replays.
         topic: first frame of every message.
-        buffer_steps: batches that are kept for replays.
-        hwm: batches that wait for one subscriber, which misses those beyond.
-        max_queue_size: batches that wait for the publisher's thread.
+        buffer_steps: number of batches kept for replays.
+        hwm: maximum batches that wait for one subscriber, which misses further ones.
+        max_queue_size: maximum batches that wait for the publisher's thread.
         enable_kv_cache_events: vLLM's switch; True makes "zmq" the publisher.
-        allow: networks, such as 10.0.0.0/8, of those that may connect by TCP; none:
-            whoever reaches the endpoints.
+        allow: networks that may connect by TCP, such as 10.0.0.0/8. By default, anyone
+            who can reach the endpoints.
     """
 
     publisher: Literal["null", "zmq"] | None = None
@@ -100,7 +102,7 @@ def parse_kv_events_config(text: str) -> KVEventsConfig:
 
 
 def handle_kv_events(server_args: ServerArgs) -> None:
-    """Check the flag, and that there is a cache to tell of.
+    """Check the flag, and that there is a prefix cache.
 
     Raises:
         ValueError: names the flag, its value and the fix.
@@ -113,7 +115,7 @@ def handle_kv_events(server_args: ServerArgs) -> None:
 
 
 def kv_events_config(server_args: ServerArgs) -> KVEventsConfig | None:
-    """The flag's value; None where nothing is published.
+    """Return the flag's value, or None if nothing is published.
 
     Raises:
         ValueError: see `parse_kv_events_config`.
@@ -125,8 +127,9 @@ def kv_events_config(server_args: ServerArgs) -> KVEventsConfig | None:
 
 
 def describe_kv_events(server_args: ServerArgs) -> dict[str, Any] | None:
-    """The entry `kv_events` of /server_info, by which routers subscribe; None where
-    nothing is published."""
+    """Return the entry `kv_events` of /server_info, which routers use to subscribe, or
+    None if nothing is published.
+    """
     config = kv_events_config(server_args)
     if config is None:
         return None
@@ -144,7 +147,7 @@ def describe_kv_events(server_args: ServerArgs) -> dict[str, Any] | None:
 
 
 def tcp_address(endpoint: str) -> TcpAddress | None:
-    """The address in a checked endpoint; None of one that is not tcp."""
+    """Return the address of a checked endpoint, or None if it is not tcp."""
     match = _TCP.fullmatch(endpoint)
     if match is None:
         return None
@@ -185,7 +188,7 @@ def _check_endpoint(key: str, endpoint: str) -> None:
 
 
 def _endpoint_problem(endpoint: str) -> str | None:
-    """Why nobody can use an endpoint, and the fix; None: somebody may."""
+    """Return why an endpoint is unusable, with the fix, or None if it is usable."""
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
         if not path.startswith("/"):

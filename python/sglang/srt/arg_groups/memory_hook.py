@@ -1,4 +1,4 @@
-"""Checks and defaults of the memory, scheduling and attention flags."""
+"""Checks and resolves the memory, scheduling and attention flags."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _MAX_RUNNING_REQUESTS = {"cpu": 64, "cuda": 256}
 
 
 def handle_memory(server_args: ServerArgs) -> None:
-    """Resolve the flags of the KV pool and of batches."""
+    """Resolve the flags for the KV pool and batches."""
     share = server_args.mem_fraction_static
     if share is None:
         share = 0.5 if server_args.device == "cpu" else 0.88
@@ -47,7 +47,7 @@ def handle_memory(server_args: ServerArgs) -> None:
 
 
 def handle_scheduling(server_args: ServerArgs) -> None:
-    """Resolve the flags of prefills and of the waiting queue."""
+    """Resolve the flags for prefills and the waiting queue."""
     size, page = server_args.chunked_prefill_size, server_args.page_size or 1
     if size is None:
         size = -(-_CHUNKED_PREFILL_SIZE[server_args.device] // page) * page
@@ -71,7 +71,7 @@ def handle_scheduling(server_args: ServerArgs) -> None:
 
 
 def handle_attention_backend(server_args: ServerArgs) -> None:
-    """Resolve the backend, which must run on the device and serve the page size."""
+    """Resolve the backend, which must run on the device and support the page size."""
     device, page = server_args.device, server_args.page_size or 1
     name = server_args.attention_backend or DEFAULT_ATTENTION_BACKEND[device]
     if device not in ATTENTION_BACKENDS[name].devices:
@@ -88,7 +88,7 @@ def handle_attention_backend(server_args: ServerArgs) -> None:
 
 
 def _whole_pages(max_total_tokens: int, page_size: int) -> int:
-    """The tokens in the whole pages of a pool, as SGLang counts them."""
+    """Round a pool's tokens down to whole pages, as SGLang does."""
     size = max_total_tokens - max_total_tokens % page_size
     if not size:
         raise ValueError(

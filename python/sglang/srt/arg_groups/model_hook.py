@@ -1,4 +1,4 @@
-"""Checks and defaults of the flags that name the model."""
+"""Checks and resolves the flags that name the model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def handle_model(server_args: ServerArgs) -> None:
     """Resolve the model, its tokenizer and its template.
 
     Raises:
-        ValueError: a file is not there, or not of the named kind.
+        ValueError: a file is missing or not of the named kind.
     """
     if server_args.model_path is None:
         server_args.model_path = str(bundled_demo_model_path())

@@ -1,4 +1,4 @@
-"""Rooms above the engine: modules that wrap it from outside, and that it never imports.
+"""Rooms above the engine: modules that wrap it from outside and that it never imports.
 
 An environment variable may belong to such a room (`EnvVar.room`). While one is set,
 schedulers are built inside the room; otherwise the room is not even loaded.
@@ -24,7 +24,7 @@ def load_room(name: str) -> Any:
 
 @contextmanager
 def opened_rooms(server_args: ServerArgs) -> Iterator[None]:
-    """Open every room that has a variable set, for the construction of a scheduler.
+    """Open every room with a set variable while a scheduler is built.
 
     Raises:
         ValueError: a variable does not fit the arguments; names the variable.

@@ -1,4 +1,4 @@
-"""Checks and defaults of the `--speculative-*` flags."""
+"""Checks and resolves the `--speculative-*` flags."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _MAX_RUNNING_REQUESTS = {"cpu": 64, "cuda": 48}
 
 
 def handle_speculative(server_args: ServerArgs) -> None:
-    """Resolve speculative decoding, or refuse what cannot be served.
+    """Resolve the flags of speculative decoding, or reject unsupported ones.
 
     Raises:
         ValueError: names the flag and the fix.
@@ -60,7 +60,7 @@ def _handle_eagle_family(server_args: ServerArgs) -> None:
     """Resolve the flags of EAGLE, EAGLE3 and STANDALONE.
 
     Raises:
-        ValueError: a number, path or backend that cannot be served; names the flag, the
+        ValueError: a number, path or backend is not supported; names the flag, the
             value and the fix.
     """
     _resolve_draft_path(server_args)
@@ -86,7 +86,7 @@ def _resolve_draft_path(args: ServerArgs) -> None:
 
 
 def _resolve_tree(args: ServerArgs) -> None:
-    """Fill in the missing numbers of the tree and check that such a tree exists."""
+    """Fill in missing numbers of the tree and check that such a tree exists."""
     steps, topk, nodes = _with_defaults(
         args,
         args.speculative_num_steps,
@@ -124,7 +124,7 @@ def _with_defaults(
 ) -> tuple[int, int, int]:
     """Return (steps, top-k, draft tokens).
 
-    The default tree where nothing is given, otherwise a chain unless a top-k is given.
+    The default tree if nothing is given, otherwise a chain unless a top-k is given.
     """
     if steps is None and topk is None and nodes is None:
         is_llama = _architecture(args) in _LLAMA_TYPES
@@ -140,7 +140,7 @@ def _with_defaults(
 
 
 def _architecture(args: ServerArgs) -> str | None:
-    """Return the target's architecture; None where its config cannot be read.
+    """Return the target's architecture, or None if its config cannot be read.
 
     An unreadable config is reported by the model loader.
     """
@@ -179,7 +179,7 @@ def _tree_backends() -> str:
 
 
 def _check_other_flags(args: ServerArgs) -> None:
-    """Refuse flags that conflict with, or have no effect on, this algorithm."""
+    """Reject flags that conflict with this algorithm or have no effect on it."""
     if args.speculative_token_map is not None:
         if args.speculative_algorithm != "EAGLE":
             raise ValueError(

@@ -1,4 +1,4 @@
-"""SGLang's words for choices of backends, and what they are here."""
+"""SGLang's names for backends, and their counterparts here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GRAMMAR_BACKENDS = tuple(
 def check_token_oracle(server_args: ServerArgs) -> None:
     """
     Raises:
-        ValueError: the oracle is asked for as a backend, and is not switched on.
+        ValueError: the oracle is selected as a backend but not switched on.
     """
     variable = envs.SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE
     if server_args.sampling_backend == TOKEN_ORACLE and not variable.get():

@@ -1,9 +1,10 @@
-"""Every flag of SGLang 0.5.23, and what becomes of it here.
+"""Every flag of SGLang 0.5.23, and how it is handled here.
 
-`upstream_flags.tsv` has a row per flag: its other names, the kind of its value, values
-that ask for nothing, and its class where `ServerArgs` has no such field. A flag with a
-field *works*. Any other one is *accepted*, since its effect does not exist here, which
-is logged once, or *refused* with what to use, unless its value asks for nothing.
+`upstream_flags.tsv` has a row per flag: its aliases, the kind of its value, values that
+ask for nothing, and its class if `ServerArgs` has no such field. A flag with a field
+*works*. Other flags are ignored if their value asks for nothing. Otherwise they are
+either *accepted*, because their effect does not exist here, and logged once, or
+*refused* with advice on what to use.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ UPSTREAM_VERSION = "0.5.23"
 Class = Literal["works", "accepted", "refused"]
 _TABLE = Path(__file__).with_suffix(".tsv")
 _NOTHING = "-"
-# Words for "nothing", and for "choose yourself", of flags that take a text.
+# Words that mean "nothing" or "automatic" for flags that take text.
 _NEUTRAL_WORDS = frozenset({"none", "null", "off", "auto", "false", "{}", "[]"})
 _SWITCH = {
     "1": True,
@@ -47,12 +48,12 @@ class UpstreamFlag:
     """A flag of SGLang.
 
     Fields:
-        name: with its dashes; aliases: other names of it.
-        takes: switch, int, float, text, list, or secret, a text that no log shows.
-        neutral: values that ask for nothing, as texts; for all flags so are None,
-            False, an empty text or list, and for texts `_NEUTRAL_WORDS`.
-        class_: "accepted" or "refused"; without meaning where the flag works.
-        reason: why it is accepted, or what is missing and what to use.
+        name: name with dashes. aliases: other names.
+        takes: switch, int, float, text, list, or secret (a text that is never logged).
+        neutral: values that ask for nothing, as texts. None, False, an empty text or
+            list and, for texts, `_NEUTRAL_WORDS` also ask for nothing.
+        class_: "accepted" or "refused"; unused if the flag works.
+        reason: why it is accepted, or what is missing and what to use instead.
     """
 
     name: str
@@ -72,7 +73,7 @@ class UpstreamFlag:
         return self.name.lstrip("-").replace("-", "_")
 
     def asks_for_nothing(self, value: Any) -> bool:
-        """Whether the server would do the same without the flag."""
+        """Whether the server behaves the same without the flag."""
         if value is None or value is False or value in ("", [], {}, ()):
             return True
         text = _as_text(value)
@@ -85,7 +86,7 @@ class UpstreamFlag:
 
 @functools.cache
 def upstream_flags() -> dict[str, UpstreamFlag]:
-    """Return the flags of SGLang by the name of their keyword argument."""
+    """Return SGLang's flags by the name of their keyword argument."""
     with _TABLE.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file, delimiter="\t", quoting=csv.QUOTE_NONE))
     flags = [
@@ -108,7 +109,7 @@ def class_of(flag: UpstreamFlag, cls: type) -> Class:
 
 
 def add_upstream_flags(parser: argparse.ArgumentParser, cls: type) -> None:
-    """Add SGLang's flags that the dataclass `cls` has not; --help leaves them out."""
+    """Add SGLang's flags that the dataclass `cls` lacks, hidden from --help."""
     for flag in upstream_flags().values():
         if class_of(flag, cls) == "works":
             continue
@@ -130,16 +131,15 @@ def add_upstream_flags(parser: argparse.ArgumentParser, cls: type) -> None:
 
 
 def without_upstream(given: Mapping[str, Any], cls: type) -> dict[str, Any]:
-    """Return the keyword arguments of the dataclass `cls` among `given`.
+    """Return the keyword arguments in `given` for the dataclass `cls`.
 
-    Aliases of its fields get the field's name. Arguments of SGLang alone are dropped:
-    silently where they ask for nothing, with a line in the log where their effect does
-    not exist here.
+    Aliases get the field's name. Arguments that only SGLang has are dropped: silently
+    if they ask for nothing, with a log line if their effect does not exist here.
 
     Raises:
-        ValueError: an argument asks for what is not served, or is there twice; names
+        ValueError: an argument asks for something unsupported, or is given twice; names
             it, its value and what to use.
-        TypeError: there is no such argument; names those that are alike.
+        TypeError: there is no such argument; names similar ones.
     """
     kept: dict[str, Any] = {}
     names = {
@@ -170,7 +170,9 @@ def _unknown(name: str, known: Sequence[str]) -> str:
 
 
 def with_upstream_keywords(cls: type[T]) -> type[T]:
-    """Let the constructor of the dataclass `cls` take what `without_upstream` knows."""
+    """Let the constructor of the dataclass `cls` accept the arguments
+    `without_upstream` knows.
+    """
     init = cls.__init__
 
     @functools.wraps(init)
@@ -182,11 +184,11 @@ def with_upstream_keywords(cls: type[T]) -> type[T]:
 
 
 def judge(flag: UpstreamFlag, value: Any) -> None:
-    """Accept a flag that `ServerArgs` has not, with a line in the log where its value
-    asks for something.
+    """Accept a flag that `ServerArgs` lacks, with a log line if its value asks for
+    something.
 
     Raises:
-        ValueError: it is refused; names the flag, its value and what to use.
+        ValueError: the flag is refused; names the flag, its value and what to use.
     """
     if flag.asks_for_nothing(value):
         return
@@ -199,7 +201,7 @@ def judge(flag: UpstreamFlag, value: Any) -> None:
 
 @functools.cache
 def _own_names(cls: type) -> dict[str, str]:
-    """Every name of the flags of the dataclass `cls`, and the field."""
+    """Return every flag name of the dataclass `cls`, with its field."""
     return {
         name: declared.field.name
         for declared in declared_fields(cls)

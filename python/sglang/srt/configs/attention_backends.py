@@ -1,7 +1,6 @@
-"""Capabilities of the attention backends, as data that argument checks may read.
+"""Capabilities of the attention backends, as data that argument checks can read.
 
-The backends themselves are in `layers.attention`; they take their capabilities from
-this table.
+The backends in `layers.attention` take their capabilities from this table.
 """
 
 from __future__ import annotations
@@ -16,24 +15,24 @@ class AttentionBackendCapabilities:
     """Capabilities of one attention backend.
 
     Fields:
-        devices: device types that it runs on.
+        devices: device types it runs on.
         supports_speculation: serves drafts and their verification.
         supports_tree_draft: serves draft trees with top-k > 1.
         needs_paged_draft_rows: reads whole pages per draft branch when page_size > 1.
         needs_cpu_seq_lens: its metadata needs lengths on the host.
         supports_cuda_graph: can be captured and replayed.
-        captures_prefill: prefill attention can be captured, too: its launches depend
-            on shapes alone and read only the batch's tensors and the pools.
+        captures_prefill: prefill attention can also be captured: its launches depend
+            only on shapes, and read only the batch's tensors and the pools.
         needs_power_of_two_pages: serves no other page sizes.
         supports_sinks: weighs logits without a value in the softmax.
         supports_logit_cap: caps scores by a tanh.
         supports_windowed_trees: serves draft trees whose nodes attend a window.
         supports_window_slots: reads window slots of sliding layers.
-        supports_latent: attends latents, which are K and V at once.
-        expands_latents: long prefills attend keys and values made of them.
+        supports_latent: attends latents, which serve as both K and V.
+        expands_latents: long prefills attend keys and values expanded from latents.
         gathers_prefixes: long prefills attend copies of cached K and V.
-        compares_bytes: decodes over K and V compare the bytes that they load with sums
-            that were kept of them.
+        compares_bytes: decodes over K and V compare the bytes they load with their
+            checksums.
     """
 
     devices: frozenset[str]
@@ -123,8 +122,9 @@ def supported_names(device: str) -> list[str]:
 
 
 class AttentionNeed(NamedTuple):
-    """A need of a model that some backends do not serve: the capability, and how it is
-    named in an error."""
+    """A need of a model that some backends do not support: the capability, and its name
+    in errors.
+    """
 
     capability: str
     text: str
@@ -140,10 +140,10 @@ WINDOWED_TREES = AttentionNeed(
 
 
 def check_needs(name: str, needs: Iterable[AttentionNeed], *, device: str) -> None:
-    """Check that the backend `name` serves what a model needs.
+    """Check that the backend `name` supports what a model needs.
 
     Raises:
-        ValueError: it does not; names the need and the backends of `device` that do.
+        ValueError: it does not; names the need and the backends on `device` that do.
     """
     for need in needs:
         able = [

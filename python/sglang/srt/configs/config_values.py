@@ -1,4 +1,4 @@
-"""Values of `config.json` that the engine reads: one table of what each may be."""
+"""Values of `config.json` that the engine reads: a table of what each may be."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from sglang.srt.utils.checked_values import REQUIRED, Key
 TINY = 1e-30
 MAX_TOKEN_ID = 1 << 31
 
-# Upper bounds are far above any model, and far below what breaks an allocation's size.
+# Upper bounds are far above any model, and far below sizes that break allocations.
 KEYS: dict[str, Key] = {
     "hidden_size": Key(int, 1, 1 << 20, REQUIRED),
     "intermediate_size": Key(int, 1, 1 << 24, REQUIRED),
@@ -39,7 +39,7 @@ KEYS: dict[str, Key] = {
     "rope_theta": Key(float, TINY, 1e30, 10000.0),
     "rope_local_base_freq": Key(float, TINY, 1e30),
     "partial_rotary_factor": Key(float, TINY, 1.0, 1.0),
-    # Of experts.
+    # Keys for experts.
     "num_experts": Key(int, 0, 1 << 14),
     "num_local_experts": Key(int, 0, 1 << 14),
     "n_routed_experts": Key(int, 0, 1 << 14),
@@ -57,7 +57,7 @@ KEYS: dict[str, Key] = {
     "swiglu_alpha": Key(float, TINY, 1e6, 1.702),
     "swiglu_limit": Key(float, TINY, 1e30, 7.0),
     "topk_method": Key(str),
-    # Of latents.
+    # Keys for latents.
     "kv_lora_rank": Key(int, 8, 1 << 10),
     "q_lora_rank": Key(int, 1, 1 << 20),
     "qk_nope_head_dim": Key(int, 1, 1 << 16, REQUIRED),
@@ -66,14 +66,14 @@ KEYS: dict[str, Key] = {
     "rope_interleave": Key(bool, default=True),
     "num_nextn_predict_layers": Key(int, 0, 64, 0),
     "quantization_config": Key(dict),
-    # Of a draft head.
+    # Keys for a draft head.
     "draft_vocab_size": Key(int, 1, 1 << 24),
     "num_aux_hidden_states": Key(int, 1, 4096),
     "target_hidden_size": Key(int, 1, 1 << 20),
     "eagle_config": Key(dict),
     "use_aux_hidden_state": Key(bool, default=True),
 }
-# Of `rope_scaling` and `rope_parameters`.
+# Keys in `rope_scaling` and `rope_parameters`.
 ROPE_KEYS: dict[str, Key] = {
     "type": Key(str, default="default"),
     "rope_type": Key(str),
@@ -83,7 +83,7 @@ ROPE_KEYS: dict[str, Key] = {
     "high_freq_factor": Key(float, TINY, 1e6, REQUIRED),
     "original_max_position_embeddings": Key(float, 1, 1 << 30, REQUIRED),
     "partial_rotary_factor": Key(float, TINY, 1.0),
-    # Of YaRN.
+    # Keys for YaRN.
     "beta_fast": Key(float, TINY, 1e6, 32.0),
     "beta_slow": Key(float, TINY, 1e6, 1.0),
     "truncate": Key(bool, default=True),
@@ -91,8 +91,8 @@ ROPE_KEYS: dict[str, Key] = {
     "mscale": Key(float, 0.0, 1e6, 0.0),
     "mscale_all_dim": Key(float, 0.0, 1e6, 0.0),
 }
-# Model type -> values of keys that its checkpoints may leave out, where they are others
-# than above. A key that is null is not left out.
+# Model type -> defaults of keys that its checkpoints may leave out, if they differ from
+# the ones above. A null key does not count as left out.
 _GEMMA: dict[str, Any] = {
     "hidden_size": 2304,
     "intermediate_size": 9216,
@@ -173,5 +173,5 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     ),
 }
 
-# Of `quantization_config`.
+# Keys in `quantization_config`.
 QUANTIZATION_KEYS: dict[str, Key] = {"quant_method": Key(str, default=REQUIRED)}

@@ -1,4 +1,4 @@
-"""Hidden states that a draft head reads, from the configuration of the head."""
+"""Hidden states that a draft head reads, according to its configuration."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_NUM_SOURCES = 3
 def layers_to_capture(draft: ModelConfig, *, num_target_layers: int) -> tuple[int, ...]:
     """Return the layers of the target whose inputs an EAGLE3 head reads.
 
-    A checkpoint lists layers whose outputs are read: the inputs of the next ones.
+    A checkpoint lists layers whose outputs are read, which are the next layers' inputs.
     """
     listed = _captured_layers(draft)
     if listed:

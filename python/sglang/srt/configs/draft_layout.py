@@ -1,14 +1,14 @@
 """The shape of a draft tree, the columns of a request's draft branches in its row of
 `req_to_token`, and the number of columns that one iteration may touch. Host arithmetic
-only; knows no tensors.
+only, without tensors.
 
-A row is a request's tokens, one column per position, and, where there is a *draft
-region*, columns after them whose slots belong to the row for good:
+A row has one column per position for a request's tokens. If there is a *draft region*,
+it has further columns, whose slots belong to the row permanently:
 
     | L tokens | reserve ... end of the context | branch 0 | branch 1 | ... |
                                                 ^ region.begin
 
-With a region, branch t has `span` columns from region.begin + t * span on. Its own
+With a region, branch t has `span` columns starting at region.begin + t * span. Its own
 elements begin at `base`, the multiple of the region's unit at or below the KV length
 L: the page boundary where attention reads whole pages, L itself where the unit is 1.
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     pass
 
 MAX_TOP_K = 32
-"""Branches that the kernels are laid out for."""
+"""Maximum number of branches in the kernels' layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,13 +44,13 @@ class TreeShape:
     """The shape of a draft tree.
 
     Fields:
-        topk: branches that a draft step keeps, and candidates that each of them
+        topk: number of branches a draft step keeps, and of candidates each branch
             proposes.
         num_steps: levels of drafted tokens.
-        num_draft_tokens: nodes to verify, with the root.
+        num_draft_tokens: number of nodes to verify, including the root.
 
     Raises:
-        ValueError: numbers that no tree has.
+        ValueError: no tree has these numbers.
     """
 
     topk: int
@@ -73,17 +73,21 @@ class TreeShape:
 
     @property
     def num_candidates(self) -> int:
-        """Candidates of all levels: K of the first, K * K of each other."""
+        """Number of candidates on all levels: K on the first, K * K on each other
+        level.
+        """
         return self.topk + self.topk**2 * (self.num_steps - 1)
 
     @property
     def num_groups(self) -> int:
-        """Groups of K candidates that have one parent; the root's is group 0."""
+        """Number of groups of K candidates with the same parent; group 0 belongs to the
+        root.
+        """
         return 1 + self.topk * (self.num_steps - 1)
 
     @property
     def accept_width(self) -> int:
-        """Most tokens that one iteration can yield, the bonus included."""
+        """Maximum tokens that one iteration can yield, including the bonus token."""
         return self.num_steps + 1
 
 
@@ -96,17 +100,18 @@ def alloc_len_per_decode(
     draft_lead: int = 0,
     has_region: bool = False,
 ) -> int:
-    """Columns from a request's KV length on that one iteration may write: by drafting
-    (branches side by side, unless they have a region), by verification (one slot per
-    tree node) or by the draft extend (one slot per token gained).
+    """Return the number of columns after a request's KV length that one iteration may
+    write: by drafting (branches side by side, unless they have a region), by
+    verification (one slot per tree node) or by the draft extend (one slot per token
+    gained).
 
     Branches that own whole pages are charged for the longest tail a prefix can have.
 
     Args:
-        draft_lead: tokens that have KV in the draft's pool and not yet in the target's.
+        draft_lead: tokens that have KV in the draft's pool but not yet in the target's.
 
     Raises:
-        ValueError: an argument below 1.
+        ValueError: an argument is below 1.
     """
     layout = BranchLayout(page_size=page_size, topk=topk, num_steps=num_steps)
     if num_draft_tokens < 1:
@@ -122,14 +127,14 @@ def alloc_len_per_decode(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BranchRegion:
-    """Columns of a row that its branches have for themselves.
+    """Columns of a row that are reserved for its branches.
 
     Fields:
-        begin: the first one.
-        unit: elements whose multiples a branch's columns begin at: the page size, or 1.
+        begin: first column.
+        unit: a branch's columns begin at multiples of this: the page size, or 1.
 
     Raises:
-        ValueError: a unit below 1, or a region that begins before the row.
+        ValueError: the unit is below 1, or the region begins before the row.
     """
 
     begin: int
@@ -140,7 +145,7 @@ class BranchRegion:
             raise ValueError(f"a region from column {self.begin}, unit {self.unit}")
 
     def span(self, num_steps: int) -> int:
-        """Columns of a branch, enough for the longest tail."""
+        """Number of columns of a branch, enough for the longest tail."""
         return (2 * self.unit + num_steps - 2) // self.unit * self.unit
 
 
@@ -149,13 +154,13 @@ class BranchLayout:
     """The layout of draft branches in a request's row.
 
     Fields:
-        page_size: KV slots of a page.
-        topk: branches.
-        num_steps: draft slots of a branch.
-        region: where branches lie; None: after the prefix.
+        page_size: KV slots per page.
+        topk: number of branches.
+        num_steps: draft slots per branch.
+        region: where branches are, or None for after the prefix.
 
     Raises:
-        ValueError: a field below 1, or a region's unit that is neither 1 nor the page
+        ValueError: a field is below 1, or a region's unit is neither 1 nor the page
             size.
     """
 
@@ -177,44 +182,44 @@ class BranchLayout:
 
     @property
     def unit(self) -> int:
-        """Elements whose multiples a branch's own columns begin at."""
+        """A branch's own columns begin at multiples of this."""
         return self.page_size if self.region is None else self.region.unit
 
     @property
     def num_copies(self) -> int:
-        """Branches, the last ones, that get a copy of the prefix's tail."""
+        """Number of branches, the last ones, that get a copy of the prefix's tail."""
         return self.topk - (self.region is None)
 
     @property
     def max_tail(self) -> int:
-        """Elements of the longest tail to copy."""
+        """Number of elements in the longest tail to copy."""
         return self.unit - 1
 
     @property
     def tail_moves(self) -> int:
-        """Moves that copy a request's tail to its branches, at most."""
+        """Maximum number of moves to copy a request's tail to its branches."""
         return self.num_copies * self.max_tail
 
     def base(self, seq_len: int) -> int:
-        """The first element that a branch has a column of its own for."""
+        """Return the first element for which a branch has its own column."""
         return seq_len - seq_len % self.unit
 
     def branch_pages(self, seq_len: int) -> int:
-        """Whole pages that a branch reads from its page boundary on."""
+        """Number of whole pages that a branch reads from its page boundary."""
         tail = seq_len % self.page_size
         return -(-(tail + self.num_steps) // self.page_size)
 
     def branch_shift(self, seq_len: int, branch: int) -> int:
-        """Distance of a branch's own elements from their columns."""
+        """Return the distance between a branch's own elements and their columns."""
         if self.region is None:
             return branch * self.branch_pages(seq_len) * self.page_size
         first = self.region.begin + branch * self.region.span(self.num_steps)
         return first - self.base(seq_len)
 
     def draft_column(self, seq_len: int, branch: int, step: int) -> int:
-        """Column of the slot that draft step `step` of a branch writes."""
+        """Return the column of the slot that draft step `step` of a branch writes."""
         return seq_len + step + self.branch_shift(seq_len, branch)
 
     def end_column(self, seq_len: int) -> int:
-        """The first column after all branches."""
+        """Return the first column after all branches."""
         return self.base(seq_len) + self.branch_shift(seq_len, self.topk)

@@ -1,6 +1,6 @@
-"""`config.json` of a model in a GGUF file, made of the file's values.
+"""Builds the `config.json` of a model in a GGUF file from the file's values.
 
-Owns the table of architectures: names of values and tensors. Reads no tensor.
+Owns the table of architectures: names of values and tensors. Does not read tensors.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from sglang.srt.utils.checked_values import REQUIRED, ConfigValues, Key
 from sglang.srt.utils.gguf_header import GgufHeader, read_gguf_header
 from sglang.srt.utils.json_file import shown
 
-# Key of config.json -> suffix of the GGUF key, which begins with the architecture. What
-# each may be is in the table of config.json.
+# Key of config.json -> suffix of the GGUF key, which begins with the architecture. The
+# table for config.json says what each may be.
 _SIZES = {
     "hidden_size": "embedding_length",
     "num_hidden_layers": "block_count",
@@ -58,15 +58,15 @@ TOP_TENSORS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufArchitecture:
-    """How GGUF files spell one architecture.
+    """How GGUF files describe one architecture.
 
     Fields:
-        model: its class.
+        model: class of the model.
         layer_tensors: name of a layer's module in the file -> in the checkpoint.
-        pairs_rotary: q and k have the two channels of a rotation side by side; the
-            engine has them half a head apart.
-        norm_offset: weights of norms are larger by this than those of a checkpoint.
-        optional: keys of config.json beside `_OPTIONAL`, likewise.
+        pairs_rotary: whether the two channels of a rotation are adjacent in q and k; in
+            the engine they are half a head apart.
+        norm_offset: how much larger norm weights are than in a checkpoint.
+        optional: further optional keys of config.json, in addition to `_OPTIONAL`.
         config: further content of config.json.
     """
 
@@ -102,10 +102,11 @@ ARCHITECTURES: dict[str, GgufArchitecture] = {
 
 
 def gguf_architecture(header: GgufHeader) -> GgufArchitecture:
-    """The architecture of a file.
+    """Return the architecture of a file.
 
     Raises:
-        ValueError: it is not served, or the file is a part of a model; names both.
+        ValueError: it is not supported, or the file is part of a split model; names
+            both.
     """
     name = header.values.get("general.architecture")
     known = ARCHITECTURES.get(name) if isinstance(name, str) else None
@@ -124,11 +125,11 @@ def gguf_architecture(header: GgufHeader) -> GgufArchitecture:
 
 
 def gguf_config(path: Path) -> dict[str, Any]:
-    """The content that `config.json` would have.
+    """Return the contents that `config.json` would have.
 
     Raises:
-        ValueError: an architecture that is not served, a value that is missing or not
-            admitted, or one that the tensors contradict; names file and key.
+        ValueError: the architecture is not supported, or a value is missing, not
+            allowed, or contradicted by the tensors; names file and key.
     """
     header = read_gguf_header(path)
     known = gguf_architecture(header)
@@ -137,7 +138,7 @@ def gguf_config(path: Path) -> dict[str, Any]:
     config: dict[str, Any] = {"architectures": [known.model]} | known.config
     for name, suffix in _SIZES.items():
         config[name] = values.get(f"{prefix}.{suffix}")
-    # One that is absent is the family's; null would be none.
+    # A missing value means the family's default; null would mean none.
     for name, suffix in (_OPTIONAL | known.optional).items():
         if (value := values.get(f"{prefix}.{suffix}")) is not None:
             config[name] = value
@@ -152,10 +153,10 @@ def gguf_config(path: Path) -> dict[str, Any]:
 
 
 def gguf_heads(header: GgufHeader) -> dict[str, int]:
-    """Heads of the projections q and k, by the names of their modules in the file.
+    """Return the heads of the projections q and k, by their module names in the file.
 
     Raises:
-        ValueError: a value that is missing or not admitted.
+        ValueError: a value is missing or not allowed.
     """
     values = _values(header, gguf_architecture(header))
     prefix = header.values["general.architecture"]
@@ -169,7 +170,7 @@ _TOKEN_ID = Key(int, 0, MAX_TOKEN_ID)
 
 
 def _values(header: GgufHeader, known: GgufArchitecture) -> ConfigValues:
-    """The file's values that are read here, checked by their names in the file."""
+    """Return the values read from the file, checked under their names in the file."""
     prefix = header.values["general.architecture"]
     sizes = {
         f"{prefix}.{suffix}": KEYS[name]._replace(default=REQUIRED)
@@ -201,7 +202,7 @@ def _values(header: GgufHeader, known: GgufArchitecture) -> ConfigValues:
 def _check_sizes(
     header: GgufHeader, values: ConfigValues, prefix: str, config: dict[str, Any]
 ) -> None:
-    """Compare the sizes with tensors, before memory is taken for what they claim."""
+    """Compare the sizes with the tensors before memory is allocated for them."""
     blocks = {name.split(".")[1] for name in header.tensors if name.startswith("blk.")}
     if config["num_hidden_layers"] > len(blocks):
         raise values.wrong(
@@ -236,8 +237,9 @@ def _matrix(header: GgufHeader, name: str) -> tuple[int, ...]:
 
 
 def _gemma_scalar(config: dict[str, Any]) -> dict[str, Any]:
-    """`query_pre_attn_scalar`, which files lack: the width of a head, but for the one
-    size of Gemma whose heads are not of 256 channels (27B)."""
+    """Return `query_pre_attn_scalar`, which files lack: the width of a head, except for
+    the one Gemma size whose heads do not have 256 channels (27B).
+    """
     is_gemma = config.get("model_type") == "gemma3_text"
     if not is_gemma or config.get("head_dim", 256) == 256:
         return {}

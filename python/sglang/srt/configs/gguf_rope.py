@@ -1,4 +1,4 @@
-"""Scaling of the rotary embedding of a model in a GGUF file."""
+"""Rotary embedding scaling of a model in a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from sglang.srt.utils.gguf_header import GgufHeader
 
 ROPE_FACTORS = "rope_freqs.weight"
-# Of Llama 3.1 to 3.3; a GGUF file has the factors that follow from these, not these.
+# Parameters of Llama 3.1 to 3.3; a GGUF file has only the factors computed from them.
 _LLAMA3: dict[str, Any] = {
     "rope_type": "llama3",
     "low_freq_factor": 1.0,
@@ -23,10 +23,10 @@ _LLAMA3: dict[str, Any] = {
 def gguf_rope_scaling(
     header: GgufHeader, values: ConfigValues, prefix: str, config: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """`rope_scaling` of config.json; `prefix` is the architecture's name.
+    """Return `rope_scaling` of config.json; `prefix` is the architecture's name.
 
     Raises:
-        ValueError: the file has factors per channel that are not those of Llama 3.
+        ValueError: the file's factors per channel differ from Llama 3's.
     """
     if ROPE_FACTORS in header.tensors:
         factors = _rope_factors(header)
@@ -52,7 +52,7 @@ def gguf_rope_scaling(
 
 
 def _llama3_factors(theta: float, count: int, factor: float) -> list[float]:
-    """Divisors of the frequencies by `_LLAMA3` (see `rotary_embedding`)."""
+    """Return the frequency divisors for `_LLAMA3` (see `rotary_embedding`)."""
     low, high = _LLAMA3["low_freq_factor"], _LLAMA3["high_freq_factor"]
     turns = (
         _LLAMA3["original_max_position_embeddings"]
@@ -68,10 +68,10 @@ def _is_near(value: float, expected: float) -> bool:
 
 
 def _rope_factors(header: GgufHeader) -> list[float]:
-    """Divisors of the rotary frequencies, one per pair of channels.
+    """Return the divisors of the rotary frequencies, one per channel pair.
 
     Raises:
-        ValueError: the tensor is no vector of positive float32 in the file.
+        ValueError: the tensor is not a vector of positive float32 in the file.
     """
     tensor = header.tensors[ROPE_FACTORS]
     is_vector = len(tensor.shape) == 1 and 0 < tensor.shape[0] <= 1 << 16

@@ -1,4 +1,4 @@
-"""Latent attention as `config.json` describes it (DeepSeek-V2, 2024, section 2.1)."""
+"""Latent attention as described in `config.json` (DeepSeek-V2, 2024, section 2.1)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ _CHANNELS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatentConfig:
-    """Channels of latent attention.
+    """Numbers of channels in latent attention.
 
     Fields:
-        rank: of the compressed latent, which is the key and the value of all heads.
-        rope_dim: of the rotated key beside it, and of a query's rotated part.
-        nope_dim: of a query's other part, before it meets the latent.
-        value_dim: of a head's result.
-        query_rank: of the compressed query; None: queries are not compressed.
+        rank: channels of the compressed latent, which is the key and value of all
+            heads.
+        rope_dim: channels of the rotated key next to it, and of a query's rotated part.
+        nope_dim: channels of a query's other part, before it is projected to the
+            latent.
+        value_dim: channels of a head's result.
+        query_rank: channels of the compressed query, or None if queries are not
+            compressed.
     """
 
     rank: int
@@ -34,16 +37,16 @@ class LatentConfig:
 
     @property
     def width(self) -> int:
-        """Channels that are stored per token and layer."""
+        """Number of channels stored per token and layer."""
         return self.rank + self.rope_dim
 
     @property
     def query_dim(self) -> int:
-        """Channels of a head's query as the projection makes it."""
+        """Number of channels of a head's query after the projection."""
         return self.nope_dim + self.rope_dim
 
     def num_weights(self, *, hidden_size: int, num_heads: int) -> int:
-        """Weights of the matrices of a layer's attention."""
+        """Number of weights in the matrices of a layer's attention."""
         queries = num_heads * self.query_dim
         if self.query_rank is None:
             total = hidden_size * queries
@@ -54,17 +57,18 @@ class LatentConfig:
         return total + hidden_size * num_heads * self.value_dim
 
     def attention_scale(self, rope: RopeConfig) -> float:
-        """Factor on the scores. YaRN's `mscale_all_dim` multiplies q and k."""
+        """Scale factor of the scores. YaRN's `mscale_all_dim` multiplies q and k."""
         mscale = rope.scaling.get("mscale_all_dim", 0.0)
         factor = yarn_mscale(rope.scaling["factor"], mscale) if mscale else 1.0
         return float(self.query_dim**-0.5 * factor * factor)
 
 
 def read_latent_config(values: ConfigValues) -> LatentConfig | None:
-    """The latents that `values` describe; None: the model has keys and values.
+    """Return the latents described by `values`, or None if the model has keys and
+    values.
 
     Raises:
-        ValueError: a value is missing or not admitted; names the key.
+        ValueError: a value is missing or not allowed; names the key.
     """
     rank = values.get("kv_lora_rank")
     if rank is None:

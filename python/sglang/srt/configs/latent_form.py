@@ -1,8 +1,9 @@
-"""Which form attention over latents takes in a forward: absorbed or expanded.
+"""Chooses the form of attention over latents in a forward: absorbed or expanded.
 
-Absorbed, every query is multiplied with its head's key projection and attends latents.
-Expanded, every latent is multiplied with the projections of all heads, and queries
-attend narrower keys and values. The choice is a rule on lengths and sizes alone.
+In the absorbed form, every query is multiplied by its head's key projection and attends
+latents. In the expanded form, every latent is multiplied by the projections of all
+heads, and queries attend narrower keys and values. The choice depends only on lengths
+and sizes.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ if TYPE_CHECKING:
     from sglang.srt.forward.batch import HostLens
 
 MIN_TOKENS = 1024
-"""New tokens below which a forward is not expanded: it is bound by launches, which CUDA
-graphs spare where attention is absorbed."""
+"""Below this many new tokens a forward is not expanded: it is bound by launches, which
+CUDA graphs avoid for absorbed attention.
+"""
 MIN_GAIN = 1.0
-"""Operations that the expanded form must save for each that it spends."""
+"""Operations that the expanded form must save for each operation it spends."""
 PREFIX_BLOCK = 8192
-"""Most cached elements that are expanded at a time."""
+"""Maximum number of cached elements expanded at a time."""
 
 
 def pays_to_expand(lens: HostLens, latent: LatentConfig) -> bool:
     """Whether a causal extend of these lengths is faster in the expanded form.
 
     It spends rank * (nope + value) multiplications for each cached element and head,
-    and saves 2 * rank - nope - value for each pair of query and element: with the sizes
-    of DeepSeek it pays from 171 queries for each cached element on. New elements cost
-    nothing: what their expansion takes, the absorbed form takes for queries and
+    and saves 2 * rank - nope - value for each pair of query and element: with
+    DeepSeek's sizes it pays off from 171 queries per cached element. New elements are
+    free: their expansion takes as much as the absorbed form takes for queries and
     results.
     """
     rows = list(zip(lens.prefix_lens, lens.extend_lens, strict=True))

@@ -1,4 +1,4 @@
-"""Which layers of a model attend everything and which a sliding window."""
+"""Determines which layers of a model attend everything and which a sliding window."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ LAYER_TYPES = (FULL, SLIDING)
 def read_layer_types(
     values: ConfigValues, *, num_layers: int
 ) -> tuple[tuple[str, ...], int | None]:
-    """The type of every layer, and the window of the sliding ones, None without any.
+    """Return the type of every layer, and the window of sliding layers or None.
 
-    The first of these that config.json has decides: `layer_types`;
-    `sliding_window_pattern` P, by which every P-th layer attends everything (Gemma 3);
-    `max_window_layers` M, by which the first M do (Qwen2). Without any of them a
-    `sliding_window` is that of all layers (Mistral 7B v0.1). `use_sliding_window` false
+    The first of these keys in config.json decides: `layer_types`;
+    `sliding_window_pattern` P: every P-th layer attends everything (Gemma 3);
+    `max_window_layers` M: the first M layers do (Qwen2). Without any of them,
+    `sliding_window` applies to all layers (Mistral 7B v0.1). `use_sliding_window` false
     switches the window off.
 
     Raises:
-        ValueError: layer types that are unknown, too many or too few, or a sliding one
-            without a window; names the file and the key.
+        ValueError: layer types are unknown, too many or too few, or a sliding layer has
+            no window; names the file and the key.
     """
     window = values.get("sliding_window") if values.get("use_sliding_window") else None
     given, pattern = values.get("layer_types"), values.get("sliding_window_pattern")

@@ -1,7 +1,6 @@
 """A model's shape as the engine needs it, read from `config.json` without torch.
 
-Owns the reading of Hugging Face configuration files. Knows nothing of modules or
-weights.
+Reads Hugging Face configuration files. Knows nothing about modules or weights.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from sglang.srt.utils.gguf_header import is_gguf
 from sglang.srt.utils.json_file import read_json_object, shown
 
 QUANT_METHODS = ("mxfp4",)
-"""Formats of quantised weights that are read."""
+"""Supported formats of quantized weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,13 +36,13 @@ class ModelConfig:
     Sizes are in channels, heads or layers; `context_len` is in tokens. `eos_token_ids`
     joins config.json and generation_config.json. `layer_types` names every layer
     `full_attention` or `sliding_attention`; the latter read `sliding_window` positions,
-    their own token's among them, and None means that there are none. `ropes` has the
-    rotary embedding of each type that occurs. `attention_scale` is the factor on
-    attention's scores; the caps are 0 where there are none. With a `latent` there
-    is one KV head, of the channels that are stored. `moe` None means that all
-    layers are dense, `quant_method` None that weights are stored as floating-point
-    numbers. `path` is a folder or a GGUF file; `raw` is the content of config.json or
-    its like over its family's defaults, for fields of a single model.
+    including their own token's, and None means that there are no such layers. `ropes`
+    has the rotary embedding of each layer type. `attention_scale` is the scale factor
+    of attention scores; the caps are 0 if there are none. With a `latent` there is one
+    KV head with the stored channels. `moe` None means that all layers are dense, and
+    `quant_method` None that weights are stored as floating-point numbers. `path` is a
+    folder or a GGUF file. `raw` is the contents of config.json or its equivalent on top
+    of the family's defaults, for fields of a single model.
     """
 
     path: Path
@@ -78,8 +77,8 @@ class ModelConfig:
         """Read the `config.json` of a folder, or the header of a GGUF file.
 
         Raises:
-            ValueError: a missing or malformed file or field, or a `context_length`
-                beyond the model's own; names the file and the field.
+            ValueError: a file or field is missing or malformed, or `context_length`
+                exceeds the model's own; names the file and the field.
         """
         file = _config_file(path)
         raw = with_family_defaults(text_part(read_raw_config(path)))
@@ -134,27 +133,30 @@ class ModelConfig:
 
     @property
     def file(self) -> Path:
-        """The file that the values come from, for errors."""
+        """The file the values come from, for errors."""
         return _config_file(self.path)
 
     @property
     def rope(self) -> RopeConfig:
-        """The rotary embedding of full attention; of a model without any, its only
-        one."""
+        """The rotary embedding of full attention, or the only one if there are no full
+        layers.
+        """
         return self.ropes.get(FULL) or self.ropes[SLIDING]
 
     @property
     def rotated_head_dim(self) -> int:
-        """Channels of the heads that `ropes` describe."""
+        """Number of channels of the heads that `ropes` describe."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
     def window_of(self, layer: int) -> int | None:
-        """Positions up to its own that a token of this layer attends; None: all."""
+        """Number of positions that a token of this layer attends, including its own, or
+        None for all.
+        """
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
 
     @property
     def num_layer_weights(self) -> int:
-        """Weights of the layers' matrices: at least so many does a model have."""
+        """Number of weights in the layers' matrices, a lower bound for the model."""
         heads = 2 * self.num_heads + 2 * self.num_kv_heads
         attention = self.hidden_size * heads * self.head_dim
         if self.latent is not None:
@@ -169,8 +171,9 @@ class ModelConfig:
         return total + sparse * (self.moe.num_weights(self.hidden_size) - mlp)
 
     def without_experts(self) -> ModelConfig:
-        """Return the shape for a model that ignores the fields of experts: a draft
-        head may have copied them from its target."""
+        """Return the shape of a model that ignores expert fields, because a draft head
+        may have copied them from its target.
+        """
         return dataclasses.replace(self, moe=None)
 
     def with_context(self, context_len: int) -> ModelConfig:
@@ -183,10 +186,11 @@ class ModelConfig:
 
 
 def read_raw_config(path: Path) -> dict[str, Any]:
-    """The content of a folder's `config.json`, or its like from a GGUF file.
+    """Return the contents of a folder's `config.json`, or the equivalent from a GGUF
+    file.
 
     Raises:
-        ValueError: a missing or malformed file.
+        ValueError: the file is missing or malformed.
     """
     return gguf_config(path) if is_gguf(path) else read_json_object(_config_file(path))
 
@@ -196,8 +200,9 @@ def _config_file(path: Path) -> Path:
 
 
 def text_part(raw: dict[str, Any]) -> dict[str, Any]:
-    """The content of config.json for the language model of a multimodal one: its
-    `text_config` over the rest, but for the class."""
+    """Return the contents of config.json for the language model inside a multimodal
+    model: its `text_config` on top of the rest, except for the class.
+    """
     nested = raw.get("text_config")
     if not isinstance(nested, dict):
         return raw
@@ -205,7 +210,7 @@ def text_part(raw: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_family_defaults(raw: dict[str, Any]) -> dict[str, Any]:
-    """The content of config.json over what checkpoints of its family leave out."""
+    """Return the contents of config.json on top of its family's defaults."""
     model_type = raw.get("model_type")
     known = FAMILY_DEFAULTS.get(model_type, {}) if isinstance(model_type, str) else {}
     return known | raw
@@ -219,7 +224,9 @@ def _architecture(values: ConfigValues, raw: dict[str, Any]) -> str:
 
 
 def _head_sizes(values: ConfigValues, latent: LatentConfig | None) -> dict[str, int]:
-    """The fields `num_heads`, `num_kv_heads` and `head_dim`, which must fit."""
+    """Return the fields `num_heads`, `num_kv_heads` and `head_dim`, checked for
+    consistency.
+    """
     hidden_size = values.get("hidden_size")
     num_heads = values.get("num_attention_heads")
     if latent is not None:

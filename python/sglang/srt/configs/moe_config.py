@@ -1,4 +1,4 @@
-"""Mixture-of-experts fields of `config.json`, in the spellings of several families."""
+"""Mixture-of-experts fields of `config.json`, under several families' names."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ class MoeConfig:
     """Experts of a model.
 
     Fields:
-        num_experts, top_k: of a layer, and how many of them a token takes.
+        num_experts, top_k: experts per layer, and how many of them a token uses.
         intermediate_size: channels of one expert.
-        shared_intermediate_size: channels that every token takes besides; 0: none.
-        layers: those that have experts; the others are dense.
-        norm_topk_prob: the weights of the chosen are divided by their sum.
-        scale: factor of these weights.
-        num_groups, top_groups: experts come from the best groups.
+        shared_intermediate_size: channels of experts that every token uses, or 0 for
+            none.
+        layers: layers with experts; the others are dense.
+        norm_topk_prob: whether the weights of the chosen experts are divided by their
+            sum.
+        scale: factor of these weights. num_groups, top_groups: experts are chosen from
+        the best groups.
     """
 
     num_experts: int
@@ -37,22 +39,22 @@ class MoeConfig:
     top_groups: int
 
     def num_weights(self, hidden_size: int) -> int:
-        """Weights of a layer with experts, its attention apart."""
+        """Number of weights in a layer with experts, without its attention."""
         channels = self.num_experts * self.intermediate_size
         channels += self.shared_intermediate_size
         return hidden_size * (3 * channels + self.num_experts)
 
     def num_active_channels(self, hidden_size: int) -> int:
-        """Elements that the chosen experts of a token keep at once."""
+        """Number of elements that a token's chosen experts hold at once."""
         inner = self.top_k * (self.intermediate_size + hidden_size)
         return inner + 3 * self.shared_intermediate_size
 
 
 def read_moe_config(values: ConfigValues) -> MoeConfig | None:
-    """The experts that `values` describe; None: all layers are dense.
+    """Return the experts described by `values`, or None if all layers are dense.
 
     Raises:
-        ValueError: a value is not admitted, or two do not fit; names the key.
+        ValueError: a value is not allowed, or two are inconsistent; names the key.
     """
     found = [name for name in _NUM_EXPERTS if values.get(name)]
     if not found:
@@ -97,7 +99,7 @@ def _sparse_layers(values: ConfigValues) -> frozenset[int]:
 
 
 def _groups(values: ConfigValues, *, num_experts: int, top_k: int) -> dict[str, int]:
-    """The fields `num_groups` and `top_groups`, which must fit."""
+    """Return the fields `num_groups` and `top_groups`, checked for consistency."""
     groups = values.get("n_group")
     top_groups = values.get("topk_group")
     if num_experts % groups:

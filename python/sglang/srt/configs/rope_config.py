@@ -1,4 +1,4 @@
-"""Rotary embeddings as `config.json` describes them, one for each type of layer."""
+"""Rotary embeddings described in `config.json`, one for each type of layer."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from sglang.srt.utils.json_file import shown
 class RopeConfig:
     """Rotary embedding.
 
-    `rope_type` is default, linear, llama3 or yarn; `scaling` holds the numbers of that
-    type, flags as 0 or 1. Of a head the first `rotary_share` of the channels are
-    rotated.
+    `rope_type` is default, linear, llama3 or yarn; `scaling` holds that type's numbers,
+    with flags as 0 or 1. The first `rotary_share` of a head's channels are rotated.
     """
 
     theta: float
@@ -27,11 +26,11 @@ class RopeConfig:
     rotary_share: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Rotated channels of a head; even."""
+        """Number of rotated channels of a head; even."""
         return int(head_dim * self.rotary_share)
 
 
-# Numbers that a type takes; those of `ROPE_KEYS` without a default must be there.
+# Numbers used by a type; the ones in `ROPE_KEYS` without a default are required.
 _ROPE_NUMBERS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
@@ -57,12 +56,12 @@ def rope_configs(
 ) -> dict[str, RopeConfig]:
     """Read the rotary embedding of every type in `layer_types`.
 
-    The spellings: `rope_parameters`, flat or by layer type; `rope_theta` and
-    `rope_scaling`; with `rope_local_base_freq`, the base of sliding layers, to which no
-    scaling applies (Gemma 3).
+    Reads `rope_parameters`, flat or by layer type, or `rope_theta` and `rope_scaling`,
+    optionally with `rope_local_base_freq`, the base of sliding layers, which are not
+    scaled (Gemma 3).
 
     Raises:
-        ValueError: a missing or impossible value; names the file and the key.
+        ValueError: a value is missing or impossible; names the file and the key.
     """
     return {
         layer_type: _rope_of(values, layer_type, head_dim)
@@ -71,7 +70,9 @@ def rope_configs(
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """Factor of YaRN on cosines and sines, or on q and k (Peng et al., 2023, 3.4)."""
+    """Return YaRN's factor on cosines and sines, or on q and k (Peng et al., 2023,
+    3.4).
+    """
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
@@ -119,13 +120,13 @@ def _rope_of(values: ConfigValues, layer_type: str, head_dim: int) -> RopeConfig
 
 
 def _numbers(values: ConfigValues, layer_type: str) -> tuple[str, ConfigValues]:
-    """The key of a layer type's parameters, and these."""
+    """Return the key of a layer type's parameters, and the parameters."""
     given = values.get("rope_parameters")
     if given and any(name in given for name in LAYER_TYPES):
         nested = values.within("rope_parameters", _NESTED_KEYS)
         name = f"rope_parameters.{layer_type}"
         return name, nested.within(layer_type, ROPE_KEYS)
-    # Scaling does not apply to layers with a base of their own.
+    # Scaling does not apply to layers with their own base.
     is_plain = layer_type == SLIDING and values.get("rope_local_base_freq") is not None
     name = "rope_parameters" if given or is_plain else "rope_scaling"
     return name, values.within(name, ROPE_KEYS)
@@ -137,10 +138,11 @@ _NESTED_KEYS = {name: Key(dict) for name in LAYER_TYPES}
 def _yarn_numbers(
     numbers: ConfigValues, scaling: dict[str, float], *, context: int
 ) -> dict[str, float]:
-    """Numbers of YaRN that have no constant default; `context`: of the model.
+    """Return YaRN's numbers without constant defaults; `context` is the model's
+    context.
 
-    `attention_factor` multiplies cosines and sines: it is given, or the ratio of both
-    mscales (DeepSeek), or 0.1 ln(factor) + 1.
+    `attention_factor` multiplies cosines and sines. It is given explicitly, or is the
+    ratio of both mscales (DeepSeek), or 0.1 ln(factor) + 1.
     """
     old_context = numbers.get("original_max_position_embeddings", default=context)
     factor, given = scaling["factor"], numbers.get("attention_factor")

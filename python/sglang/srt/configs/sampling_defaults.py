@@ -13,10 +13,10 @@ FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def read_sampling_defaults(model: Path) -> dict[str, Any]:
-    """Return the values that requests have which send none; empty for a GGUF file.
+    """Return the default values for requests; empty for a GGUF file.
 
     Raises:
-        ValueError: the file cannot be read, or a value is out of range; names it.
+        ValueError: the file cannot be read, or a value is out of range; names the file.
     """
     file = model / "generation_config.json"
     if model.is_file() or not file.exists():
@@ -33,5 +33,5 @@ def read_sampling_defaults(model: Path) -> dict[str, Any]:
 
 
 def describe(defaults: Mapping[str, Any]) -> str:
-    """Return the values as the start message names them."""
+    """Return the values in the form of the start message."""
     return ", ".join(f"{name} {value:g}" for name, value in defaults.items())

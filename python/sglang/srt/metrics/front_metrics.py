@@ -1,4 +1,4 @@
-"""Prometheus metrics of one server: latencies that the front records, its view of the
+"""Prometheus metrics of one server: latencies recorded by the front, its view of the
 scheduler, and the scheduler's own statistics.
 
 Needs neither torch nor a web framework.
@@ -47,11 +47,12 @@ class TimedRequest(Protocol):
 
 
 class FrontMetrics:
-    """All metrics of one server, labelled with the model's name.
+    """All metrics of one server, labeled with the model's name.
 
     Args:
         first: statistics of a scheduler that has not answered yet.
-        engine_type: `unified`, `prefill` or `decode`, a label of the scheduler's.
+        engine_type: `unified`, `prefill` or `decode`, a label of the scheduler's
+            series.
         canary_mode: a value of --kv-canary.
     """
 
@@ -104,7 +105,7 @@ class FrontMetrics:
 
     @classmethod
     def of(cls, server_args: ServerArgs, *, first: SchedulerStats) -> FrontMetrics:
-        """The metrics of a server with these arguments."""
+        """Create the metrics of a server with these arguments."""
         role = server_args.disaggregation_mode
         return cls(
             server_args.served_model_name or "",
@@ -126,7 +127,7 @@ class FrontMetrics:
                 for _ in range(new_tokens):
                     self._inter_token.observe(gap)
         if output.first_token_at is not None:
-            # The scheduler's clock: nothing came before the whole answer.
+            # By the scheduler's clock, because nothing came before the whole answer.
             request.first_output = max(output.first_token_at, request.arrived)
             self._first_token.observe(request.first_output - request.arrived)
         request.last_output = now
@@ -141,7 +142,8 @@ class FrontMetrics:
         """Return the exposition text.
 
         Args:
-            stats: of the scheduler; None: it did not answer; the last ones are shown.
+            stats: the scheduler's statistics, or None if it did not answer, to show the
+                last ones.
             silence: seconds for which it has owed an answer.
         """
         if stats is not None:

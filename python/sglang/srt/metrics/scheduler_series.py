@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.messages.io_struct import HistogramStats, SchedulerStats
 
 MODEL_NAME = "model_name"
-# Of rank 0, which answers for all ranks.
+# Labels of rank 0, which answers for all ranks.
 RANK_LABELS = {"tp_rank": "0", "pp_rank": "0"}
 
 # Field of SchedulerStats -> (metric, help).
@@ -147,13 +147,13 @@ HISTOGRAMS: dict[str, tuple[str, str]] = {
 
 
 class SchedulerSeries:
-    """A collector of the `SchedulerStats` that were fetched last.
+    """A collector of the most recently fetched `SchedulerStats`.
 
     Args:
-        labels: of every series, beside `RANK_LABELS`.
+        labels: labels of every series, in addition to `RANK_LABELS`.
 
     Attributes:
-        current: those statistics; at first the zeros of a scheduler that loads.
+        current: the latest statistics; initially the zeros of a loading scheduler.
     """
 
     def __init__(self, first: SchedulerStats, *, labels: Mapping[str, str]) -> None:
@@ -162,7 +162,7 @@ class SchedulerSeries:
         self._names, self._values = list(both), list(both.values())
 
     def describe(self) -> list[Metric]:
-        """No names: the registry would check them by a collection."""
+        """Return no names, because the registry would collect to check them."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -190,7 +190,9 @@ class SchedulerSeries:
     def _histogram(
         self, name: str, text: str, stats: HistogramStats
     ) -> HistogramMetricFamily:
-        """The exposition's form: counts add up, the last bound is infinite."""
+        """Return a histogram in exposition form: cumulative counts, with an infinite
+        last bound.
+        """
         bounds = [*map(str, stats.bounds), "+Inf"]
         sums = itertools.accumulate(stats.counts)
         family = HistogramMetricFamily(name, text, labels=self._names)

@@ -16,8 +16,9 @@ _RECIPIENT = re.compile(r"\bto=")
 
 
 class HarmonyDetector(ReasoningDetector):
-    """Messages of the channel `analysis` are reasoning, those to nobody are text; a
-    message to a tool keeps its header, for the detector of tool calls."""
+    """Messages on the `analysis` channel are reasoning; messages without a recipient
+    are text. A message to a tool keeps its header, for the tool call detector.
+    """
 
     marks = (*OPENERS, MESSAGE, *ENDS, "<|constrain|>")
 
@@ -35,7 +36,9 @@ class HarmonyDetector(ReasoningDetector):
                 opener = yield from source.copy_until(OPENERS, self._say)
 
     def _read_header(self, opener: str) -> Read[str | None]:
-        """Read to the beginning of the content; None where no header comes next."""
+        """Read to the beginning of the content; returns None if no header comes
+        next.
+        """
         source = self._source
         parts = [opener]
         source.mark()

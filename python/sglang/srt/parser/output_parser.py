@@ -1,6 +1,6 @@
-"""One output of a chat split into reasoning, text and tool calls, as it comes.
+"""Splits a chat output into reasoning, text and tool calls, incrementally.
 
-Reasoning is cut off before calls are searched. Knows nothing of the shape of an API.
+Reasoning is separated before searching for calls. Knows nothing about API shapes.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
     from sglang.srt.function_call.core_types import Tool
     from sglang.srt.parser.reasoning_detector import ReasoningDetector
 
-# A string is text.
+# A plain string is text.
 Piece = Reasoning | str | CallDelta
 
 
 @dataclass(slots=True)
 class ParsedOutput:
-    """A whole output."""
+    """A complete output."""
 
     reasoning: str = ""
     text: str = ""
@@ -49,12 +49,15 @@ class OutputFormat:
     """Formats of the outputs of one request.
 
     Fields:
-        reasoning, calls: formats; None: there is nothing to find.
-        is_open: whether the outputs begin inside the reasoning; None: by the format.
-        tools: those that may be called. max_calls: further calls are dropped.
-        separate_reasoning: hand reasoning out as such; else it is text, marks included,
-            but no calls are searched in it.
-        stream_reasoning: hand it out as it comes; else in one piece.
+        reasoning, calls: formats, or None if there is nothing to find.
+        is_open: whether the outputs begin inside the reasoning, or None for the
+            format's default.
+        tools: tools that may be called. max_calls: maximum number of calls; further
+            calls are dropped.
+        separate_reasoning: whether to return reasoning separately; otherwise it is
+            text, including its marks, but is not searched for calls.
+        stream_reasoning: whether to stream reasoning instead of returning it in one
+            piece.
     """
 
     reasoning: type[ReasoningDetector] | None = None
@@ -67,7 +70,7 @@ class OutputFormat:
 
     @property
     def marks(self) -> frozenset[str]:
-        """Strings that must not be dropped from an output as special tokens."""
+        """Strings that must be kept in an output even if they are special tokens."""
         kinds = (self.reasoning, self.calls)
         return frozenset(mark for kind in kinds if kind for mark in kind.marks)
 
@@ -93,12 +96,12 @@ class OutputParser:
         return self._tools is not None and self._tools.num_calls > 0
 
     def push(self, text: str) -> list[Piece]:
-        """Return what `text`, which comes next, adds to the output."""
+        """Parse the next piece of text; return what it adds to the output."""
         split = [text] if self._reasoning is None else self._reasoning.push(text)
         return self._tell(split)
 
     def finish(self) -> list[Piece]:
-        """Return the rest of the output: no more text comes."""
+        """Return the rest of the output after the last text."""
         out: list[Piece] = []
         if self._reasoning is not None:
             out += self._tell(self._reasoning.finish())

@@ -1,4 +1,4 @@
-"""The part that all formats of reasoning share."""
+"""Shared by all formats of reasoning."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class Reasoning:
 
 
 class ReasoningDetector(TextParser[str | Reasoning]):
-    """Tells the reasoning of one output apart; the text is a list of plain strings.
+    """Separates reasoning from text in one output; text pieces are plain strings.
 
     Args:
-        is_open: whether the output begins inside the reasoning; None: by the format.
-        is_raw: reasoning comes out with its marks, so that the pieces together are the
-            output, character by character.
+        is_open: whether the output begins inside the reasoning, or None for the
+            format's default.
+        is_raw: whether reasoning keeps its marks, so that the pieces together equal the
+            output exactly.
 
     Class attributes:
         marks: all strings of the format that may be special tokens of a tokenizer.
@@ -37,17 +38,19 @@ class ReasoningDetector(TextParser[str | Reasoning]):
 
     @classmethod
     def opened_by(cls, prompt: str) -> bool | None:
-        """Whether `prompt` ends inside the reasoning; None: it does not say."""
+        """Whether `prompt` ends inside the reasoning, or None if it does not say."""
         return None
 
     @classmethod
     def opened_by_message(cls, text: str) -> bool:
-        """Whether an assistant's message that is to be continued ends inside it."""
+        """Whether an assistant message to be continued ends inside the reasoning."""
         return False
 
     @classmethod
     def opened_in(cls, text: str) -> bool | None:
-        """Whether a whole output begins inside the reasoning; None: by the format."""
+        """Whether a whole output begins inside the reasoning, or None for the format's
+        default.
+        """
         return None
 
     def _say(self, text: str) -> None:
@@ -55,7 +58,7 @@ class ReasoningDetector(TextParser[str | Reasoning]):
             self._out.append(text)
 
     def _think(self, text: str) -> None:
-        """Emit reasoning; white space at its end waits for what follows."""
+        """Emit reasoning, holding back white space at its end until more follows."""
         body = text if self._is_raw else text.rstrip()
         if not body:
             self._held.append(text)

@@ -1,8 +1,8 @@
-"""Formats of reasoning by the names of `--reasoning-parser`.
+"""Reasoning formats by their names in `--reasoning-parser`.
 
-A detector splits an output into its reasoning and the text after it. Whether an output
-begins with reasoning depends on the end of its prompt: templates of some models open or
-close the passage there.
+A detector splits an output into reasoning and the text after it. Whether an output
+begins with reasoning depends on the end of its prompt, where some models' templates
+open or close the passage.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ DETECTORS: dict[str, type[ReasoningDetector]] = {
 
 
 def split_reasoning(text: str, *, parser: str) -> tuple[str, str]:
-    """Split a whole output into reasoning and text, by the name of a format.
+    """Split a whole output into reasoning and text, given the name of a format.
 
-    No prompt says here whether the output begins inside the reasoning; an end without
-    a beginning does.
+    There is no prompt that says whether the output begins inside the reasoning, but an
+    end mark without a beginning implies it.
     """
     kind = DETECTORS[parser]
     detector = kind(is_open=kind.opened_in(text))

@@ -14,9 +14,9 @@ from sglang.srt.parser.reasoning_detector import ReasoningDetector
 if TYPE_CHECKING:
     from sglang.srt.utils.text_source import Read
 
-# A call at the start of a line ends reasoning that was never closed, in any format of
-# calls but that of gpt-oss, whose reasoning is another. A mark of one character, such
-# as a bracket, begins many a line.
+# A call at the start of a line ends unclosed reasoning, in any call format except
+# gpt-oss, whose reasoning works differently. One-character marks such as brackets are
+# excluded, because many lines begin with them.
 CALL_MARKS = tuple(
     {
         opener: None
@@ -25,19 +25,19 @@ CALL_MARKS = tuple(
         if name != "gpt-oss" and len(opener) > 1
     }
 )
-# Control tokens, which nobody writes within a sentence: they end it anywhere.
+# Control tokens never occur within a sentence, so they end reasoning anywhere.
 _CONTROL_MARKS = [mark for mark in CALL_MARKS if mark.startswith(("<|", "<｜"))]
 
 
 class ThinkDetector(ReasoningDetector):
     """One passage between two marks at the beginning of the output.
 
-    A call of a tool ends a passage that was never closed. An end that nothing began is
-    dropped.
+    A tool call ends an unclosed passage. An end mark without a beginning is dropped.
 
     Class attributes:
-        starts, ends: marks of the passage; the formats that have several take any.
-        begins_open: whether it begins without a mark where the prompt does not say.
+        starts, ends: marks of the passage; any of them is accepted.
+        begins_open: whether the passage begins without a mark if the prompt does not
+            say.
     """
 
     starts: ClassVar[tuple[str, ...]] = ("<think>",)
@@ -79,7 +79,7 @@ class ThinkDetector(ReasoningDetector):
         yield from self._read_text()
 
     def _read_passage(self) -> Read[None]:
-        """Read to the end of the passage; what begins a call is text."""
+        """Read to the end of the passage; anything that begins a call is text."""
         source = self._source
         found: str | None = "\n"
         while found == "\n":
@@ -101,7 +101,9 @@ class ThinkDetector(ReasoningDetector):
             yield from source.copy_until((), self._say)
 
     def _read_text(self) -> Read[None]:
-        """Read the text; up to its first call, ends that nothing began are dropped."""
+        """Read the text, dropping end marks without a beginning up to the first
+        call.
+        """
         num_open = 0
         stops = (*self.starts, *self.ends, *CALL_MARKS)
         while found := (yield from self._source.copy_until(stops, self._say)):
@@ -117,7 +119,7 @@ class ThinkDetector(ReasoningDetector):
             self._say(found)
 
     def _accept(self, literals: Sequence[str]) -> Read[str]:
-        """Read one of `literals` if it comes next; else return an empty text."""
+        """Read one of `literals` if it comes next, or return an empty text."""
         for literal in literals:
             if (yield from self._source.accept(literal)):
                 return literal
@@ -125,7 +127,7 @@ class ThinkDetector(ReasoningDetector):
 
 
 class ForcedThinkDetector(ThinkDetector):
-    """The same, of models whose output begins inside the passage."""
+    """A `ThinkDetector` for models whose output begins inside the passage."""
 
     begins_open = True
 
@@ -151,7 +153,7 @@ class MistralDetector(ThinkDetector):
 
 
 class Gemma4Detector(ThinkDetector):
-    """A channel of its own, whose name comes after the token that opens it."""
+    """A separate channel, whose name follows the token that opens it."""
 
     starts = ("<|channel>thought",)
     ends = ("<channel|>",)
@@ -159,8 +161,9 @@ class Gemma4Detector(ThinkDetector):
 
 
 class AppendedThinkDetector(ThinkDetector):
-    """Reasoning stays in the text, which begins with the mark that the prompt ends
-    with, as clients of MiniMax send it back."""
+    """Keeps reasoning in the text, which begins with the mark at the end of the prompt,
+    because MiniMax clients send it back.
+    """
 
     def _run(self) -> Read[None]:
         space = yield from self._source.skip_space()
