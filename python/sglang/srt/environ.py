@@ -96,22 +96,22 @@ class Envs:
         "OMP_WAIT_POLICY",
         "passive",
         str,
-        "How OpenMP's threads wait for each other where the model runs on the CPU; the "
-        "default holds unless GOMP_SPINCOUNT is set. Threads that spin stand still "
-        "beside a busy process. The native kernels have threads of their own.",
+        "How OpenMP threads wait for each other when the model runs on the CPU; the "
+        "default applies unless GOMP_SPINCOUNT is set. Spinning threads stall next to "
+        "a busy process. The native kernels have their own threads.",
     )
     GOMP_SPINCOUNT = EnvVar(
         "GOMP_SPINCOUNT",
         "",
         str,
-        "Instead of OMP_WAIT_POLICY, for GNU's OpenMP: how often its threads look "
-        "before they sleep.",
+        "Replaces OMP_WAIT_POLICY for GNU OpenMP: how often its threads spin before "
+        "they sleep.",
     )
     SGLANG_NATIVE_KERNELS = EnvVar(
         "SGLANG_NATIVE_KERNELS",
         True,
         _parse_bool,
-        "Use the native CPU kernels where they are installed; 0 forces the torch "
+        "Use the native CPU kernels if they are installed; 0 forces the torch "
         "reference.",
     )
     SGLANG_TEST_FULL = EnvVar(
@@ -124,7 +124,7 @@ class Envs:
         "SGLANG_TEST_KV_CANARY",
         False,
         _parse_bool,
-        "The test harnesses start every engine with --kv-canary raise, all bytes "
+        "The test harnesses start every engine with --kv-canary raise and all bytes "
         "fingerprinted (run_suite.py --canary).",
     )
     # KV canary; read by `kv_canary.config` alone.
@@ -132,8 +132,8 @@ class Envs:
         "SGLANG_KV_CANARY_RING_CAPACITY",
         1024,
         int,
-        "Violations that the device keeps between two results; further ones are only "
-        "counted.",
+        "Number of violations that the device keeps between two results; further ones "
+        "are only counted.",
     )
     SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS = EnvVar(
         "SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS",
@@ -145,21 +145,21 @@ class Envs:
         "SGLANG_KV_CANARY_MAX_REPORT_FILES",
         1000,
         int,
-        "Incident files that one process writes to --kv-canary-report-dir at most; 0: "
-        "no limit.",
+        "Maximum number of incident files that one process writes to "
+        "--kv-canary-report-dir; 0: no limit.",
     )
     SGLANG_KV_CANARY_SWEEP_BUDGET = EnvVar(
         "SGLANG_KV_CANARY_SWEEP_BUDGET",
         16384,
         int,
-        "Cached slots that one sweep pass verifies at most.",
+        "Maximum number of cached slots verified by one sweep pass.",
     )
     SGLANG_KV_CANARY_ROTATION_STEPS = EnvVar(
         "SGLANG_KV_CANARY_ROTATION_STEPS",
         128,
         int,
-        "Forwards in which --kv-canary-real-data rotate re-hashes every slot it reads, "
-        "where it does not go layer by layer.",
+        "Number of forwards in which --kv-canary-real-data rotate re-hashes every slot "
+        "it reads, unless it goes layer by layer.",
     )
     SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT = EnvVar(
         "SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT",
@@ -171,7 +171,8 @@ class Envs:
         "SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT",
         False,
         _parse_bool,
-        "Compare the token of every record read with the request's token table.",
+        "Compare the token of every record that is read with the request's token "
+        "table.",
     )
     SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE = EnvVar(
         "SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE",
@@ -185,7 +186,7 @@ class Envs:
         0,
         int,
         "Launches between two lines kv_canary_swa_divergence={json}, which show that "
-        "sliding windows are at work; 0: none. Each waits for the device.",
+        "sliding windows are active; 0: none. Each waits for the device.",
     )
     SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB = EnvVar(
         "SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB",
@@ -228,7 +229,7 @@ class Envs:
         "SGLANG_KV_CANARY_PERTURB_TARGET_GROUP",
         "full",
         str,
-        "Group of slots that is damaged: full, or swa of a model with window slots.",
+        "Group of slots to damage: full, or swa in a model with window slots.",
         room=FAULTS_ROOM,
     )
     SGLANG_KV_CANARY_PERTURB_WARMUP_STEPS = EnvVar(
@@ -243,7 +244,7 @@ class Envs:
         "",
         str,
         "Re-open a historical fault at its fault point (tests of the canary); refused "
-        "where that cannot fire: see docs/kv_canary.md.",
+        "if it cannot fire: see docs/kv_canary.md.",
         room=FAULTS_ROOM,
     )
     SGLANG_SIMULATE_ACC_LEN = EnvVar(

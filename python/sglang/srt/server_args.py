@@ -102,8 +102,7 @@ class ServerArgs:
     allow_auto_truncate: Annotated[
         bool,
         Arg(
-            "Keep the beginning of a prompt that is longer than the context instead of "
-            "refusing it."
+            "Truncate a prompt that is longer than the context instead of refusing it."
         ),
     ] = False
     strict_model_name: Annotated[
@@ -114,7 +113,7 @@ class ServerArgs:
     ] = None
     escape_special_tokens: Annotated[
         bool,
-        Arg("Take names of special tokens in messages of users and tools for text."),
+        Arg("Treat names of special tokens in user and tool messages as text."),
     ] = False
     tool_call_parser: Annotated[
         str | None,
@@ -154,7 +153,7 @@ class ServerArgs:
     attention_backend: Annotated[
         str | None,
         Arg(
-            "Attention backend; unset: the best of the device.",
+            "Attention backend; unset: the best one for the device.",
             tuple(ATTENTION_BACKENDS),
         ),
     ] = None
@@ -177,15 +176,15 @@ class ServerArgs:
     grammar_cache_mb: Annotated[
         int,
         Arg(
-            "Estimated memory of compiled grammars that are kept for later requests.",
+            "Estimated memory of compiled grammars kept for later requests.",
             low=1,
         ),
     ] = 512
     constrained_json_allow_additional_properties: Annotated[
         bool,
         Arg(
-            "Let JSON schema objects that do not say additionalProperties have other "
-            "properties than the declared ones, as the standard does."
+            "Let JSON schema objects without additionalProperties have undeclared "
+            "properties, as in the standard."
         ),
     ] = False
     random_seed: Annotated[
@@ -217,13 +216,13 @@ class ServerArgs:
     swa_full_tokens_ratio: Annotated[
         float,
         Arg(
-            "Window slots of sliding layers per KV slot, of models that have full "
-            "layers, too; at most 1.",
+            "Window slots of sliding layers per KV slot, for models that also have "
+            "full layers; at most 1.",
             low=0.0,
         ),
     ] = 0.8
     disable_hybrid_swa_memory: Annotated[
-        bool, Arg("Keep every token in sliding layers, too: no window slots.")
+        bool, Arg("Also keep every token in sliding layers: no window slots.")
     ] = False
 
     chunked_prefill_size: Annotated[
@@ -234,29 +233,29 @@ class ServerArgs:
         ),
     ] = None
     max_prefill_tokens: Annotated[
-        int, Arg("Tokens that one prefill batch may hold.", low=1)
+        int, Arg("Maximum tokens in one prefill batch.", low=1)
     ] = 16384
     max_queued_requests: Annotated[
-        int, Arg("Requests that may wait; beyond it 503 with Retry-After.", low=1)
+        int,
+        Arg("Maximum waiting requests; further ones get 503 with Retry-After.", low=1),
     ] = 4096
     schedule_policy: Annotated[
         str, Arg("Order of the waiting queue.", ("fcfs", "lpm"))
     ] = "fcfs"
     enable_priority_scheduling: Annotated[
-        bool, Arg("Serve waiting requests by their priority, the highest first.")
+        bool, Arg("Serve waiting requests by priority, highest first.")
     ] = False
     schedule_low_priority_values_first: Annotated[
         bool,
         Arg(
-            "With --enable-priority-scheduling: the lowest value of priority is served "
-            "first."
+            "With --enable-priority-scheduling: serve the lowest priority value first."
         ),
     ] = False
     schedule_conservativeness: Annotated[
         float, Arg("Larger values admit fewer requests and retract less.", low=0.0)
     ] = 1.0
     disable_overlap_schedule: Annotated[
-        bool, Arg("Process a step's result before the next step is launched.")
+        bool, Arg("Process a step's result before launching the next step.")
     ] = False
     stream_interval: Annotated[
         int, Arg("Tokens between two stream messages.", low=1)
@@ -264,8 +263,8 @@ class ServerArgs:
     skip_server_warmup: Annotated[
         bool,
         Arg(
-            "Be ready without having run every kind of work once: on a GPU the first "
-            "request of each kind then waits for kernels. For development."
+            "Skip running every kind of work once before the server is ready: on a GPU "
+            "the first request of each kind then waits for kernels. For development."
         ),
     ] = False
     watchdog_timeout: Annotated[
@@ -287,7 +286,7 @@ class ServerArgs:
     kv_events_config: Annotated[
         str | None,
         Arg(
-            "Where news of the prefix cache is published, as JSON such as "
+            "Where events of the prefix cache are published, as JSON such as "
             '{"publisher": "zmq", "endpoint": "tcp://127.0.0.1:5557"}; unset: nowhere.'
         ),
     ] = None
@@ -295,57 +294,70 @@ class ServerArgs:
     strict_fields: Annotated[
         bool,
         Arg(
-            "Refuse fields that no request has, instead of ignoring them with one line "
-            "in the log per name.",
+            "Refuse unknown fields in requests, instead of ignoring them with one log "
+            "line per name.",
             begins="Limits of a request",
         ),
     ] = False
     strict_max_tokens: Annotated[
         bool,
         Arg(
-            "Refuse a max_tokens that does not fit after the prompt instead of ending "
-            "the output with the context.",
+            "Refuse a max_tokens that does not fit after the prompt, instead of ending "
+            "the output at the end of the context.",
         ),
     ] = False
     sampling_defaults: Annotated[
         str,
         Arg(
-            "Values of sampling fields that a request leaves out; model: those of the "
-            "checkpoint's generation_config.json, where it has some.",
+            "Values of sampling fields that a request leaves out; model: taken from "
+            "the checkpoint's generation_config.json, if it has any.",
             ("model", "openai"),
         ),
     ] = "model"
-    max_n: Annotated[int, Arg("Outputs of one prompt (n).", low=1, high=MAX_N)] = 1024
+    max_n: Annotated[int, Arg("Maximum outputs per prompt (n).", low=1, high=MAX_N)] = (
+        1024
+    )
     max_logprobs: Annotated[
         int,
         Arg(
-            "Alternatives per token that a request may ask for.",
+            "Maximum alternatives per token that a request may ask for.",
             low=0,
         ),
     ] = 20
     max_logprob_entries: Annotated[
         int,
         Arg(
-            "Log probabilities of one request: its tokens, times one and the "
-            "alternatives.",
+            "Maximum log probabilities of one request: its tokens times (1 + "
+            "alternatives).",
             low=1,
         ),
     ] = 1 << 20
     max_call_tokens: Annotated[
         int,
-        Arg("Tokens of all prompts and outputs of one request together.", low=1),
+        Arg(
+            "Maximum tokens of all prompts and outputs of one request together.", low=1
+        ),
     ] = 1 << 24
     max_token_entries: Annotated[
-        int, Arg("Entries of stop_token_ids, logit_bias, token_ids_logprob.", low=1)
+        int,
+        Arg(
+            "Maximum entries of stop_token_ids, logit_bias and token_ids_logprob.",
+            low=1,
+        ),
     ] = 4096
     max_queued_tokens: Annotated[
         int,
-        Arg("Prompt tokens of all requests in flight; beyond it 503.", low=1),
+        Arg(
+            "Maximum prompt tokens of all requests in flight; further ones get 503.",
+            low=1,
+        ),
     ] = 1 << 24
     max_body_values: Annotated[
         int,
         Arg(
-            "JSON values in a body, counted as its commas and opening brackets.", low=1
+            "Maximum JSON values in a body, counted by its commas and opening "
+            "brackets.",
+            low=1,
         ),
     ] = 1 << 19
 
@@ -379,7 +391,7 @@ class ServerArgs:
     cuda_graph_backend_decode: Annotated[
         str | None,
         Arg(
-            "Kind of the decode graphs; unset: full.",
+            "Kind of decode graphs; unset: full.",
             (DECODE_GRAPHS, "disabled"),
             synonyms=DECODE_GRAPH_KINDS,
         ),
@@ -387,7 +399,7 @@ class ServerArgs:
     cuda_graph_backend_prefill: Annotated[
         str | None,
         Arg(
-            "Kind of the prefill graphs; unset: breakable.",
+            "Kind of prefill graphs; unset: breakable.",
             (PREFILL_GRAPHS, "disabled"),
             synonyms=PREFILL_GRAPH_KINDS,
         ),
@@ -395,7 +407,7 @@ class ServerArgs:
     cuda_graph_config: Annotated[
         str | None,
         Arg(
-            "All of it as JSON, which wins over the other flags: "
+            "All graph options as JSON, which takes precedence over the other flags: "
             '{"decode": {"backend": "full", "bs": [1, 2]}, "prefill": {"backend": '
             '"disabled"}}.'
         ),
@@ -419,20 +431,21 @@ class ServerArgs:
     ] = None
     api_key_file: Annotated[
         str | None,
-        Arg("File with one client key per line; SIGHUP has it read again."),
+        Arg("File with one client key per line; SIGHUP reloads it."),
     ] = None
     admin_api_key: Annotated[
         str | None,
         Arg(
-            "Key that alone opens what concerns all clients: abort_all, /flush_cache, "
-            "/canary/incidents; unset: any client's key does, but none opens profiles."
+            "The only key for operations that concern all clients: abort_all, "
+            "/flush_cache, /canary/incidents; unset: any client's key works, but "
+            "no key gives access to profiles."
         ),
     ] = None
     cache_namespace_per_key: Annotated[
         bool,
         Arg(
-            "Keep the cached prefixes of clients apart by their keys, so that nobody "
-            "learns from cached_tokens or from time what others have asked."
+            "Separate the cached prefixes of clients by their keys, so that no client "
+            "learns from cached_tokens or from timing what others have asked."
         ),
     ] = False
     cors_allow_origins: Annotated[
@@ -446,16 +459,16 @@ class ServerArgs:
     health_timeout: Annotated[
         float,
         Arg(
-            "Seconds without an answer of the scheduler after which /health is 503; "
-            "longer than its longest step.",
+            "Seconds without an answer from the scheduler after which /health returns "
+            "503; must exceed its longest step.",
             low=0.001,
         ),
     ] = 20.0
     max_connections: Annotated[
         int | None,
         Arg(
-            "Connections at once, others wait; unset: 16384, or what the limit of open "
-            "files admits.",
+            "Maximum open connections, others wait; unset: 16384, or what the limit of "
+            "open files allows.",
             low=1,
             begins="Connections and bodies",
         ),
@@ -463,7 +476,7 @@ class ServerArgs:
     keep_alive_timeout: Annotated[
         int,
         Arg(
-            "Seconds that a connection may rest between two requests.",
+            "Seconds that a connection may be idle between two requests.",
             aliases=("--timeout-keep-alive",),
             low=1,
         ),
@@ -471,21 +484,23 @@ class ServerArgs:
     header_timeout: Annotated[
         float,
         Arg(
-            "Seconds for the head of a request, and for the first one of a connection.",
+            "Seconds for the head of a request, and until the first request of a "
+            "connection.",
             low=0.001,
         ),
     ] = 20.0
     body_timeout: Annotated[
         float,
         Arg(
-            "Seconds over which a body must keep --min-transfer-rate.",
+            "Seconds over which the rate of a body is measured for "
+            "--min-transfer-rate.",
             low=0.001,
         ),
     ] = 30.0
     write_timeout: Annotated[
         float,
         Arg(
-            "Seconds over which a client that is behind with reading must keep "
+            "Seconds over which the rate of a slow reader is measured for "
             "--min-transfer-rate.",
             low=0.001,
         ),
@@ -497,19 +512,19 @@ class ServerArgs:
     max_header_bytes: Annotated[
         int,
         Arg(
-            "Size of a request's head; beyond it 431.",
+            "Maximum size of a request's head; a larger one gets 431.",
             aliases=("--h11-max-incomplete-event-size",),
             low=1024,
         ),
     ] = 16384
     max_body_bytes: Annotated[
-        int, Arg("Size of a request's body; beyond it 413.", low=1)
+        int, Arg("Maximum size of a request's body; a larger one gets 413.", low=1)
     ] = 32 * 1024 * 1024
     max_total_body_bytes: Annotated[
         int,
         Arg(
-            "Memory for bodies that are read or parsed at the same time; beyond it 503 "
-            "with Retry-After.",
+            "Memory for bodies being read or parsed at the same time; further requests "
+            "get 503 with Retry-After.",
             low=1,
         ),
     ] = 256 * 1024 * 1024
@@ -537,9 +552,9 @@ class ServerArgs:
     crash_dump_folder: Annotated[
         str | None,
         Arg(
-            "Folder for the requests of the last 5 minutes, and those in flight, when "
-            "the engine dies (bench_serving --replay sends them again); they hold "
-            "what clients wrote."
+            "Folder for the requests of the last 5 minutes and the ones in flight when "
+            "the engine dies (bench_serving --replay sends them again); they contain "
+            "the clients' prompts."
         ),
     ] = None
     decode_log_interval: Annotated[
@@ -548,13 +563,13 @@ class ServerArgs:
     profile_output_dir: Annotated[
         str | None,
         Arg(
-            "Folder below which /start_profile writes traces; unset: that of temporary "
-            "files."
+            "Folder below which /start_profile writes traces; unset: the folder for "
+            "temporary files."
         ),
     ] = None
     profile_max_steps: Annotated[
         int,
-        Arg("Forwards that one profile may cover; it is kept in memory.", low=1),
+        Arg("Maximum forwards in one profile, which is kept in memory.", low=1),
     ] = 500
 
     speculative_algorithm: Annotated[
@@ -576,7 +591,7 @@ class ServerArgs:
         int | None, Arg("Branches kept per draft step.", low=1, high=MAX_TOP_K)
     ] = None
     speculative_num_draft_tokens: Annotated[
-        int | None, Arg("Nodes verified at once, root included.", low=1)
+        int | None, Arg("Nodes verified at once, including the root.", low=1)
     ] = None
     speculative_draft_layout: Annotated[
         str | None,
@@ -600,8 +615,8 @@ class ServerArgs:
     kv_canary: Annotated[
         str,
         Arg(
-            "Check the KV cache while serving: report, stop, or recompute what is "
-            "damaged.",
+            "Check the KV cache while serving: report damage, stop, or recompute what "
+            "is damaged.",
             KV_CANARY_MODES,
             begins="KV canary",
         ),
@@ -615,13 +630,12 @@ class ServerArgs:
     ] = 0
     kv_canary_heal_limit: Annotated[
         int,
-        Arg("Healings per minute above which the engine stops as in raise; 0: none."),
+        Arg("Healings per minute before the engine stops as in raise; 0: no limit."),
     ] = 60
     kv_canary_quarantine_limit: Annotated[
         float,
         Arg(
-            "Share of KV pages that may stay out of use before the engine stops as in "
-            "raise."
+            "Maximum share of KV pages out of use before the engine stops as in raise."
         ),
     ] = 0.05
     kv_canary_report_dir: Annotated[
@@ -630,13 +644,14 @@ class ServerArgs:
     kv_canary_record: Annotated[
         int | None,
         Arg(
-            "Forwards whose decisions are kept, and written beside an incident's file "
-            "to replay it; 0: off; unset: 1000 where --kv-canary-report-dir is set.",
+            "Number of forwards whose decisions are kept, and written next to an "
+            "incident's file to replay it; 0: off; unset: 1000 if "
+            "--kv-canary-report-dir is set.",
             low=0,
         ),
     ] = None
     kv_canary_report_tokens: Annotated[
-        bool, Arg("Put token ids into incident reports.")
+        bool, Arg("Include token ids in incident reports.")
     ] = False
     disable_canary_page: Annotated[
         bool, Arg("Do not serve the inspector page at /canary.")
@@ -677,7 +692,7 @@ class ServerArgs:
         if self.tool_call_parser == "gpt-oss" and self.reasoning_parser != "gpt-oss":
             raise ValueError(
                 "--tool-call-parser gpt-oss needs --reasoning-parser gpt-oss, which "
-                "tells the messages of an output apart; add it"
+                "separates the messages of an output; add it"
             )
         if self.disaggregation_mode == "decode":
             raise ValueError(
@@ -712,20 +727,22 @@ class ServerArgs:
     @property
     def draft_token_offset(self) -> int:
         """Slot p of the draft's pool holds token p + this: 1 for a head, which reads a
-        token beside the target's state of the position before; 0 for a language model
-        of its own."""
+        token together with the target's state of the previous position; 0 for a
+        separate language model.
+        """
         return int(self.speculative_algorithm != "STANDALONE")
 
     @property
     def draft_lead(self) -> int:
-        """Tokens that have KV in the draft's pool and not yet in the target's when an
-        iteration begins. The draft has read the newest token in any case; a head has it
-        one slot earlier."""
+        """Number of tokens that have KV in the draft's pool but not yet in the target's
+        when an iteration begins. The draft has always read the newest token; a head has
+        it one slot earlier.
+        """
         return 1 - self.draft_token_offset
 
     @property
     def tree_shape(self) -> TreeShape:
-        """Shape of the draft tree; only with --speculative-algorithm.
+        """Shape of the draft tree; requires --speculative-algorithm.
 
         A chain is a tree with top-k 1.
         """
@@ -744,10 +761,10 @@ class ServerArgs:
     def from_cli(
         cls, argv: Sequence[str] | None = None, *, prog: str = LAUNCH_COMMAND
     ) -> ServerArgs:
-        """Parse `argv` (None: `sys.argv`), and the file of --config before it.
+        """Parse `argv`, and before it the file given with --config.
 
         Args:
-            prog: the command as its users write it.
+            prog: the command as users write it.
 
         Raises:
             ValueError: the flags, or the file, cannot be served.
@@ -771,8 +788,8 @@ class ServerArgs:
         parser.add_argument(
             CONFIG_FLAG,
             metavar="FILE",
-            help="YAML file with a `flag: value` per line; flags of the command line "
-            "win over it.",
+            help="YAML file with a `flag: value` per line; command line flags take "
+            "precedence.",
         )
         cls.add_flags(parser)
         return parser
@@ -785,11 +802,11 @@ class ServerArgs:
 
     @classmethod
     def given(cls, parsed: Namespace) -> dict[str, Any]:
-        """Return the keyword arguments that a parser with these flags has read."""
+        """Return the keyword arguments read by a parser with these flags."""
         others = {k: v for k, v in vars(parsed).items() if k in upstream_flags()}
         return {**others, **from_namespace(cls, parsed)}
 
     def url(self) -> str:
-        """Return the address at which this host reaches the server."""
+        """Return the address under which this host reaches the server."""
         host = "127.0.0.1" if self.host in ("0.0.0.0", "::") else self.host
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}"

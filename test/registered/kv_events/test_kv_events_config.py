@@ -100,7 +100,7 @@ def test_nothing_is_published_unless_asked_for(config: dict[str, Any] | None) ->
         ({"publisher": "zmq", "endpoint": "tcp://h:0"}, "no port between 1 and 65535"),
         ({"publisher": "zmq", "endpoint": "tcp://h:65536"}, "no port between"),
         ({"publisher": "zmq", "endpoint": "inproc://x"}, "must look like tcp://"),
-        ({"publisher": "zmq", "endpoint": "ipc://x"}, "by its whole path"),
+        ({"publisher": "zmq", "endpoint": "ipc://x"}, "by its full path"),
         ({"publisher": "zmq", "endpoint": "ipc:///" + "x" * 107}, "107 bytes"),
         (
             {"publisher": "zmq", "replay_endpoint": "udp://h:1"},

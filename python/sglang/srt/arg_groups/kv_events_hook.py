@@ -109,8 +109,8 @@ def handle_kv_events(server_args: ServerArgs) -> None:
     """
     if kv_events_config(server_args) is not None and server_args.disable_radix_cache:
         raise ValueError(
-            f"{FLAG} publishes news of the prefix cache, which --disable-radix-cache "
-            "turns off; remove one of them"
+            f"{FLAG} publishes events of the prefix cache, which --disable-radix-cache "
+            f"turns off; remove one of them"
         )
 
 
@@ -192,9 +192,9 @@ def _endpoint_problem(endpoint: str) -> str | None:
     if endpoint.startswith("ipc://"):
         path = endpoint.removeprefix("ipc://")
         if not path.startswith("/"):
-            return "must name a file by its whole path, such as ipc:///run/kv-events"
+            return "must name a file by its full path, such as ipc:///run/kv-events"
         if len(path.encode()) > _MAX_IPC_BYTES:
-            return f"is longer than a socket's path may be, {_MAX_IPC_BYTES} bytes"
+            return f"is longer than a socket's path may be,  {_MAX_IPC_BYTES} bytes"
         return None
     address = tcp_address(endpoint)
     if address is None:

@@ -78,7 +78,7 @@ class FrontMetrics:
         )
         self._inter_token = self._histogram(
             "sglang:inter_token_latency_seconds",
-            "Between two tokens, of requests that stream.",
+            "Time between two tokens of streaming requests.",
             INTER_TOKEN_BUCKETS,
         )
         self._per_token = self._histogram(
@@ -93,8 +93,8 @@ class FrontMetrics:
         )
         silence = self._gauge(
             "sglang:scheduler_silence_seconds",
-            "For how long the scheduler owes the front an answer; its other series "
-            "keep their values meanwhile.",
+            "Time for which the scheduler has owed the front an answer; its other "
+            "series keep their values meanwhile.",
         )
         self._silence = silence.labels(model_name)
         modes = self._gauge(

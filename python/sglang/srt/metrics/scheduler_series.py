@@ -28,13 +28,13 @@ RANK_LABELS = {"tp_rank": "0", "pp_rank": "0"}
 # Field of SchedulerStats -> (metric, help).
 GAUGES: dict[str, tuple[str, str]] = {
     "num_running_reqs": ("sglang:num_running_reqs", "Requests in the running batch."),
-    "num_queue_reqs": ("sglang:num_queue_reqs", "Requests that wait."),
+    "num_queue_reqs": ("sglang:num_queue_reqs", "Waiting requests."),
     "num_grammar_queue_reqs": (
         "sglang:num_grammar_queue_reqs",
-        "Requests that wait for their grammar.",
+        "Requests waiting for their grammar.",
     ),
     "num_used_tokens": ("sglang:num_used_tokens", "KV slots held by requests."),
-    "max_total_num_tokens": ("sglang:max_total_num_tokens", "KV slots of the pool."),
+    "max_total_num_tokens": ("sglang:max_total_num_tokens", "KV slots in the pool."),
     "token_usage": ("sglang:token_usage", "Share of KV slots held by requests."),
     "gen_throughput": ("sglang:gen_throughput", "Output tokens per second."),
     "cache_hit_rate": ("sglang:cache_hit_rate", "Share of prompt tokens in the cache."),
@@ -44,7 +44,7 @@ GAUGES: dict[str, tuple[str, str]] = {
     ),
     "num_retracted_reqs": (
         "sglang:num_retracted_reqs",
-        "Requests that lost their KV slots and run again.",
+        "Requests that lost their KV slots and are run again.",
     ),
     "spec_accept_length": (
         "sglang:spec_accept_length",
@@ -52,7 +52,7 @@ GAUGES: dict[str, tuple[str, str]] = {
     ),
     "kv_canary_quarantined_pages": (
         "sglang:kv_canary_quarantined_pages",
-        "KV pages out of use: damaged ones that are watched, or that stay.",
+        "KV pages out of use: damaged ones that are watched or kept out.",
     ),
     "kv_canary_quarantined_share": (
         "sglang:kv_canary_quarantined_share",
@@ -60,7 +60,7 @@ GAUGES: dict[str, tuple[str, str]] = {
     ),
     "kv_canary_is_degraded": (
         "sglang:kv_canary_degraded",
-        "1: something was healed in the last minute, or KV pages stay out of use.",
+        "1 if something was healed in the last minute or KV pages stay out of use.",
     ),
 }
 # The exposition format appends `_total` to these names.
@@ -68,7 +68,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "prompt_tokens_total": ("sglang:prompt_tokens", "Prompt tokens of requests."),
     "generation_tokens_total": ("sglang:generation_tokens", "Tokens generated."),
     "cached_tokens_total": ("sglang:cached_tokens", "Prompt tokens from the cache."),
-    "num_requests_total": ("sglang:num_requests", "Requests that the scheduler took."),
+    "num_requests_total": (
+        "sglang:num_requests",
+        "Requests that the scheduler accepted.",
+    ),
     "num_aborted_requests_total": (
         "sglang:num_aborted_requests",
         "Requests that ended with an abort.",
@@ -88,11 +91,11 @@ COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "kv_canary_protected_tokens_total": (
         "sglang:kv_canary_protected_tokens",
-        "KV slots that were verified before they were read.",
+        "KV slots verified before they were read.",
     ),
     "kv_canary_swept_tokens_total": (
         "sglang:kv_canary_swept_tokens",
-        "Cached KV slots that sweeps verified.",
+        "Cached KV slots verified by sweeps.",
     ),
     "kv_canary_sweep_passes_total": (
         "sglang:kv_canary_sweep_passes",
@@ -104,15 +107,15 @@ COUNTERS: dict[str, tuple[str, str]] = {
     ),
     "kv_events_published_total": (
         "sglang:kv_events_published",
-        "KV events that were published.",
+        "KV events published.",
     ),
     "kv_events_dropped_total": (
         "sglang:kv_events_dropped",
-        "KV events that were not published, as the publisher was late.",
+        "KV events not published because the publisher was late.",
     ),
     "kv_events_replayed_total": (
         "sglang:kv_events_replayed",
-        "KV events that were sent again on request.",
+        "KV events sent again on request.",
     ),
 }
 
@@ -121,17 +124,17 @@ LABELLED_COUNTERS: dict[str, tuple[str, str, str]] = {
     "prefill_cuda_graph_fallbacks_total": (
         "sglang:prefill_cuda_graph_fallbacks",
         "reason",
-        "Prefill forwards that ran eagerly although there are graphs.",
+        "Prefill forwards that ran eagerly although graphs exist.",
     ),
     "kv_canary_violations_total": (
         "sglang:kv_canary_violations",
         "reason",
-        "Violations that the KV canary found, each damage once.",
+        "Violations found by the KV canary, counting each damage once.",
     ),
     "kv_canary_heals_total": (
         "sglang:kv_canary_heals",
         "diagnosis",
-        "Times that a damage was healed, by what it looked like.",
+        "Healings, by diagnosis of the damage.",
     ),
 }
 HISTOGRAMS: dict[str, tuple[str, str]] = {
@@ -141,7 +144,7 @@ HISTOGRAMS: dict[str, tuple[str, str]] = {
     ),
     "kv_canary_recovery_seconds": (
         "sglang:kv_canary_recovery_seconds",
-        "From a damage to the next token, of requests that were recomputed.",
+        "Time from damage to the next token of recomputed requests.",
     ),
 }
 
