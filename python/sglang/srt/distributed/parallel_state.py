@@ -1,8 +1,8 @@
 """The tensor parallel group of this process: its rank, and the exchange of data.
 
 A module global holds the group, because layers ask for it when they are built; the
-scheduler process installs it before it builds a model. Without one there is a single
-rank. Knows nothing of layers or requests.
+scheduler process installs it before it builds a model. Without a group there is a
+single rank. Knows nothing about layers or requests.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from torch import Tensor
 
 # Ranks load checkpoints at different speeds; the watchdog handles a hanging forward.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
-# A message and its length fit here in one broadcast; the rest of a longer one follows.
+# A message up to this size is sent with its length in one broadcast; the rest of a
+# longer one follows.
 MESSAGE_BYTES = 8192
 LENGTH_BYTES = 8
 
-# torch 2.13 renamed it and deprecated the name of 2.11.
+# torch 2.13 renamed it and deprecated the 2.11 name.
 _all_gather = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
 
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
@@ -37,7 +38,7 @@ class TensorParallelGroup:
     the host through gloo. With `size` 1 every method returns its argument.
 
     Fields:
-        rank: of this process, in [0, size).
+        rank: rank of this process, in [0, size).
         size: number of ranks.
     """
 
@@ -122,7 +123,7 @@ class TensorParallelGroup:
         """Wait on the host until every rank has called this.
 
         Raises:
-            RuntimeError: a rank did not call it in time, or has ended.
+            RuntimeError: a rank did not call it in time or has exited.
         """
         if self.size > 1:
             arrival = dist.all_reduce(torch.zeros(1), async_op=True)
@@ -143,8 +144,8 @@ def get_tp_group() -> TensorParallelGroup:
 def tensor_parallel_group(group: TensorParallelGroup) -> Iterator[TensorParallelGroup]:
     """Make `group` current within the context.
 
-    A group without peers serves to build one rank's part of a model; its collectives
-    must not be called.
+    Use a group without peers to build one rank's part of a model; its collectives must
+    not be called.
     """
     global _current
     before, _current = _current, group

@@ -1,4 +1,4 @@
-"""Intervals of a model's dimensions that a rank holds. Arithmetic only."""
+"""Computes the intervals of a model's dimensions that a rank holds. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ def divide(full: int, group: TensorParallelGroup, *, what: str) -> Part:
 
 
 def divide_kv_heads(full: int, group: TensorParallelGroup) -> Part:
-    """Return this rank's KV heads: an equal part, or one head that several ranks hold.
+    """Return this rank's KV heads: an equal part, or one head shared by several ranks.
 
     Raises:
-        ValueError: neither is possible evenly; names both numbers.
+        ValueError: neither divides evenly; names both numbers.
     """
     if full % group.size == 0:
         return divide(full, group, what="num_key_value_heads")

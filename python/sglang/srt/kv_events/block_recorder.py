@@ -1,12 +1,12 @@
 """Turns changes of the prefix tree into KV events.
 
-A block is a page of the tree. Its hash is a function of its tokens, those before it and
-the namespace alone, so that replicas agree on it and restarts do not change it:
+A block is a page of the tree. Its hash depends only on its tokens, the tokens before it
+and the namespace, so replicas agree on it and restarts do not change it:
 
     hash = first 8 bytes of SHA-256(hash of the block before, 8 bytes | its tokens)
 
-with big-endian hashes and tokens of 4 bytes, little-endian. In place of a block before
-the first one is nothing, or the seed of the namespace.
+with big-endian hashes and 4-byte little-endian tokens. For the first block, the hash of
+the block before is replaced by nothing or by the seed of the namespace.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _SEED = b"kv-events namespace\0"
 
 
 def namespace_seed(namespace: str | None) -> bytes:
-    """In place of the hash of a block before the first one."""
+    """Return the seed that replaces the hash before the first block."""
     if namespace is None:
         return b""
     return sha256(_SEED + namespace.encode()).digest()[:HASH_BYTES]
 
 
 def hash_blocks(before: bytes, tokens: IntArray, block_size: int) -> HashArray:
-    """Hash whole blocks of `tokens`, int64 [n * block_size]; uint64 [n].
+    """Hash whole blocks of `tokens`, int64 [n * block_size]; returns uint64 [n].
 
     Args:
-        before: hash of the block before, or `namespace_seed`.
+        before: hash of the previous block, or `namespace_seed`.
     """
     data = tokens.astype("<u4").tobytes()
     stride = 4 * block_size
@@ -59,7 +59,7 @@ def hash_blocks(before: bytes, tokens: IntArray, block_size: int) -> HashArray:
 
 
 def _in_namespace(stored: BlockStored, namespace: str) -> NamespacedBlockStored:
-    """The same event of a sequence that begins in `namespace`."""
+    """Return the same event for a sequence that begins in `namespace`."""
     return NamespacedBlockStored(
         **msgspec.structs.asdict(stored),
         lora_name=None,
@@ -70,24 +70,25 @@ def _in_namespace(stored: BlockStored, namespace: str) -> NamespacedBlockStored:
 class BlockRecorder:
     """Listens to a prefix cache and keeps the events since `take`.
 
-    With a draft model a page depends on the token after it, too, so that the tree may
-    hold one block several times, as siblings. Readers know prompts and not successors:
-    such a block is reported with its first copy, and as removed with the last one.
+    With a draft model a page also depends on the token after it, so the tree may hold
+    one block several times, as siblings. Readers know prompts but not successors, so
+    such a block is reported as stored with its first copy and as removed with its last
+    copy.
 
     Args:
-        page_size: tokens of a block.
+        page_size: tokens per block.
         bigram: whether the tree's elements are pairs of tokens.
     """
 
     def __init__(self, *, page_size: int, bigram: bool) -> None:
         self._page_size = page_size
         self._bigram = bigram
-        # By hash; of bigram trees alone.
+        # Copies by hash, for bigram trees only.
         self._copies: Counter[int] = Counter()
         self._events: list[KVEvent] = []
 
     def take(self) -> list[KVEvent]:
-        """The events since the last call, in their order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 
@@ -105,7 +106,8 @@ class BlockRecorder:
         hashes: list[int] = node.block_hashes.tolist()
         namespace = node.namespace if parent is None else None
         if self._bigram and self._is_copy(hashes):
-            # Blocks after the first one follow another token than in its copies.
+            # Blocks after the first one follow a different token than in the other
+            # copies.
             parent, tokens = hashes[0], tokens[self._page_size :]
             hashes, namespace = hashes[1:], None
         if hashes:
@@ -152,12 +154,14 @@ class BlockRecorder:
     # -- copies of a block ---------------------------------------------------------
 
     def _is_copy(self, hashes: list[int]) -> bool:
-        """Count the blocks of a new run; whether its first one was there before."""
+        """Count the blocks of a new run; returns whether its first one already
+        existed.
+        """
         self._copies.update(hashes)
         return self._copies[hashes[0]] > 1
 
     def _without_copies(self, hashes: list[int]) -> list[int]:
-        """Count the blocks of a run less; returns those that are there no more."""
+        """Uncount the blocks of a removed run; returns the blocks that are gone."""
         self._copies.subtract(hashes)
         gone = [value for value in hashes if not self._copies[value]]
         for value in gone:

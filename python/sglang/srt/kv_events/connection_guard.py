@@ -1,8 +1,8 @@
-"""Who may connect to ZeroMQ sockets, how many at once, and how many are.
+"""Controls who may connect to ZeroMQ sockets, and counts the connections.
 
-ZeroMQ asks its guard (ZAP, RFC 27) in the handshake, before a peer costs a queue. Where
-there is a guard it refuses peers of its first protocols by itself, of which any bytes
-are a greeting. Knows nothing of what the sockets are for.
+ZeroMQ asks its guard (ZAP, RFC 27) in the handshake, before a peer gets a queue. If
+there is a guard, ZeroMQ itself rejects peers of its first protocols, in which any bytes
+are a greeting. Knows nothing about the sockets' purpose.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from sglang.srt.utils.malloc import return_free_pages
 
 logger = logging.getLogger(__name__)
 
-# Of all sockets together, handshakes that are not complete included.
+# Maximum for all sockets together, including incomplete handshakes.
 MAX_CONNECTIONS = 256
-# So many leave holes in the heap when they go.
+# This many closed connections leave holes in the heap.
 CROWD = 64
-# A peer that does not say what it is in this time is dropped.
+# A peer that does not complete its handshake in this time is dropped.
 HANDSHAKE_MS = 2_000
 _DOMAIN = b"sglang"
 _ZAP_ENDPOINT, _ZAP_VERSION = "inproc://zeromq.zap.01", b"1.0"
@@ -30,13 +30,13 @@ _EVENT = struct.Struct("=Hi")
 
 
 class ConnectionGuard:
-    """The guard of the sockets of a context, for one thread.
+    """The guard of a context's sockets, for one thread.
 
-    To be made before the sockets are bound. `turn` has to be called when one of
-    `sockets` can be read.
+    Create it before the sockets are bound, and call `turn` when one of `sockets` is
+    readable.
 
     Args:
-        allow: networks of the peers that may connect by TCP; none: all may.
+        allow: networks whose peers may connect by TCP; if empty, all may.
     """
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], allow: Sequence[str]):
@@ -46,13 +46,13 @@ class ConnectionGuard:
         self._zap.bind(_ZAP_ENDPOINT)
         self._watched: list[zmq.Socket[bytes]] = []
         self._monitors: list[zmq.Socket[bytes]] = []
-        # Descriptors, of each socket.
+        # Descriptors of each socket.
         self._open: list[set[int]] = []
         self._is_full = False
         self._most = 0
 
     def watch(self, socket: zmq.Socket[bytes]) -> None:
-        """Guard a socket that is not bound yet."""
+        """Guard a socket before it is bound."""
         socket.setsockopt(zmq.HANDSHAKE_IVL, HANDSHAKE_MS)
         socket.setsockopt(zmq.ZAP_DOMAIN, _DOMAIN)
         name = f"inproc://guard-{len(self._monitors)}"
@@ -71,11 +71,13 @@ class ConnectionGuard:
 
     @property
     def num_connections(self) -> int:
-        """Connections that are open; from any thread."""
+        """Number of open connections; may be called from any thread."""
         return sum(map(len, self._open))
 
     def turn(self) -> None:
-        """Count, let those who ask in or not, and free what has ended."""
+        """Count connections, admit or reject waiting peers, and free closed
+        connections.
+        """
         for monitor, descriptors in zip(self._monitors, self._open, strict=True):
             while _is_readable(monitor):
                 event, descriptor = _EVENT.unpack(monitor.recv_multipart()[0])
@@ -85,7 +87,7 @@ class ConnectionGuard:
                     descriptors.discard(descriptor)
         while _is_readable(self._zap):
             self._answer(self._zap.recv_multipart())
-        # A socket to which nothing is sent keeps the queues of peers that have left.
+        # A socket that sends nothing keeps the queues of peers that have left.
         for socket in self._watched:
             socket.getsockopt(zmq.EVENTS)
         self._most = max(self._most, self.num_connections)
@@ -94,7 +96,7 @@ class ConnectionGuard:
             return_free_pages()
 
     def close(self) -> None:
-        """Close the guard's own sockets, after those that it guards."""
+        """Close the guard's own sockets, after the guarded ones are closed."""
         for socket in self.sockets:
             socket.close(linger=0)
 
@@ -113,7 +115,7 @@ class ConnectionGuard:
         self._zap.send_multipart([_ZAP_VERSION, number, status, b"", b"", b""])
 
     def _is_allowed(self, address: str) -> bool:
-        """Whether a peer may connect; one of this host's files has no address."""
+        """Whether a peer may connect; peers on ipc sockets have no address."""
         if not self._networks or not address:
             return True
         peer = ipaddress.ip_address(address.partition("%")[0])

@@ -1,4 +1,4 @@
-"""Binds ZeroMQ sockets to endpoints that users write."""
+"""Binds ZeroMQ sockets to configured endpoints."""
 
 from __future__ import annotations
 
@@ -23,19 +23,20 @@ def attach(
     """Bind a socket to an endpoint of this host, or connect it to another host's.
 
     Args:
-        key: of the configuration, for messages.
-        may_connect: a subscriber that listens for many engines is connected to.
+        key: key in the configuration, for messages.
+        may_connect: whether to connect to a remote subscriber that listens for many
+            engines.
 
     Raises:
-        ValueError: the endpoint is in use, or nobody's.
+        ValueError: the endpoint is in use or cannot be bound.
     """
     address = tcp_address(endpoint)
     if address is None:
         _bind_file(socket, endpoint, key=key)
     elif address.host in ANY_HOST:
         logger.warning(
-            "KV events: whoever reaches %s reads the tokens of all requests; there is "
-            "no key",
+            "KV events: anyone who can reach %s can read the tokens of all requests; "
+            "there is no key",
             endpoint,
         )
         _bind(socket, endpoint, shown=endpoint, key=key)
@@ -68,7 +69,7 @@ def _attach_to_host(
 
 
 def _resolve(host: str, endpoint: str, *, key: str) -> str:
-    """The first numeric address of a host."""
+    """Return the first numeric address of a host."""
     try:
         found = sockets.getaddrinfo(host, None, type=sockets.SOCK_STREAM)
     except OSError as error:
@@ -80,7 +81,7 @@ def _resolve(host: str, endpoint: str, *, key: str) -> str:
 
 
 def _is_local(host: str) -> bool:
-    """Whether a numeric address is one of this host's."""
+    """Whether a numeric address belongs to this host."""
     family = sockets.AF_INET6 if ":" in host else sockets.AF_INET
     with sockets.socket(family, sockets.SOCK_STREAM) as probe:
         try:
@@ -91,7 +92,7 @@ def _is_local(host: str) -> bool:
 
 
 def _bind_file(socket: zmq.Socket[bytes], endpoint: str, *, key: str) -> None:
-    """Bind to a unix socket; ZeroMQ by itself would take it from a living owner."""
+    """Bind to a unix socket; ZeroMQ alone would take it from a living owner."""
     path = Path(endpoint.removeprefix("ipc://"))
     if path.exists() and not stat.S_ISSOCK(os.stat(path).st_mode):
         raise ValueError(

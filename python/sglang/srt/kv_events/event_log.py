@@ -9,8 +9,8 @@ class LoggedBatch(NamedTuple):
     """An encoded batch.
 
     Fields:
-        num_events: in it.
-        events_before: in all batches before it.
+        num_events: number of events in it.
+        events_before: number of events in all batches before it.
     """
 
     seq: int
@@ -22,14 +22,14 @@ class LoggedBatch(NamedTuple):
 class EventLog:
     """A ring of batches; sequence numbers begin at 0 and have no gaps.
 
-    One thread appends, others read; each step of either is atomic by itself.
+    One thread appends, others read; each operation is atomic.
 
     Args:
-        size: batches that are kept.
+        size: number of batches kept.
 
     Attributes:
         end: the next sequence number.
-        num_events: in all batches so far.
+        num_events: number of events in all batches so far.
     """
 
     def __init__(self, size: int) -> None:
@@ -42,10 +42,12 @@ class EventLog:
         batch = LoggedBatch(self.end, payload, num_events, self.num_events)
         self._ring[self.end % len(self._ring)] = batch
         self.num_events += num_events
-        # Last: a reader takes what is below it to be there.
+        # Set last, because readers expect everything below it to exist.
         self.end += 1
 
     def get(self, seq: int) -> LoggedBatch | None:
-        """The batch of a sequence number below `end`; None: it is kept no more."""
+        """Return the batch with a sequence number below `end`, or None if no longer
+        kept.
+        """
         batch = self._ring[seq % len(self._ring)]
         return batch if batch is not None and batch.seq == seq else None

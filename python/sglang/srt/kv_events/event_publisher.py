@@ -1,4 +1,5 @@
-"""Publishes batches of KV events from a thread, so that no subscriber is waited for.
+"""Publishes batches of KV events from a thread, so the scheduler never waits for
+subscribers.
 
 ```
 scheduler --append--> EventLog --thread--> PUB socket     (live)
@@ -30,27 +31,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A peer that vanished without closing its connection is noticed after these.
+# How soon a peer that vanished without closing its connection is noticed.
 HEARTBEAT_MS = 5_000
 HEARTBEAT_TIMEOUT_MS = 15_000
-# Of a subscription or a replay request.
+# Maximum size of a subscription or a replay request.
 MAX_REQUEST_BYTES = 65536
-# At the end, for what the network has not taken yet.
+# How long closing waits for unsent messages.
 LINGER_MS = 500
 JOIN_SECONDS = 3.0
-# A wake-up call, and the last one.
+# A wake-up call, and the final one.
 WAKE, STOP = b"", b"stop"
 
 
 class ZmqEventPublisher:
     """A PUB socket, a ROUTER socket for replays, and the thread that owns them.
 
-    `publish` never waits. Batches that the thread cannot send in time are not sent:
-    their sequence numbers are missing, and they can be replayed. A subscriber that
-    reads slowly misses batches by itself; nobody counts those.
+    `publish` never waits. Batches that the thread cannot send in time are skipped:
+    their sequence numbers are missing, and they can be replayed. A slow subscriber also
+    misses batches, which are not counted.
 
     Args:
-        config: that is on.
+        config: an enabled configuration.
 
     Raises:
         ValueError: an endpoint is in use or cannot be bound; nothing is left open.
@@ -71,7 +72,8 @@ class ZmqEventPublisher:
             self._context.destroy(linger=0)
             raise
         self._next = 0
-        # Events of the batches before the next one; those that were sent of them.
+        # Number of events in batches before the next one, and how many of them were
+        # sent.
         self._num_done = 0
         self._num_published = 0
         self._num_dropped = 0
@@ -113,49 +115,51 @@ class ZmqEventPublisher:
     # -- of the scheduler's thread -------------------------------------------------
 
     def publish(self, events: list[KVEvent]) -> None:
-        """Publish the events of a step; at least one."""
+        """Publish the events of a step, at least one."""
         batch = KVEventBatch(ts=time.time(), events=events)
         self._log.append(self._encoder.encode(batch), num_events=len(events))
         self._wake()
 
     @property
     def num_published(self) -> int:
-        """Events that were handed to the PUB socket."""
+        """Number of events handed to the PUB socket."""
         return self._num_published
 
     @property
     def num_dropped(self) -> int:
-        """Events that were not, as the thread was late or has failed."""
+        """Number of events not sent because the thread was late or has failed."""
         if self._has_failed:
             return self._log.num_events - self._num_published
         return self._num_dropped
 
     @property
     def num_replayed(self) -> int:
-        """Events that were sent again."""
+        """Number of events sent again."""
         return 0 if self._replays is None else self._replays.num_events
 
     @property
     def num_connections(self) -> int:
-        """Open connections to both sockets."""
+        """Number of open connections to both sockets."""
         return self._guard.num_connections
 
     def close(self) -> None:
-        """Send what is left, end the thread and close the sockets; again: nothing."""
+        """Send what is left, end the thread and close the sockets. Further calls do
+        nothing.
+        """
         if self._waker.closed:
             return
-        # The thread ends the context, and so not before it has read this. It waits for
-        # this socket only then.
+        # The thread ends the context only after it has read this, and waits for this
+        # socket only then.
         with contextlib.suppress(zmq.Again):
             self._waker.send(STOP, zmq.NOBLOCK)
         self._waker.close(linger=LINGER_MS)
         self._thread.join(JOIN_SECONDS)
         if self._thread.is_alive():
-            logger.warning("%s: ZeroMQ does not end; nobody waits for it", FLAG)
+            logger.warning("%s: ZeroMQ did not shut down in time; giving up", FLAG)
 
     def _wake(self) -> None:
-        """Let the thread look at the log, unless it is about to."""
-        # A full pipe could not say that: ZeroMQ notices late that it was emptied.
+        """Make the thread look at the log, unless it is about to."""
+        # Fullness of the pipe could not tell: ZeroMQ notices late that it was emptied.
         if not self._is_awake:
             self._is_awake = True
             with contextlib.suppress(zmq.Again):
@@ -190,7 +194,7 @@ class ZmqEventPublisher:
             poller.poll(None if self._replays is None else self._replays.wait_ms)
             self._guard.turn()
             is_last = self._take_calls()
-            # Whoever appends after this wakes the thread again.
+            # Anything appended after this wakes the thread again.
             self._is_awake = False
             self._send_new()
             if is_last:
@@ -199,7 +203,7 @@ class ZmqEventPublisher:
                 self._replays.turn()
 
     def _take_calls(self) -> bool:
-        """Take all wake-up calls; whether it is time to stop."""
+        """Take all wake-up calls; returns whether it is time to stop."""
         is_last = False
         with contextlib.suppress(zmq.Again):
             while True:
@@ -211,7 +215,7 @@ class ZmqEventPublisher:
             self._next = max(self._next, end - self._max_queue_size)
             batch = self._log.get(self._next)
             if batch is None:
-                # Overwritten meanwhile: the end has moved on.
+                # Overwritten meanwhile, because the end has moved on.
                 continue
             self._num_dropped += batch.events_before - self._num_done
             self._pub.send_multipart([self._topic, seq_frame(batch.seq), batch.payload])

@@ -1,20 +1,20 @@
-"""KV events as they travel: which blocks of tokens this engine holds in its KV cache.
+"""Wire format of KV events, which say which token blocks are in this engine's KV cache.
 
-A message has three frames: topic, sequence number, batch. The batch is msgpack, its
-structs are arrays; `docs/kv_events.md` has the table. Hashes are opaque to readers, but
-equal for equal prefixes.
+A message has three frames: topic, sequence number, batch. The batch is msgpack with
+structs as arrays; see `docs/kv_events.md`. Hashes are opaque to readers, but equal for
+equal prefixes.
 """
 
 from __future__ import annotations
 
 import msgspec
 
-# The tier that attention reads from, whatever the device: routers know this name.
+# Routers' name for the tier that attention reads from, whatever the device.
 MEDIUM_GPU = "GPU"
 
-# Of the frame with the sequence number.
+# Format of the frame with the sequence number.
 SEQ_BYTES = 8
-# In place of a sequence number: the end of a replay, -1 if it is read as signed.
+# Replaces a sequence number to mark the end of a replay; -1 if read as signed.
 END_OF_REPLAY = b"\xff" * SEQ_BYTES
 
 
@@ -23,15 +23,15 @@ class KVCacheEvent(msgspec.Struct, array_like=True, tag=True):
 
 
 class BlockStored(KVCacheEvent):
-    """Successive blocks of one sequence are in the cache now.
+    """Consecutive blocks of one sequence were added to the cache.
 
     Fields:
-        block_hashes: [n], unsigned 64 bits.
-        parent_block_hash: of the block before the first one; None: there is none.
+        block_hashes: [n], unsigned 64-bit integers.
+        parent_block_hash: hash of the block before the first one, or None.
         token_ids: [n * block_size].
-        block_size: tokens of a block, the page size.
+        block_size: tokens per block, the page size.
         lora_id: always None.
-        medium: the tier.
+        medium: the cache tier.
     """
 
     block_hashes: list[int]
@@ -45,11 +45,11 @@ class BlockStored(KVCacheEvent):
 class NamespacedBlockStored(BlockStored, tag="BlockStored"):
     """The first blocks of a sequence in a namespace (`cache_salt`, `extra_key`).
 
-    Decoded as a `BlockStored`, which leaves out the last fields.
+    Decodes as a `BlockStored` without the last fields.
 
     Fields:
         lora_name: always None.
-        extra_keys: [n], the first one has the name of the namespace.
+        extra_keys: [n], of which the first contains the name of the namespace.
     """
 
     lora_name: str | None
@@ -57,11 +57,11 @@ class NamespacedBlockStored(BlockStored, tag="BlockStored"):
 
 
 class BlockRemoved(KVCacheEvent):
-    """Blocks are in the cache no more, in any order.
+    """Blocks were removed from the cache, in any order.
 
     Fields:
         block_hashes: [n].
-        medium: the tier.
+        medium: the cache tier.
     """
 
     block_hashes: list[int]
@@ -69,16 +69,16 @@ class BlockRemoved(KVCacheEvent):
 
 
 class AllBlocksCleared(KVCacheEvent):
-    """The cache is empty."""
+    """The cache was emptied."""
 
 
 class KVEventBatch(msgspec.Struct, array_like=True):
-    """The events of one step of the scheduler, in their order.
+    """The events of one scheduler step, in order.
 
     Fields:
         ts: seconds since 1970.
         events: at least one.
-        attn_dp_rank: of the data parallel rank, vLLM's `data_parallel_rank`.
+        attn_dp_rank: data parallel rank, vLLM's `data_parallel_rank`.
     """
 
     ts: float
@@ -87,5 +87,5 @@ class KVEventBatch(msgspec.Struct, array_like=True):
 
 
 def seq_frame(seq: int) -> bytes:
-    """The frame of a sequence number."""
+    """Return the frame of a sequence number."""
     return seq.to_bytes(SEQ_BYTES, "big")

@@ -1,4 +1,4 @@
-"""Sends logged batches again to those who ask for them on a ROUTER socket.
+"""Sends logged batches again to clients that ask for them on a ROUTER socket.
 
 Request (of a DEALER or REQ): `[(empty,) first sequence number]`. Answer: messages
 `[empty, topic, sequence number, batch]`, then `[empty, empty, -1, empty]`.
@@ -24,17 +24,17 @@ logger = logging.getLogger(__name__)
 TURN_BATCHES = 64
 # Requests per turn.
 TURN_REQUESTS = 64
-# Clients that are served at once; a further one takes the place of the oldest.
+# Maximum clients served at once; a further one replaces the oldest.
 MAX_CLIENTS = 64
-# A client that takes nothing for so long is given up.
+# A client that reads nothing for this long is dropped.
 STALL_SECONDS = 30.0
-# Messages that wait for one client; the rest waits in the log.
+# Maximum messages queued for one client; the rest waits in the log.
 CLIENT_HWM = 256
 
 
 @dataclass(slots=True)
 class _Replay:
-    """The batches [seq, end) that one client still gets, before the end marker."""
+    """The batches [seq, end) that a client still gets before the end marker."""
 
     seq: int
     end: int
@@ -42,17 +42,17 @@ class _Replay:
 
 
 class ReplayService:
-    """Serves any number of batches in turns, without waiting for any client.
+    """Serves batches to clients in turns, without waiting for any client.
 
     All methods belong to the thread of the socket.
 
     Args:
-        socket: a ROUTER that is bound; it is set up here.
-        topic: frame of each message.
-        buffer_steps: how many batches before the log's end are offered.
+        socket: a bound ROUTER; its options are set here.
+        topic: topic frame of each message.
+        buffer_steps: number of batches before the log's end that are offered.
 
     Attributes:
-        num_events: sent so far.
+        num_events: number of events sent so far.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ReplayService:
         topic: bytes,
         buffer_steps: int,
     ) -> None:
-        # A client that is gone or full is an error and not silence.
+        # Raise an error for a client that is gone or full instead of dropping silently.
         socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self.socket = socket
         self._log = log
@@ -75,7 +75,9 @@ class ReplayService:
 
     @property
     def wait_ms(self) -> int | None:
-        """How long to wait for requests before the next turn; None: until one comes."""
+        """How long to wait for requests before the next turn, or None to wait until one
+        comes.
+        """
         if not self._replays:
             return None
         return 10 if self._is_blocked else 0
@@ -119,7 +121,7 @@ class ReplayService:
         self._replays[client] = _Replay(first, end, time.monotonic())
 
     def _send_some(self, client: bytes, replay: _Replay, now: float) -> bool:
-        """Send at most `TURN_BATCHES`; True where that was the rest.
+        """Send at most `TURN_BATCHES`; returns whether that was the rest.
 
         Raises:
             zmq.Again: the client has to read first.
@@ -133,7 +135,7 @@ class ReplayService:
             if batch is not None:
                 self._send(client, self._topic, seq_frame(batch.seq), batch.payload)
                 self.num_events += batch.num_events
-            # Else it was too slow, and sees that one is missing.
+            # Otherwise it was too slow, and sees that a batch is missing.
             replay.seq += 1
             replay.last_progress = now
             self._is_blocked = False

@@ -3,8 +3,8 @@
     serve run sglang.srt.ray.app:app
     serve run sglang.srt.ray.app:build_app model_path=/models/x num_replicas=2
 
-Each replica has an engine of its own and is an ingress: it answers with the routes of
-the HTTP server. `docs/fleet.md` has the options.
+Each replica has its own engine and is an ingress: it serves the HTTP server's routes.
+`docs/fleet.md` has the options.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRo
 
 
 def build_app(args: dict[str, Any]) -> serve.Application:
-    """Return the application of `serve run` and `serve deploy`.
+    """Return the application for `serve run` and `serve deploy`.
 
     Args:
-        args: fields of `ServeOptions` and of `ServerArgs`; texts are converted.
+        args: fields of `ServeOptions` and `ServerArgs`; strings are converted.
 
     Raises:
-        ValueError: a name or a value that is not admitted, or replicas that fit on no
-            host of the cluster.
+        ValueError: a name or a value is not allowed, or the replicas fit on no host of
+            the cluster.
     """
     return bind_replicas(args, replica=ServedReplica)
 
@@ -59,7 +59,7 @@ def build_app(args: dict[str, Any]) -> serve.Application:
 def bind_replicas(
     args: dict[str, Any], *, replica: type[ServedReplica]
 ) -> serve.Application:
-    """`build_app` with replicas of another class."""
+    """`build_app` with another class of replicas."""
     options, values = split_options(args)
     deployment = {
         "name": ENGINE,
@@ -90,17 +90,17 @@ def bind_replicas(
 
 
 def __getattr__(name: str) -> serve.Application:
-    """`app` is made when somebody asks for it."""
+    """Create `app` on first access."""
     if name == "app":
         return build_app({})
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 class ServedReplica(EngineReplica):
-    """An engine as Ray Serve creates and ends it, one per replica."""
+    """The engine of one replica, created and ended by Ray Serve."""
 
     async def __del__(self) -> None:
-        # Serve awaits it, after the requests in flight have ended or timed out.
+        # Serve awaits it after the requests in flight have ended or timed out.
         if hasattr(self, "_tasks"):
             await self.close()
 
@@ -116,7 +116,7 @@ class PrefixFront:
 
 
 class _ByHandle:
-    """The replicas that a handle of Ray Serve reaches."""
+    """The replicas behind a Ray Serve handle."""
 
     lost: tuple[type[Exception], ...] = (RayActorError, ReplicaFailed)
 
@@ -148,8 +148,9 @@ def _actor(options: ServeOptions, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _hosts() -> list[Host]:
-    """Hosts of the cluster; this one where Ray has not been started, which
-    `serve run` does later."""
+    """Return the hosts of the cluster, or this host if Ray has not been started yet,
+    which `serve run` does later.
+    """
     if not ray.is_initialized():
         return [Host(cpus=os.cpu_count() or 1, gpus=cuda_device_count())]
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]

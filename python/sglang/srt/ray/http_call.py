@@ -1,4 +1,4 @@
-"""An HTTP request as a value, and an ASGI application's answer to it as messages."""
+"""An HTTP request as a value, and an ASGI application's answer as messages."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope
 
-# Those that an application needs, and that can be sent to another process.
+# Scope keys that an application needs and that can be sent to another process.
 SCOPE_KEYS = (
     *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path"),
     *("query_string", "root_path", "headers", "client", "server"),
@@ -18,14 +18,14 @@ SCOPE_KEYS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HttpCall:
-    """A whole request: an ASGI scope without objects, and the body."""
+    """A complete request: an ASGI scope without objects, and the body."""
 
     scope: dict[str, Any]
     body: bytes
 
     @classmethod
     async def read(cls, scope: Scope, receive: Receive) -> HttpCall | None:
-        """Read the body; None where the client leaves before its end."""
+        """Read the body; returns None if the client leaves before its end."""
         body = bytearray()
         while True:
             message = await receive()
@@ -38,9 +38,9 @@ class HttpCall:
 
 
 async def answer_messages(app: ASGIApp, call: HttpCall) -> AsyncIterator[Message]:
-    """The messages with which `app` answers, as fast as they are taken.
+    """Yield the messages of the answer from `app`, as fast as they are consumed.
 
-    Closing the iterator cancels the application, as a client that leaves would.
+    Closing the iterator cancels the application, like a client that leaves.
     """
     messages: asyncio.Queue[Message | None] = asyncio.Queue(maxsize=1)
     is_read = False
@@ -58,7 +58,7 @@ async def answer_messages(app: ASGIApp, call: HttpCall) -> AsyncIterator[Message
         except Exception:
             await messages.put(None)
             raise
-        # Not where it is cancelled: nobody takes messages any more.
+        # Not if it is cancelled, because messages are no longer read.
         await messages.put(None)
 
     running = asyncio.create_task(run())

@@ -1,7 +1,7 @@
-"""Arguments of `build_app`: Serve's options of a deployment, and the engine's own.
+"""Arguments of `build_app`: Serve's deployment options and the engine's own arguments.
 
-Values may be texts, as `serve run ... key=value` gives them, or of their types, as YAML
-and Python do. Knows nothing of Ray.
+Values may be strings, as from `serve run ... key=value`, or typed, as from YAML and
+Python. Knows nothing about Ray.
 """
 
 from __future__ import annotations
@@ -37,19 +37,19 @@ class ServeOptions:
     """How Ray Serve runs the replicas."""
 
     num_replicas: Annotated[
-        int | None, Arg("Replicas; unset: 1, or as many as min_replicas says.", low=1)
+        int | None, Arg("Number of replicas; unset: 1, or min_replicas.", low=1)
     ] = None
     min_replicas: Annotated[
-        int | None, Arg("Fewest replicas; turns autoscaling on.", low=0)
+        int | None, Arg("Minimum replicas; turns autoscaling on.", low=0)
     ] = None
     max_replicas: Annotated[
-        int | None, Arg("Most replicas; turns autoscaling on.", low=1)
+        int | None, Arg("Maximum replicas; turns autoscaling on.", low=1)
     ] = None
     target_ongoing_requests: Annotated[
-        float, Arg("Requests per replica that autoscaling aims at.", low=0.001)
+        float, Arg("Target requests per replica for autoscaling.", low=0.001)
     ] = 32.0
     max_ongoing_requests: Annotated[
-        int, Arg("Requests that one replica is given at once; others wait.", low=1)
+        int, Arg("Maximum concurrent requests per replica; others wait.", low=1)
     ] = 256
     num_cpus: Annotated[
         float | None, Arg("CPUs per replica; unset: 1 per rank.", low=0.0)
@@ -57,24 +57,24 @@ class ServeOptions:
     routing: Annotated[
         str,
         Arg(
-            "Who gets a request. load: the less busy of two replicas; session: the one "
-            "that the header x-session-id chooses; prefix: the one that the prompt's "
-            "beginning chooses.",
+            "How a replica is chosen. load: the less busy of two replicas; session: by "
+            "the header x-session-id; prefix: by the beginning of the prompt.",
             ROUTINGS,
         ),
     ] = "load"
     prefix_bytes: Annotated[
-        int, Arg("With routing=prefix: bytes of the prompt that choose.", low=1)
+        int, Arg("With routing=prefix: number of prompt bytes used to choose.", low=1)
     ] = 1024
     front_replicas: Annotated[
-        int, Arg("With routing=prefix: processes that read the prompts.", low=1)
+        int,
+        Arg("With routing=prefix: number of processes that read the prompts.", low=1),
     ] = 1
     health_check_period_s: Annotated[
         float, Arg("Seconds between two health checks of a replica.", low=0.05)
     ] = 1.0
     wait_for_resources: Annotated[
         bool,
-        Arg("Deploy although no host has the CPUs and GPUs: others may join."),
+        Arg("Deploy even if no host has the CPUs and GPUs, because others may join."),
     ] = False
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class ServeOptions:
 
     @property
     def fewest_replicas(self) -> int:
-        """Replicas that must run before anything is served."""
+        """Number of replicas that must run before anything is served."""
         if self.is_autoscaling:
             return 1 if self.min_replicas is None else self.min_replicas
         return self.num_replicas or 1
@@ -112,7 +112,7 @@ class ServeOptions:
 
 
 class Host(NamedTuple):
-    """Resources of a host of the cluster."""
+    """Resources of a host in the cluster."""
 
     cpus: float
     gpus: float
@@ -121,11 +121,11 @@ class Host(NamedTuple):
 def split_options(
     args: Mapping[str, Any],
 ) -> tuple[ServeOptions, dict[str, Any]]:
-    """Return Serve's options, and the engine's arguments with values of their types.
+    """Return Serve's options and the engine's arguments, with typed values.
 
     Raises:
-        ValueError: an unknown name, one that has no meaning under Ray Serve, or a value
-            that is not admitted; names it and the fix.
+        ValueError: a name is unknown or has no meaning under Ray Serve, or a value is
+            not allowed; names it and the fix.
     """
     serve, engine = _by_name(ServeOptions), _by_name(ServerArgs)
     options: dict[str, Any] = {}
@@ -159,7 +159,7 @@ def split_options(
 
 
 def _by_name(cls: type) -> dict[str, Declared]:
-    """Fields by the names of their flags, aliases included, as Python writes them."""
+    """Return the fields by their flag names and aliases in Python spelling."""
     return {
         flag.removeprefix("--").replace("-", "_"): declared
         for declared in declared_fields(cls)
@@ -200,10 +200,11 @@ def replica_resources(
 
     Args:
         values: the engine's arguments.
-        hosts: of the cluster.
+        hosts: hosts of the cluster.
 
     Raises:
-        ValueError: the replicas would wait for ever; says for what, and the fix.
+        ValueError: the replicas would wait forever; names the missing resource and the
+            fix.
     """
     hosts = list(hosts)
     tp_size = values.get("tp_size") or 1

@@ -1,7 +1,6 @@
-"""The ingress of routing=prefix: reads a request, and lets its prompt choose a replica.
+"""The ingress for routing=prefix: reads a request and chooses a replica by its prompt.
 
-Which replica that is, Ray's consistent-hash router decides from the key; nothing is
-kept here.
+Ray's consistent-hash router maps the key to a replica; no state is kept here.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from sglang.srt.entrypoints.middleware import BodyLimitMiddleware, ErrorMiddlewa
 from sglang.srt.managers.messages.errors import Unavailable
 from sglang.srt.ray.http_call import HttpCall
 
-# Of a request of which nothing was answered: its replica was lost. One whose engine has
-# died is chosen until it has left, so that attempts wait: 3 s in all.
+# Retries of an unanswered request whose replica was lost. A replica whose engine has
+# died is chosen until it has left, so attempts wait: 3 s in total.
 ATTEMPTS = 6
 FIRST_WAIT_SECONDS = 0.1
 
@@ -37,21 +36,22 @@ class Answers(Protocol):
 
 
 class Replicas(Protocol):
-    """The replicas, as the front sees them.
+    """The replicas as seen by the front.
 
     Attributes:
-        lost: errors that say that a replica was lost before it answered.
+        lost: errors that mean that a replica was lost before it answered.
     """
 
     lost: tuple[type[Exception], ...]
 
     def ask(self, call: HttpCall, *, key: str) -> Answers:
-        """Send `call` to the replica of `key`; any one for an empty key."""
+        """Send `call` to the replica of `key`, or to any replica for an empty key."""
 
 
 class _Prompt(msgspec.Struct):
-    """Where prompts are in the bodies of all paths, as JSON text; a system prompt comes
-    first."""
+    """The prompt fields in the bodies of all paths, as JSON text, system prompt
+    first.
+    """
 
     system: msgspec.Raw = msgspec.Raw(b"")
     instructions: msgspec.Raw = msgspec.Raw(b"")
@@ -63,8 +63,9 @@ class _Prompt(msgspec.Struct):
 
 
 def prefix_key(body: bytes, *, prefix_bytes: int) -> str:
-    """Return a key that requests have in common whose prompts begin alike; an empty one
-    where the body has no prompt."""
+    """Return a key shared by requests whose prompts begin alike, or an empty key if the
+    body has no prompt.
+    """
     try:
         found = msgspec.json.decode(body, type=_Prompt)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -82,10 +83,10 @@ def create_front(
     max_body_bytes: int,
     max_total_body_bytes: int,
 ) -> ASGIApp:
-    """The ASGI application that hands every request to a replica.
+    """Return the ASGI application that passes every request to a replica.
 
     Args:
-        max_body_bytes, max_total_body_bytes: as the server's flags.
+        max_body_bytes, max_total_body_bytes: as in the server's flags.
     """
 
     async def forward(scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,7 +121,7 @@ async def _answer(
             async for message in answers:
                 has_begun = True
                 if _is_last(message):
-                    # A client may leave as soon as it has it.
+                    # A client may leave as soon as it has the last message.
                     watch.cancel()
                 await send(message)
             return
@@ -148,6 +149,8 @@ async def _cancel_on_disconnect(receive: Receive, answers: Answers) -> None:
 
 
 def body_limits(values: dict[str, Any], defaults: type[Any]) -> dict[str, int]:
-    """The limits of `create_front`, from the engine's arguments or their defaults."""
+    """Return the limits for `create_front` from the engine's arguments or their
+    defaults.
+    """
     names = ("max_body_bytes", "max_total_body_bytes")
     return {name: values.get(name) or getattr(defaults, name) for name in names}

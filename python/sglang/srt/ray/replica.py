@@ -1,4 +1,6 @@
-"""One replica: an engine, its HTTP application and its health; knows nothing of Ray."""
+"""One replica: an engine, its HTTP application and its health. Knows nothing about
+Ray.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,23 @@ from sglang.srt.utils.logging import configure_embedded_logging
 
 logger = logging.getLogger(__name__)
 
-# A replica whose scheduler has died leaves once its last answers are on their way.
+# A replica whose scheduler has died exits once its last answers are on their way.
 LAST_ANSWERS_SECONDS = 0.2
 EXIT_CODE = 1
 
 
 class ReplicaFailed(RuntimeError):
-    """The replica cannot serve: it did not start, or its engine has died."""
+    """The replica cannot serve because it did not start or its engine has died."""
 
 
 class EngineReplica:
-    """An engine that answers HTTP requests; to be created inside an event loop.
+    """An engine that answers HTTP requests; create it inside an event loop.
 
     Args:
-        values: arguments of the engine.
+        values: the engine's arguments.
 
     Raises:
-        ReplicaFailed: it cannot start; one line.
+        ReplicaFailed: it cannot start; the message is one line.
     """
 
     # Ray Serve awaits it.
@@ -65,15 +67,15 @@ class EngineReplica:
         ]
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
-        """The application, as Ray Serve asks for it."""
+        """Return the application; called by Ray Serve."""
         return self._app
 
     async def answer(self, call: HttpCall) -> AsyncIterator[Message]:
         """Answer a request that another process has read.
 
         Raises:
-            ReplicaFailed: the engine is dead; nothing of the answer was sent, so that
-                another replica may give it.
+            ReplicaFailed: the engine is dead and nothing of the answer was sent, so
+                another replica may answer.
         """
         async for message in answer_messages(self._app, call):
             is_error = message.get("status", 200) >= 500
@@ -82,10 +84,10 @@ class EngineReplica:
             yield message
 
     async def check_health(self) -> None:
-        """Return where the scheduler lives; Ray replaces the replica otherwise.
+        """Return if the scheduler is alive; otherwise Ray replaces the replica.
 
         Raises:
-            ReplicaFailed: the scheduler has ended, the KV canary has stopped it, or it
+            ReplicaFailed: the scheduler has exited, the KV canary has stopped it, or it
                 has not answered for --health-timeout.
         """
         manager = self._core.manager
@@ -97,14 +99,15 @@ class EngineReplica:
             raise ReplicaFailed(error.message) from None
 
     async def close(self) -> None:
-        """Stop the engine; what still runs is refused."""
+        """Stop the engine; unfinished requests are rejected."""
         for task in self._tasks:
             task.cancel()
         self._core.close()
 
     async def _leave_when_dead(self) -> None:
-        """End this process soon after the scheduler: routers drop a replica that is
-        gone at once, and one that answers with errors only after three checks."""
+        """End this process soon after the scheduler: routers immediately drop a replica
+        that is gone, but drop one that answers with errors only after three checks.
+        """
         await self._core.died.wait()
         logger.error("the scheduler process died; this replica leaves")
         await asyncio.sleep(LAST_ANSWERS_SECONDS)
@@ -118,7 +121,7 @@ class EngineReplica:
 async def _start_core(values: Mapping[str, Any]) -> EngineCore:
     args = ServerArgs(**values)
     configure_embedded_logging(args.log_level)
-    # Ray sets OMP_NUM_THREADS to the CPUs of the replica, whose ranks share them.
+    # Ray sets OMP_NUM_THREADS to the replica's CPUs, which its ranks share.
     threads = envs.OMP_NUM_THREADS.get() or args.tp_size
     with envs.OMP_NUM_THREADS.override(max(threads // args.tp_size, 1)):
         started = start_engine(args, num_threads=threads)

@@ -1,4 +1,4 @@
-"""`python -m sglang.srt.replay INCIDENT`: does it happen again?"""
+"""`python -m sglang.srt.replay INCIDENT`: replay an incident to see if it recurs."""
 
 from __future__ import annotations
 

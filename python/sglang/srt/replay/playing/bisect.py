@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def bisect(record: Record, setting: Setting) -> StateDifference | None:
-    """The first forward whose decisions, as recorded, differ from those of a clean run;
-    or, where the record says which faults were planted, whose state does in a replay
-    that has them.
+    """Find the first forward whose recorded decisions differ from a clean run. If the
+    record says which faults were planted, find the first forward whose state differs in
+    a replay with these faults.
 
     Raises:
         CannotReplay: the record cannot be replayed.
@@ -38,5 +38,5 @@ def bisect(record: Record, setting: Setting) -> StateDifference | None:
     state = first_difference(planted.states, clean.states)
     if state is not None:
         found.append(state)
-    # The state of a forward comes before the decisions that follow from it.
+    # A forward's state precedes the decisions that follow from it.
     return min(found, key=lambda difference: difference.forward, default=None)

@@ -1,4 +1,6 @@
-"""`python -m sglang.srt.kv_canary.replay INCIDENT`: does it happen again?"""
+"""`python -m sglang.srt.kv_canary.replay INCIDENT`: replay an incident to see if it
+recurs.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ CANNOT_REPLAY = 2
 
 @ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
-    """Returns 0: the same violation at the same forward (or, with --bisect, a
-    difference was found); 1: not; 2: it cannot be replayed."""
+    """Run the command. Returns 0 if the same violation appears at the same forward (or,
+    with --bisect, a difference was found), 1 if not, and 2 if it cannot be replayed.
+    """
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.CRITICAL)
     try:
@@ -49,12 +52,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "incident",
         type=Path,
-        help="JSON file of the report folder, or the record beside it",
+        help="JSON file from the report folder, or the record next to it",
     )
-    parser.add_argument("--model-path", help="where the model is now")
-    parser.add_argument("--speculative-draft-model-path", help="where the draft is now")
+    parser.add_argument("--model-path", help="current path of the model")
     parser.add_argument(
-        "--device", choices=("cpu", "cuda"), help="unset: the device of the record"
+        "--speculative-draft-model-path", help="current path of the draft model"
+    )
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        help="device to use; unset: the recorded device",
     )
     parser.add_argument(
         "--bisect",
@@ -64,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--force",
         action="store_true",
-        help="replay on another model or version than was recorded",
+        help="replay even if the model or version differs from the record",
     )
     return parser
 
@@ -93,7 +100,7 @@ def read_incident(path: Path) -> dict[str, Any]:
     """Read an incident document.
 
     Raises:
-        BadRecord: it is none, or cut.
+        BadRecord: it is not an incident, or truncated.
     """
     try:
         incident = read_incident_file(path)
@@ -111,7 +118,7 @@ def read_incident(path: Path) -> dict[str, Any]:
 
 def _check_violation(violation: dict[str, Any]) -> None:
     """Raises:
-    TypeError: a value that is compared with a replay's is of another kind.
+    TypeError: a value that is compared with a replay has the wrong type.
     """
     for name, kind in (("diagnosis", str), ("forward", int)):
         if not isinstance(violation[name], kind):
@@ -132,7 +139,7 @@ def _record_name(incident: dict[str, Any], path: Path) -> str:
 
 
 def _check_same(record: Record, setting: Setting, *, is_forced: bool) -> None:
-    """Refuse another model or version.
+    """Reject a different model or version.
 
     Raises:
         CannotReplay: names what differs.

@@ -1,4 +1,4 @@
-"""Tokens and ends of requests as they were recorded, whatever the model would say."""
+"""Forces the recorded tokens and ends of requests, whatever the model would choose."""
 
 from __future__ import annotations
 
@@ -19,32 +19,32 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.sampling.sampler import SamplerOutput
 
-# The recorded tokens of a request; None: it is none of the record.
+# Returns the recorded tokens of a request, or None if it is not in the record.
 TokensOf = Callable[["Req"], "IntArray | None"]
 
 
 class ForcedEnd:
-    """Ends an output after `length` tokens, in place of its stop tokens and strings."""
+    """Ends an output after `length` tokens, instead of its stop tokens and strings."""
 
     def __init__(self, length: int, *, seen: int = 0) -> None:
         self._length = length
         self._seen = seen
 
     def push(self, token: int) -> str | None:
-        """Return a match once all tokens are there."""
+        """Return a match once all tokens have arrived."""
         self._seen += 1
         return "recorded" if self._seen == self._length else None
 
     def at(self, tokens: Sequence[int]) -> ForcedEnd:
-        """A matcher of the same output that has seen `tokens` only."""
+        """Return a matcher for the same output that has only seen `tokens`."""
         return ForcedEnd(self._length, seen=len(tokens))
 
 
 def force_tokens(worker: Worker, tokens_of: TokensOf) -> list[int]:
-    """Let `worker` sample the recorded tokens; a verification of drafts chooses freely.
+    """Make `worker` sample the recorded tokens; draft verification chooses freely.
 
     Returns:
-        One count per sampled batch: rows whose own token was another one.
+        A count per sampled batch: rows whose own token differed.
     """
     target: Any = worker.target_worker if isinstance(worker, EAGLEWorkerV2) else worker
     sample = target.sample

@@ -41,14 +41,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# A generation of the player's own log never ends.
+# A generation in the player's own log never ends.
 _ENDLESS = 1 << 62
 _FAULTS = ("SGLANG_KV_CANARY_PERTURB_", "SGLANG_DEBUG_REVERT_PR")
 _ORACLE = "SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE"
 
 
 class CannotReplay(ValueError):
-    """This record cannot be replayed, here or at all; says why in one line."""
+    """The record cannot be replayed, here or at all; the message is one line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,10 +56,10 @@ class Setting:
     """Where and how a record is replayed.
 
     Fields:
-        model_path, draft_model_path: None: those of the record.
-        device: None: that of the record.
-        with_faults: whether planted faults are planted again.
-        with_states: whether the state of every forward is kept.
+        model_path, draft_model_path: paths to use, or None for the recorded ones.
+        device: device to use, or None for the recorded one.
+        with_faults: whether to plant the recorded faults again.
+        with_states: whether to keep the state of every forward.
     """
 
     model_path: str | None = None
@@ -71,7 +71,7 @@ class Setting:
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """A launch that is another one than was recorded: the first field that differs."""
+    """A launch that differs from the record, with the first field that differs."""
 
     forward: int
     field: str
@@ -84,12 +84,12 @@ class Played:
     """Result of a replay.
 
     Fields:
-        num_launches: launches that were compared; difference: the first one.
-        incidents: of the replay's own canary.
-        error: what stopped it, other than a violation.
-        other_tokens: tokens that the model would have chosen otherwise, of those that
-            were forced; None: it was given other tokens than were recorded.
-        states: of all forwards.
+        num_launches: number of launches compared. difference: the first difference.
+        incidents: incidents of the replay's own canary.
+        error: error that stopped it, other than a violation.
+        other_tokens: number of forced tokens that the model would have chosen
+            differently, or None if it got other tokens than were recorded.
+        states: states of all forwards.
     """
 
     num_launches: int = 0
@@ -101,10 +101,10 @@ class Played:
 
 
 def play(record: Record, setting: Setting) -> Played:
-    """Replay `record` from its beginning to its end, or to what stops the scheduler.
+    """Replay `record` to its end, or until the scheduler stops.
 
     Raises:
-        CannotReplay: it cannot be; says why.
+        CannotReplay: it cannot be replayed; says why.
     """
     if record.obstacle is not None:
         raise CannotReplay(
@@ -133,10 +133,10 @@ def play(record: Record, setting: Setting) -> Played:
 
 
 def replay_args(record: Record, setting: Setting) -> ServerArgs:
-    """The recorded flags as a replay needs them.
+    """Return the recorded flags, adapted for a replay.
 
     Raises:
-        ValueError: they do not fit this machine.
+        ValueError: the flags do not fit this machine.
     """
     origin = record.origin
     known = {field_.name for field_ in fields(ServerArgs)}
@@ -156,7 +156,7 @@ def replay_args(record: Record, setting: Setting) -> ServerArgs:
         "log_level": "error",
     }
     if flags.get("kv_canary") == "heal":
-        # A replay takes less time than was recorded.
+        # A replay may take less time than the recorded run.
         flags["kv_canary_heal_limit"] = 0
     if setting.device not in (None, origin.device):
         flags |= {
@@ -179,7 +179,7 @@ def replay_args(record: Record, setting: Setting) -> ServerArgs:
 
 
 class _Follower(Recorder):
-    """The replay's own log; tells the player of each request."""
+    """The replay's own log, which tells the player about each request."""
 
     player: _Player
 
@@ -192,7 +192,7 @@ class _Player:
     """One replay of one record.
 
     Args:
-        forces: whether recorded tokens are forced.
+        forces: whether to force the recorded tokens.
     """
 
     def __init__(self, record: Record, setting: Setting, *, forces: bool) -> None:
@@ -200,7 +200,7 @@ class _Player:
         self._setting = setting
         self._requests = {request.serial: request for request in record.requests}
         self._io = ListIO()
-        # By id: the newest request with it. By the serial of the replay: all.
+        # The newest request by id, and all requests by their serial in the replay.
         self._by_rid: dict[str, int] = {}
         self._recorded: dict[int, int] = {}
         self._scheduler = build_scheduler(replay_args(record, setting), self._io)
@@ -268,7 +268,7 @@ class _Player:
         requests = self._io.requests
         if kind in ("arrive", "ready") and isinstance(value, int):
             request = self._requests[value]
-            # With a grammar it was queued when that was ready.
+            # A request with a grammar was queued when the grammar was ready.
             is_new = request.waits_for_grammar == (kind == "ready")
             if is_new and value not in self._recorded.values():
                 requests.append(self._message(value))
@@ -288,7 +288,7 @@ class _Player:
     # -- requests ------------------------------------------------------------------
 
     def _message(self, serial: int) -> GenerateReq:
-        """A recorded request as the scheduler gets it: what ends it is forced."""
+        """Return the message of a recorded request; its end is forced."""
         recorded = self._requests[serial]
         message = msgspec.msgpack.decode(recorded.message, type=GenerateReq)
         params = msgspec.structs.replace(
@@ -311,7 +311,7 @@ class _Player:
         )
 
     def _create(self, serial: int) -> Req:
-        """A request of the checkpoint, with all of its tokens."""
+        """Create a request of the checkpoint with all of its tokens."""
         if serial not in self._requests:
             raise CannotReplay(
                 f"request {serial} of the checkpoint is not in the record"
@@ -322,7 +322,7 @@ class _Player:
         return req
 
     def on_request(self, req: Req) -> None:
-        """Let a request that is accepted end as it did."""
+        """Make an accepted request end as it did."""
         serial = self._recorded[req.serial] = self._by_rid[req.rid]
         recorded = self._requests[serial]
         if recorded.is_own and recorded.end_len:
@@ -371,7 +371,9 @@ class _Player:
 def _facts(
     launch: Launch | RecordedLaunch, rid_of: Callable[[int], str]
 ) -> dict[str, Sequence[object] | str]:
-    """The compared values of a launch by name, in the order of their decisions."""
+    """Return the compared values of a launch by name, in the order they were
+    decided.
+    """
     return {
         "mode": launch.mode,
         "requests": [rid_of(serial) for serial in launch.serials.tolist()],

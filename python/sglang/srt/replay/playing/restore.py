@@ -1,7 +1,7 @@
-"""Puts a scheduler that has served nothing where a record begins.
+"""Puts an unused scheduler into the state where a record begins.
 
-Queues, rows, pages and prefix tree are taken over; KV and records are computed again,
-by prefilling the same tokens into the same slots.
+Restores queues, rows, pages and prefix tree; recomputes KV and records by prefilling
+the same tokens into the same slots.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ _SCRATCH_ROW = 1
 def restore(
     scheduler: Scheduler, checkpoint: Checkpoint, create: Callable[[int], Req]
 ) -> None:
-    """Let `scheduler` go on from `checkpoint`.
+    """Let `scheduler` continue from `checkpoint`.
 
     Args:
-        create: makes the request with a saved serial, its prompt and all of its output
-            known to the scheduler and not queued.
+        create: creates the request with a saved serial, with its prompt and all of its
+            output, known to the scheduler but not queued.
 
     Raises:
-        ValueError: the checkpoint do not fit this scheduler.
-        RuntimeError: the canary found something in what was computed.
+        ValueError: the checkpoint does not fit this scheduler.
+        RuntimeError: the canary found violations in the recomputed KV.
     """
     cache, managers = scheduler.cache, scheduler.worker.canary_managers()
     if len(checkpoint.canaries) != len(managers):
@@ -75,7 +75,7 @@ def restore(
 
 
 class _Refill:
-    """Prefills into slots that are named already, a chunk at a time."""
+    """Prefills into already assigned slots, a chunk at a time."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -85,7 +85,7 @@ class _Refill:
         self._chunk = size if size > 0 else self._rows.context_len
 
     def paths(self, nodes: Sequence[TreeNode]) -> None:
-        """Everything that the tree holds, each run once."""
+        """Refill everything in the tree, each run once."""
         done: set[int] = set()
         for node in nodes:
             if node.children:
@@ -112,7 +112,7 @@ class _Refill:
     ) -> None:
         tokens = elements.tolist()
         if self._bigram:
-            # An element is the pair of a token and the next one.
+            # An element is a token paired with the next one.
             tokens = (elements >> _TOKEN_BITS).tolist()
             tokens.append(int(elements[-1]) & ((1 << _TOKEN_BITS) - 1))
         message = GenerateReq(
@@ -133,15 +133,14 @@ class _Refill:
         self._run(req, begin, len(slots), is_last_chunk=False)
 
     def request(self, req: Req, saved: SavedReq) -> None:
-        """The row of a request, of which the tree may hold the beginning.
+        """Refill the row of a request, whose beginning may be in the tree.
 
-        Its last token is computed in any case: what the next step starts from follows
-        from it.
+        Its last token is always computed, because the next step starts from its result.
         """
         self._place(req, saved.row, saved.slots)
         begin = min(saved.protected, saved.committed - 1)
         if begin < saved.protected:
-            # The slot holds this very token already.
+            # The slot already holds this token.
             self._forget(saved.slots[begin : begin + 1])
         self._run(req, begin, saved.committed, is_last_chunk=not saved.is_chunked)
 

@@ -1,4 +1,4 @@
-"""The whole state that a forward starts from, to find where two runs part."""
+"""The complete state that a forward starts from, to find where two runs diverge."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.memory_pool import KVCache
 
-# Fields of a forward that are shown as numbers.
+# Fields of a forward that are kept as numbers.
 _INPUTS = (
     "input_ids",
     "positions",
@@ -31,13 +31,13 @@ _INPUTS = (
     "prefix_lens",
     "extend_lens",
 )
-# Of larger pools only the slots that the forward reads are looked at.
+# In larger pools only the slots that the forward reads are examined.
 _WHOLE_POOL_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class State:
-    """The state that one forward starts from: lists of numbers, or digests, by name."""
+    """The state that one forward starts from: lists of numbers or digests, by name."""
 
     pool: str
     forward: int
@@ -46,7 +46,7 @@ class State:
 
 @dataclass(frozen=True, kw_only=True)
 class StateDifference:
-    """The first forward whose state differs, in which field, and how."""
+    """The first forward whose state differs, with the field and both values."""
 
     pool: str
     forward: int
@@ -56,8 +56,9 @@ class StateDifference:
 
 
 def watch_states(scheduler: Scheduler) -> list[State]:
-    """A list that gets the state of every forward from now on; waits for the device at
-    each, and keeps no graph: for a machine that serves nobody."""
+    """Return a list that receives the state of every forward from now on. It waits for
+    the device at each forward and drops graphs, so do not use it on a serving machine.
+    """
     states: list[State] = []
     for manager in scheduler.worker.canary_managers():
         manager.probe = _Probe(manager, scheduler.cache, states)
@@ -67,7 +68,7 @@ def watch_states(scheduler: Scheduler) -> list[State]:
 def first_difference(
     ours: Sequence[State], others: Sequence[State]
 ) -> StateDifference | None:
-    """Where two runs part; None: nowhere, as far as both went."""
+    """Return where two runs diverge, or None if they are equal as far as both went."""
     for one, other in zip(ours, others, strict=False):
         names = [name for name in one.fields if one.fields[name] != other.fields[name]]
         if (one.pool, one.forward) != (other.pool, other.forward):
@@ -95,7 +96,7 @@ def first_difference(
 def show_difference(
     one: Sequence[object] | str, other: Sequence[object] | str
 ) -> list[str]:
-    """Both values, of lists the first entry that differs."""
+    """Return both values, or the first differing entry of lists."""
     if isinstance(one, str) or isinstance(other, str):
         return [str(one), str(other)]
     if len(one) != len(other):
@@ -105,7 +106,7 @@ def show_difference(
 
 
 class _Probe:
-    """Notes the states of one pool's forwards."""
+    """Records the states of one pool's forwards."""
 
     def __init__(
         self, manager: CanaryManager, cache: BasePrefixCache, states: list[State]
@@ -113,7 +114,7 @@ class _Probe:
         self._target = manager.target
         self._cache = cache
         self._states = states
-        # Serial of the first request, which is another one in each run.
+        # Serial of the first request, which differs between runs.
         self._base = -1
 
     def __call__(self, batch: ForwardBatch, views: Sequence[KVReadView]) -> None:
@@ -128,7 +129,7 @@ class _Probe:
         kv = [source.buffer for source in self._pool().canary_sources()]
         is_small = sum(b.numel() * b.element_size() for b in kv) <= _WHOLE_POOL_BYTES
         if is_small:
-            # Page 0 is scratch: whoever is padded writes it.
+            # Page 0 is scratch, written by padding.
             first = target.page_size
             slots = torch.arange(first, state.num_slots, device=state.head.device)
         if self._base < 0:
@@ -150,7 +151,7 @@ class _Probe:
         )
 
     def _relative(self, words: Tensor) -> Tensor:
-        """Records [n, words] with serials counted from the first request."""
+        """Return records [n, words] with serials relative to the first request."""
         serials = words[:, -1] & SERIAL_MASK
         relative = torch.where(serials > 0, serials - self._base, 0) & SERIAL_MASK
         relative += words[:, -1] & ~SERIAL_MASK
@@ -160,7 +161,7 @@ class _Probe:
         return self._target.kv_pool.groups[0].tensors
 
     def _slots(self, batch: ForwardBatch) -> Tensor:
-        """Slots that the device's table names for the rows of the forward."""
+        """Return the slots in the device's table for the rows of the forward."""
         table = self._target.req_to_token_pool.req_to_token
         ends = (batch.prefix_lens + batch.extend_lens).tolist()
         rows = batch.req_pool_indices.tolist()

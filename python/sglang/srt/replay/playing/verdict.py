@@ -1,4 +1,4 @@
-"""Whether a replay shows the same violation, at the same forward."""
+"""Decides whether a replay shows the same violation at the same forward."""
 
 from __future__ import annotations
 
@@ -7,19 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 Json = dict[str, Any]
-# The fields that make a violation the same one, whoever wrote the slot and when.
+# Two violations with equal fields are the same, regardless of who wrote the slot and
+# when.
 _SAME = ("worker", "group", "launch", "forward", "slot", "position", "rid")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """The violations that a replay shows, of those of an incident.
+    """Which of an incident's violations a replay shows.
 
     Fields:
-        is_reproduced: the first of them.
-        num_same: so many of them; num_recorded: of so many.
-        nearest: another violation of the replay, the first from this incident's forward
-            on, or its last; None: it has none.
+        is_reproduced: whether it shows the first one.
+        num_same: number of violations it shows. num_recorded: number of recorded ones.
+        nearest: another violation of the replay, the first one from this incident's
+            forward or the last one, or None.
     """
 
     is_reproduced: bool
@@ -29,7 +30,7 @@ class Verdict:
 
 
 def judge(incident: Json, replayed: Sequence[Json]) -> Verdict:
-    """Compare an incident with those of a replay, oldest first."""
+    """Compare an incident with a replay's incidents, oldest first."""
     found = list(_violations(replayed))
     keys = {violation_key(violation) for violation in found}
     recorded = incident["violations"]
@@ -46,7 +47,7 @@ def judge(incident: Json, replayed: Sequence[Json]) -> Verdict:
 
 
 def describe(violation: Json) -> str:
-    """A violation in one line."""
+    """Describe a violation in one line."""
     rid = "no request" if violation["rid"] is None else f"request {violation['rid']!r}"
     launch = f"{violation['worker']}.{violation['launch']}"
     return (
@@ -62,6 +63,6 @@ def _violations(incidents: Sequence[Json]) -> Iterator[Json]:
 
 
 def violation_key(violation: Json) -> tuple[object, ...]:
-    """Return the values by which two violations are the same one."""
+    """Return the values that are equal if two violations are the same."""
     reasons = tuple(sorted(violation["reasons"]))
     return (reasons, *(violation[name] for name in _SAME))

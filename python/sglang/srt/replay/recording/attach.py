@@ -1,4 +1,4 @@
-"""Gives a scheduler the recorder that its flags ask for."""
+"""Attaches the recorder that a scheduler's flags ask for."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ logger = logging.getLogger(__name__)
 
 
 def create_recorder(scheduler: RecordedScheduler) -> Recorder | None:
-    """The recorder whose records go beside the incidents of this scheduler; None: there
-    is none."""
+    """Create the recorder that writes records next to this scheduler's incidents, or
+    return None if not enabled.
+    """
     args, managers = scheduler.server_args, scheduler.worker.canary_managers()
     num_forwards = args.kv_canary_record
     if not managers or not num_forwards:

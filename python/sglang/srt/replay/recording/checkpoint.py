@@ -1,4 +1,4 @@
-"""Saves the records of memory and queues of a scheduler between two steps."""
+"""Saves a scheduler's records of memory and queues between two steps."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ if TYPE_CHECKING:
 
 
 def save_checkpoint(scheduler: RecordedScheduler) -> Checkpoint:
-    """A checkpoint of a scheduler without results in flight; copies no token and no
-    array of the tree, O(runs of the tree + pages)."""
+    """Save a checkpoint of a scheduler without results in flight. Copies no tokens and
+    no arrays of the tree; takes O(runs of the tree + pages).
+    """
     cache, rows = scheduler.cache, scheduler.cache.req_to_token_pool
     tree, runs = cache.save()
     return Checkpoint(

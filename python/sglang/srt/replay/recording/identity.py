@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from sglang.srt.replay.recording.source import RecordedScheduler
     from sglang.srt.server_args import ServerArgs
 
-# Variables without which a replay would do something else.
+# Variables that change what a replay does.
 VARIABLES = ("SGLANG_KV_CANARY_", "SGLANG_DEBUG_REVERT_PR")
-# Flags that are nobody's business.
+# Private flags.
 _SECRET = frozenset({"api_key", "admin_api_key", "api_key_file"})
 _HEADER_BYTES = 65536
 
 
 def models_of(server_args: ServerArgs) -> dict[str, str]:
-    """Digests of the models by role."""
+    """Return digests of the models by role."""
     paths = {
         "target": server_args.model_path,
         "draft": server_args.speculative_draft_model_path,
@@ -39,8 +39,9 @@ def models_of(server_args: ServerArgs) -> dict[str, str]:
 
 
 def model_digest(path: Path) -> str:
-    """A digest of the configuration, and of the names, sizes and first bytes (where the
-    index of tensors is) of the weights; of a GGUF file of the latter."""
+    """Return a digest of the configuration and of the weight files' names, sizes and
+    first bytes (which contain the tensor index); for a GGUF file, only of the file.
+    """
     digest = hashlib.sha256()
     files = [path]
     if path.is_dir():
@@ -54,7 +55,7 @@ def model_digest(path: Path) -> str:
 
 
 def origin_of(scheduler: RecordedScheduler, *, rank: int, has_tokens: bool) -> Origin:
-    """The origin of records of this scheduler."""
+    """Return the origin of this scheduler's records."""
     args, runner = scheduler.server_args, scheduler.worker.model_runner
     return Origin(
         version=__version__,
@@ -78,8 +79,7 @@ def _public_flags(args: ServerArgs) -> dict[str, Any]:
 
 
 def differences(origin: Origin, *, models: dict[str, str]) -> list[str]:
-    """How this installation, with these models, differs from a record's; each in
-    words."""
+    """Describe how this installation and these models differ from a record's."""
     found = []
     if origin.version != __version__:
         found.append(

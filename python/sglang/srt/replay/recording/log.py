@@ -1,4 +1,4 @@
-"""The parts of a recorder's log: references to objects that exist already."""
+"""The parts of a recorder's log: references to existing objects."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, kw_only=True)
 class Noted:
-    """A request: its message and its tokens, which go on growing.
+    """A request: its message and its tokens, which keep growing.
 
     Fields:
-        end: type and length of its finish, and HTTP status; None: it has not ended.
+        end: type and length of its finish, and HTTP status, or None if unfinished.
     """
 
     request: GenerateReq
@@ -32,7 +32,7 @@ class Noted:
 
 
 class Launch(NamedTuple):
-    """A batch that was launched, as references; see `RecordedLaunch`."""
+    """A launched batch, as references; see `RecordedLaunch`."""
 
     forward_mode: ForwardMode
     clocks: list[int]
@@ -44,12 +44,14 @@ class Launch(NamedTuple):
 
     @property
     def mode(self) -> str:
-        """Its name: looking it up takes a while, and records are rare."""
+        """Name of the mode. Looked up on demand, because that takes a while and records
+        are rare.
+        """
         return self.forward_mode.name
 
 
 class Round(NamedTuple):
-    """A round: its input, the serials that were accepted in it, its launch."""
+    """A round: its input, the serials accepted in it, and its launch."""
 
     messages: list[SchedulerRequest]
     grammars: list[GrammarDecision]

@@ -1,8 +1,9 @@
-"""Other tokens that share prefixes as the real ones do, and tell nothing else.
+"""Replaces tokens by others that share prefixes in the same way and reveal nothing
+else.
 
-A token is replaced according to the whole sequence up to it, with a key that is thrown
-away: equal prefixes stay equal, different ones stay different, and a word has another
-number wherever it occurs.
+A token is replaced according to the whole sequence up to it, with a key that is
+discarded: equal prefixes stay equal, different ones stay different, and a word gets a
+different number at each occurrence.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ _Words = npt.NDArray[np.uint64]
 
 
 class Pseudonyms:
-    """Collects sequences with `add`; `replace` then gives all of them new tokens.
+    """Collects sequences with `add`; `replace` then returns new tokens for all of them.
 
     Args:
-        vocab_size: of the new tokens.
-        key: 64 bits; drawn unless a test gives one.
+        vocab_size: vocabulary size of the new tokens.
+        key: 64-bit key, drawn at random unless a test sets it.
     """
 
     def __init__(self, vocab_size: int, *, key: int | None = None) -> None:
@@ -38,7 +39,9 @@ class Pseudonyms:
         self._own: list[_Words] = []
 
     def root(self, namespace: str | None) -> np.uint64:
-        """The state before the first token of a sequence in a cache namespace."""
+        """Return the state before the first token of a sequence in a cache
+        namespace.
+        """
         salt = np.uint64(hash_string(namespace or "") & ((1 << 64) - 1))
         mixed: np.uint64 = mix64_array(np.array([salt ^ self._key]))[0]
         return mixed
@@ -47,7 +50,7 @@ class Pseudonyms:
         """Add a piece of a sequence; returns the state after it.
 
         Args:
-            after: state before it. start: position of its first token.
+            after: state before the piece. start: position of its first token.
         """
         positions = np.arange(start, start + len(tokens), dtype=np.uint64)
         terms = mix64_array(
@@ -65,10 +68,11 @@ class Pseudonyms:
         return np.uint64(own[-1]) if len(own) else after
 
     def replace(self) -> Sequence[IntArray]:
-        """The new tokens of every piece, in the order of `add`.
+        """Return the new tokens of every piece, in the order of `add`.
 
         Raises:
-            ValueError: a prefix is followed by more different tokens than there are.
+            ValueError: a prefix is followed by more different tokens than the
+                vocabulary has.
         """
         lengths = [len(piece) for piece in self._own]
         if not sum(lengths):

@@ -1,4 +1,5 @@
-"""The file of a record: what an engine decided in its last forwards, and from where on.
+"""The file format of a record: an engine's decisions in its last forwards, and their
+starting point.
 
 ```
 magic (8 bytes) | SHA-256 of the rest | zlib of one msgpack document
@@ -27,12 +28,12 @@ from sglang.srt.mem_cache.saved_tree import SavedTree  # noqa: TC001
 FORMAT = 1
 _MAGIC = b"KVRECORD"
 _DIGEST_BYTES = 32
-# Of a document, unpacked; a foreign file must not fill the memory.
+# Maximum size of an unpacked document; an untrusted file must not fill the memory.
 MAX_BYTES = 1 << 30
 
 
 class BadRecord(ValueError):
-    """The file is no record, or not a whole one."""
+    """The file is not a record, or not a complete one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,14 +41,14 @@ class Origin:
     """Where a record comes from.
 
     Fields:
-        version: of this package; torch: of torch.
-        models: digest of configuration and weights' index by role, "target" or "draft".
-        device, rank: of the process.
-        num_slots, page_size, vocab_size: of the target's pool and model.
-        max_in_flight: launched batches that a step may leave.
+        version: version of this package. torch: version of torch.
+        models: digests of configuration and weight index by role, "target" or "draft".
+        device, rank: device and rank of the process. num_slots, page_size, vocab_size:
+        sizes of the target's pool and model.
+        max_in_flight: launched batches that a step may leave unresolved.
         server_args: resolved flags, without keys.
-        environment: variables that the canary and its faults read.
-        has_tokens: whether tokens are those of the requests; else others that share
+        environment: environment variables read by the canary and its faults.
+        has_tokens: whether tokens are the requests' own, rather than others that share
             prefixes in the same way.
     """
 
@@ -67,13 +68,13 @@ class Origin:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """The host's records between two steps, nothing in flight.
+    """The host's records between two steps with nothing in flight.
 
     Fields:
-        tree: None: no prefix is shared.
-        free_pages, free_rows: in reverse order of reuse.
-        reqs: unfinished requests. created: requests so far.
-        canaries: of the pools, target first.
+        tree: the prefix tree, or None if prefixes are not shared. free_pages,
+        free_rows: free pages and rows, in reverse order of reuse.
+        reqs: unfinished requests. created: number of requests so far.
+        canaries: canary states of the pools, target first.
     """
 
     tree: SavedTree | None
@@ -92,11 +93,12 @@ class RecordedRequest:
     """A request, its prompt and all of its output.
 
     Fields:
-        message: a `GenerateReq` without its prompt, in msgpack.
-        tokens: prompt and output; prompt_len: of the former.
-        end: type of the finish, with `end_len` output tokens; None: it had not ended.
-            is_own: whether the request itself, not its client, ended it.
-        waits_for_grammar: whether it was queued later than it arrived.
+        message: a `GenerateReq` without its prompt, as msgpack.
+        tokens: prompt and output tokens. prompt_len: length of the prompt.
+        end: type of the finish, after `end_len` output tokens, or None if unfinished.
+            is_own: whether the request ended by itself, rather than by its client.
+        waits_for_grammar: whether it was queued later than it arrived, waiting for its
+            grammar.
     """
 
     serial: int
@@ -112,12 +114,12 @@ class RecordedRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class RecordedLaunch:
-    """A batch that was launched.
+    """A launched batch.
 
     Fields:
-        clocks: number of its first forward, by pool.
-        serials: of its rows. starts, ends: tokens with KV before and after it.
-        taken, given: pages since the launch before it.
+        clocks: number of its first forward in each pool.
+        serials: serials of its rows. starts, ends: tokens with KV before and after it.
+        taken, given: pages taken and given back since the previous launch.
     """
 
     mode: str
@@ -134,10 +136,10 @@ class RecordedRound:
     """A round of the scheduler.
 
     Fields:
-        resolves: whether it began with the results in flight.
+        resolves: whether it began by processing the results in flight.
         events: (kind, value) in order: "arrive" and "ready" with a serial, "abort" with
             a request id, "abort_all", "flush", "pause" with a mode, "continue".
-        launches: one at most.
+        launches: at most one launch.
     """
 
     resolves: bool = False
@@ -147,11 +149,11 @@ class RecordedRound:
 
 @dataclass(frozen=True, kw_only=True)
 class Record:
-    """The steps of an engine from `checkpoint` on, or from its start (None).
+    """The steps of an engine from `checkpoint`, or from its start if None.
 
     Fields:
-        obstacle: why it cannot be replayed; None: it can.
-        armed: what the room of faults was asked for, by pool, as plain data.
+        obstacle: why it cannot be replayed, or None if it can.
+        armed: faults requested from the faults' room by pool, as plain data.
     """
 
     origin: Origin
@@ -174,10 +176,11 @@ def encode_record(record: Record) -> bytes:
 
 
 def read_record(path: Path) -> Record:
-    """Read a file that `encode_record` made.
+    """Read a file written by `encode_record`.
 
     Raises:
-        BadRecord: it cannot be read, is foreign, cut or damaged, or has another format.
+        BadRecord: the file cannot be read, is not a record, is truncated or damaged, or
+            has another format version.
     """
     try:
         if path.exists() and not path.is_file():
@@ -189,7 +192,7 @@ def read_record(path: Path) -> Record:
 
 
 def decode_record(data: bytes, *, name: str) -> Record:
-    """The record in `data`; see `read_record`."""
+    """Decode the record in `data`; see `read_record`."""
     head = len(_MAGIC) + _DIGEST_BYTES
     if data[: len(_MAGIC)] != _MAGIC:
         raise BadRecord(f"{name}: not a record of the KV canary")

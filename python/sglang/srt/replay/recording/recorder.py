@@ -1,8 +1,8 @@
-"""Keeps what a scheduler decided in its last forwards, to be replayed later.
+"""Keeps a scheduler's decisions of its last forwards, to be replayed later.
 
-A forward costs two tuples of references to arrays that exist already. The log
-has two generations; each begins with a checkpoint of the host's records, from which a
-replay can go on, and is dropped once the one after it is full.
+A forward costs two tuples of references to existing arrays. The log has two
+generations; each begins with a checkpoint of the host's records, from which a replay
+can continue, and is dropped once the next one is full.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Saving a tree takes about a microsecond per run: the larger it is, the more forwards
-# share that.
+# Saving a tree takes about a microsecond per run, so larger trees are shared by more
+# forwards.
 RUNS_PER_FORWARD = 2
-# A generation that cannot be followed by another one grows no longer than this.
+# Maximum length of a generation that cannot be followed by another one.
 MAX_GENERATIONS = 4
-# After the first one, a record of a kind of incident that is known is written this
-# rarely: it takes time that the next step waits for.
+# Minimum interval between records of the same kind of incident: writing one delays the
+# next step.
 QUIET_SECONDS = 60.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Generation:
-    """A part of the log. `checkpoint` None: it begins with the engine, or where nothing
-    could be saved (`obstacle`)."""
+    """A part of the log. If `checkpoint` is None, it begins with the engine or where no
+    checkpoint could be saved (`obstacle`).
+    """
 
     checkpoint: Checkpoint | None = None
     obstacle: str | None = None
@@ -55,10 +56,10 @@ class Recorder:
     """The recorder of one scheduler.
 
     Args:
-        scheduler: at its start, or where it is to be recorded from.
-        num_forwards: the log never holds fewer of the newest forwards.
-        has_tokens: whether records hold the requests' own tokens.
-        rank: of this process.
+        scheduler: the scheduler, at the point where recording begins.
+        num_forwards: minimum number of the newest forwards in the log.
+        has_tokens: whether records contain the requests' own tokens.
+        rank: rank of this process.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Recorder:
         self._journal = scheduler.cache.allocator.keep_journal()
         self._older: Generation | None = None
         self._newer = Generation(due=num_forwards)
-        # The round that is under way, until its launch; None: it has one.
+        # The current round until its launch, or None after that.
         self._inputs: StepInput | None = None
         self._resolves = False
         self._accepted: list[int] = []
@@ -90,18 +91,20 @@ class Recorder:
 
     @property
     def is_due(self) -> bool:
-        """Whether a new generation is to begin with the next round."""
+        """Whether a new generation should begin with the next round."""
         return self._newer.num_launches >= self._newer.due
 
     def begin_generation(self) -> None:
-        """Save a checkpoint, nothing in flight, and begin a new generation with it."""
+        """Save a checkpoint and begin a new generation with it; nothing may be in
+        flight.
+        """
         obstacle = self._scheduler.why_not_saved()
         newer, limit = self._newer, MAX_GENERATIONS * self._num_forwards
         if obstacle is not None and newer.num_launches < limit:
             newer.due = newer.num_launches + 1
             return
         checkpoint = None if obstacle is not None else save_checkpoint(self._scheduler)
-        # In the checkpoint.
+        # Contained in the checkpoint.
         self._journal.drain()
         runs = (
             0
@@ -124,18 +127,20 @@ class Recorder:
         )
 
     def begin_round(self, inputs: StepInput, *, resolves: bool) -> None:
-        """A round has its input, of which nothing is carried out yet."""
+        """Record the input of a round before any of it is carried out."""
         self._inputs = inputs
         self._resolves = resolves
 
     def end_round(self, *, is_kept: bool) -> None:
-        """A round without a launch is over; `is_kept` False: it changed nothing."""
+        """End a round without a launch; drop it unless `is_kept`, because it changed
+        nothing.
+        """
         if is_kept:
             self._newer.rounds.append(self._close(None))
         self._inputs = None
 
     def _close(self, launch: Launch | None) -> Round:
-        """The round under way, which is over now, or its launch is known."""
+        """Close and return the current round, which is over or has its launch."""
         round_ = self._open_round(launch)
         self._inputs = None
         if self._accepted:
@@ -150,27 +155,27 @@ class Recorder:
         )
 
     def on_request(self, request: GenerateReq, req: Req) -> None:
-        """A request was accepted."""
+        """Record an accepted request."""
         noted = Noted(request=request, tokens=req.tokens, prompt_len=req.prompt_len)
         self._newer.requests[req.serial] = noted
         if self._inputs is not None:
             self._accepted.append(req.serial)
 
     def on_end(self, req: Req) -> None:
-        """A request has ended."""
+        """Record the end of a request."""
         noted = self._newer.requests.get(req.serial)
         if noted is not None and req.finish_reason is not None:
             reason = req.finish_reason
             noted.end = (reason.type, req.output_len, reason.status_code)
 
     def on_revived(self, req: Req) -> None:
-        """The end of a request was taken back."""
+        """Undo the recorded end of a request."""
         noted = self._newer.requests.get(req.serial)
         if noted is not None:
             noted.end = None
 
     def on_launch(self, batch: ScheduleBatch, launched: LaunchRecord) -> None:
-        """A batch is about to be launched."""
+        """Record a batch that is about to be launched."""
         taken, given = self._journal.drain()
         launch = Launch(
             batch.forward_mode,
@@ -188,22 +193,22 @@ class Recorder:
 
     @property
     def launches(self) -> list[Launch]:
-        """Of the log, oldest first."""
+        """Return the launches in the log, oldest first."""
         rounds = [*(self._older.rounds if self._older else ()), *self._newer.rounds]
         return [r.launch for r in rounds if r.launch is not None]
 
     def rid_of(self, serial: int) -> str:
-        """The id of a request in the log."""
+        """Return the id of a request in the log."""
         for generation in (self._newer, self._older):
             if generation is not None and serial in generation.requests:
                 return generation.requests[serial].request.rid
         return f"serial {serial}"
 
     def record_for(self, *, is_new_kind: bool) -> bytes | None:
-        """The record of an incident, to be written beside it; None: one of its kind was
-        written lately.
+        """Return the record to write next to an incident, or None if one of its kind
+        was written recently.
 
-        A failure to make one is logged: the incident is told without it.
+        A failure to build one is logged, and the incident is reported without it.
         """
         now, last = self._clock(), self._last_record
         if not is_new_kind and last is not None and now - last < QUIET_SECONDS:
@@ -212,12 +217,12 @@ class Recorder:
         try:
             return self.encode()
         except Exception as error:
-            # The incident must be told, and the engine go on.
+            # The incident must be reported, and the engine must continue.
             logger.error("kv_canary: no record of this incident: %r", error)
             return None
 
     def encode(self) -> bytes:
-        """The file of the log as it is now."""
+        """Encode the current log as a file."""
         if self._origin is None:
             self._origin = origin_of(
                 self._scheduler, rank=self._rank, has_tokens=self._has_tokens

@@ -1,4 +1,4 @@
-"""A scheduler as its recorder sees it."""
+"""A scheduler as seen by its recorder."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class RecordedScheduler(Protocol):
-    """The attributes are those of `Scheduler`."""
+    """Has the attributes of `Scheduler`."""
 
     server_args: ServerArgs
     worker: Worker
@@ -25,15 +25,17 @@ class RecordedScheduler(Protocol):
 
     @property
     def unfinished(self) -> Sequence[Req]:
-        """All requests that have not ended."""
+        """All unfinished requests."""
 
     @property
     def num_created(self) -> int:
-        """Requests so far."""
+        """Number of requests so far."""
 
     @property
     def is_paused(self) -> bool:
-        """Whether nothing is launched."""
+        """Whether launching is paused."""
 
     def why_not_saved(self) -> str | None:
-        """Why a checkpoint would not suffice to go on from; None: it would."""
+        """Return why a checkpoint would not be enough to continue from, or None if it
+        would.
+        """

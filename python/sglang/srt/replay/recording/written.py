@@ -1,5 +1,6 @@
-"""Turns the references of a log into a record: plain data, without a client's words
-unless reports may hold tokens."""
+"""Turns a log's references into a record: plain data, without clients' words unless
+reports may contain tokens.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.saved_tree import SavedTree
     from sglang.srt.replay.recording.log import Launch, Noted, Round
 
-# Of sampling parameters: what a client wrote, or tokens.
+# Sampling parameters with client text or tokens.
 _WORDS: dict[str, Any] = {
     "stop": [],
     "stop_regex": [],
@@ -56,12 +57,13 @@ def to_record(
     rounds: Sequence[Round],
     managers: Sequence[CanaryManager],
 ) -> Record:
-    """The record of a log.
+    """Build the record of a log.
 
     Args:
-        requests: by serial. managers: of the pools, target first.
+        requests: requests by serial. managers: canary managers of the pools, target
+            first.
     """
-    # Who is who is not told; who is another decides about turns.
+    # Clients are anonymized but stay distinct, because turns depend on that.
     clients: dict[str, str] = {}
     for _, noted in sorted(requests.items()):
         clients.setdefault(noted.request.client, str(len(clients)))
@@ -121,8 +123,9 @@ def _with_pseudonyms(
     tree: SavedTree | None,
     vocab_size: int,
 ) -> tuple[list[RecordedRequest], SavedTree | None]:
-    """The same requests and tree, of other tokens. The tree's elements are tokens: with
-    speculation there is no record without the real ones."""
+    """Return the same requests and tree with other tokens. The tree's elements are
+    tokens, because with speculation there is no record without the real tokens.
+    """
     names = Pseudonyms(vocab_size)
     for request in written:
         root = names.root(requests[request.serial].request.extra_key)
@@ -175,7 +178,7 @@ def _events(
             case _:
                 continue
         for rid in arrived:
-            # Others were refused.
+            # Other values were rejected.
             if accepted and requests[accepted[0]].request.rid == rid:
                 yield "arrive", accepted.pop(0)
 
