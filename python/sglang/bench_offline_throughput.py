@@ -42,15 +42,17 @@ class BenchArgs(DatasetArgs):
     """The flags of this benchmark in addition to the engine's."""
 
     result_filename: Annotated[
-        str | None, Arg("File to which the report's line is appended.")
+        str | None, Arg("File to append the report's line to.")
     ] = None
     disable_ignore_eos: Annotated[
         bool, Arg("Let requests end before their drawn length.")
     ] = False
     extra_request_body: Annotated[
-        str | None, Arg("JSON object of further sampling parameters.")
+        str | None, Arg("JSON object with further sampling parameters.")
     ] = None
-    skip_warmup: Annotated[bool, Arg("Measure from the first request on.")] = False
+    skip_warmup: Annotated[
+        bool, Arg("Measure from the first request, without a warm-up.")
+    ] = False
 
     def sampling_params(self, output_len: int) -> dict[str, Any]:
         return {
@@ -65,7 +67,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[ServerArgs, BenchArgs
     """Parse both kinds of flags.
 
     Raises:
-        ValueError: a bad value; names the flag.
+        ValueError: a value is invalid; names the flag.
     """
     parser = FlagParser(
         prog="python -m sglang.bench_offline_throughput",
@@ -119,7 +121,7 @@ def run_benchmark(server_args: ServerArgs, bench_args: BenchArgs) -> Json:
     requests = make_requests(bench_args, tokenizer)
     with Engine(server_args=server_args) as engine:
         if not bench_args.skip_warmup:
-            # Other prompts, which leave nothing useful in the prefix cache.
+            # Different prompts, which leave nothing useful in the prefix cache.
             other = dataclasses.replace(bench_args, seed=bench_args.seed + 1)
             warmup = [
                 dataclasses.replace(

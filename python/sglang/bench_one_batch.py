@@ -1,7 +1,7 @@
 """`python -m sglang.bench_one_batch`: one batch through the model, in this process.
 
-Latency of the prefill and of each decode step, without scheduler, HTTP or prefix
-cache, compared with the floor that the memory bandwidth sets.
+Latency of the prefill and of each decode step, without scheduler, HTTP or prefix cache,
+compared with the floor set by memory bandwidth.
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class BenchArgs:
     ] = None
     run_name: Annotated[str, Arg("Label of the run in the report.")] = "default"
     result_filename: Annotated[
-        str | None, Arg("File to which the report's line is appended.")
+        str | None, Arg("File to append the report's line to.")
     ] = None
     seed: Annotated[int, Arg("Seed of the prompts.")] = 1
     log_decode_step: Annotated[
-        int, Arg("Print the latency of every so many decode steps; 0: none.", low=0)
+        int, Arg("Print the latency every N decode steps; 0: never.", low=0)
     ] = 0
 
     def __post_init__(self) -> None:
@@ -106,7 +106,7 @@ def parse_args(argv: Sequence[str] | None = None) -> tuple[ServerArgs, BenchArgs
     """Parse both kinds of flags; --max-running-requests defaults to the largest batch.
 
     Raises:
-        ValueError: a bad value; names the flag.
+        ValueError: a value is invalid; names the flag.
     """
     parser = FlagParser(
         prog="python -m sglang.bench_one_batch",

@@ -71,8 +71,8 @@ class BenchArgs(DatasetArgs):
     replay: Annotated[
         Path | None,
         Arg(
-            "Send the requests of a crash dump (--crash-dump-folder) in place of a "
-            "dataset, at the times at which they came."
+            "Send the requests of a crash dump (--crash-dump-folder) instead of a "
+            "dataset, at their original times."
         ),
     ] = None
     request_rate: Annotated[
@@ -83,10 +83,10 @@ class BenchArgs(DatasetArgs):
         ),
     ] = None
     max_concurrency: Annotated[
-        int | None, Arg("Requests in flight at most; unset: no bound.", low=1)
+        int | None, Arg("Maximum requests in flight; unset: no limit.", low=1)
     ] = None
     warmup_requests: Annotated[
-        int, Arg("Requests before the measured ones.", low=0)
+        int, Arg("Warm-up requests before the measured ones.", low=0)
     ] = 1
     flush_cache: Annotated[
         bool, Arg("Empty the server's prefix cache before measuring.")
@@ -94,7 +94,9 @@ class BenchArgs(DatasetArgs):
     tokenize_prompt: Annotated[
         bool, Arg("Send token ids instead of text (not sglang-oai-chat).")
     ] = False
-    disable_stream: Annotated[bool, Arg("Ask for whole answers.")] = False
+    disable_stream: Annotated[
+        bool, Arg("Request complete answers instead of streams.")
+    ] = False
     disable_ignore_eos: Annotated[
         bool, Arg("Let requests end before their drawn length.")
     ] = False
@@ -102,11 +104,11 @@ class BenchArgs(DatasetArgs):
     extra_request_body: Annotated[
         str | None, Arg("JSON object merged into each request's parameters.")
     ] = None
-    output_file: Annotated[
-        str | None, Arg("File to which the report's line is appended.")
-    ] = None
+    output_file: Annotated[str | None, Arg("File to append the report's line to.")] = (
+        None
+    )
     output_details: Annotated[
-        bool, Arg("Write each request's figures to --output-file too.")
+        bool, Arg("Also write each request's figures to --output-file.")
     ] = False
     disable_tqdm: Annotated[bool, Arg("No progress bar.")] = False
 
@@ -132,10 +134,10 @@ class BenchArgs(DatasetArgs):
 
 
 def parse_args(argv: Sequence[str] | None = None) -> BenchArgs:
-    """Parse the flags `argv` (None: those of this process).
+    """Parse the flags in `argv`, which defaults to this process's arguments.
 
     Raises:
-        ValueError: a bad value; names the flag.
+        ValueError: a value is invalid; names the flag.
     """
     parser = FlagParser(
         prog="python -m sglang.bench_serving",
@@ -149,7 +151,7 @@ async def run_benchmark(args: BenchArgs) -> tuple[Json, list[RequestRecord]]:
     """Run the dataset; return the report and each request's record.
 
     Raises:
-        ValueError: no server is there, it refuses the warm-up, or a flag is wrong.
+        ValueError: there is no server, it rejects the warm-up, or a flag is wrong.
     """
     extra = json_object_flag("--extra-request-body", args.extra_request_body)
     async with LoadClient(
@@ -204,7 +206,9 @@ async def run_benchmark(args: BenchArgs) -> tuple[Json, list[RequestRecord]]:
 async def _requests(
     args: BenchArgs, client: LoadClient
 ) -> tuple[list[BenchRequest], list[float] | None]:
-    """The requests, and the seconds at which they arrive; None: by the rate."""
+    """Return the requests and their arrival times in seconds, or None to use the
+    rate.
+    """
     if args.replay is None:
         tokenizer = load_tokenizer(args.tokenizer or await _tokenizer_path(client))
         return make_requests(args, tokenizer), None

@@ -1,7 +1,7 @@
 """The command `sglang`, also `python -m sglang`: its subcommands, by name.
 
-`sglang serve` takes the flags of `python -m sglang.launch_server`, and the model also
-without its flag.
+`sglang serve` takes the flags of `python -m sglang.launch_server`, and accepts the
+model without its flag.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ HELP = """usage: sglang COMMAND
 
 @ends_with_its_reader
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command `argv` (None: that of this process); returns its exit code.
+    """Run the CLI and return its exit code. `argv` defaults to `sys.argv[1:]`.
 
-    Without a name of a command, flags are those of `serve`.
+    Without a command name, flags are passed to `serve`.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     name = args[0] if args else "--help"

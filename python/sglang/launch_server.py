@@ -12,16 +12,16 @@ from sglang.srt.utils.standard_streams import guard_standard_streams
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = LAUNCH_COMMAND) -> int:
-    """Serve with the flags `argv` (None: those of this process).
+    """Serve with the flags in `argv`, which defaults to `sys.argv[1:]`.
 
     Returns:
-        An `ExitCode`; the reason of `CONFIGURATION_ERROR` is one line on stderr.
+        An `ExitCode`; the reason for `CONFIGURATION_ERROR` is one line on stderr.
     """
     guard_standard_streams()
     try:
         return launch_server(ServerArgs.from_cli(argv, prog=prog))
     except ValueError as error:
-        # A library's message may have several.
+        # A library's message may have several lines.
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
         return ExitCode.CONFIGURATION_ERROR
 

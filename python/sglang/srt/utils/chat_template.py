@@ -1,8 +1,8 @@
-"""Chat templates in the jinja dialect of published checkpoints.
+"""Chat templates in the Jinja dialect of published checkpoints.
 
-Runs templates in jinja's immutable sandbox, within the bounds of `template_limits`, so
-that a hostile one neither hangs a process nor takes its memory. Knows nothing of tokens
-or of OpenAI's API.
+Runs templates in Jinja's immutable sandbox, within the bounds of `template_limits`, so
+that a hostile template can neither hang a process nor exhaust its memory. Knows nothing
+about tokens or OpenAI's API.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _RENDER_ERRORS = (
     RecursionError,
     MemoryError,
 )
-# Errors of a text that is no template, or nested too deeply for one.
+# Errors of text that is not a template, or is nested too deeply.
 _COMPILE_ERRORS = (*_RENDER_ERRORS, SyntaxError)
 MAX_SOURCE_CHARS = 1 << 20
 TRIAL = (
@@ -39,14 +39,15 @@ TRIAL = (
     {"role": "assistant", "content": "Hello!"},
 )
 RESERVED_NAMES = frozenset({"messages", "tools", "add_generation_prompt"})
-# Names that templates test for null rather than whether they are there.
+# Variables that templates compare with null instead of testing whether they are
+# defined.
 _ALWAYS_THERE: dict[str, Any] = {"tools": None, "documents": None}
 
 
 class ChatTemplate:
     """One compiled template.
 
-    `variables` are the names that every rendering sees, such as `bos_token`.
+    `variables` are visible in every rendering, such as `bos_token`.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class ChatTemplate:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str | None:
-        """Render, and pass on an excess only: what else a template refuses is its own
-        affair, such as messages without a system prompt."""
+        """Render, and raise only if a bound is exceeded: a template may reject messages
+        for other reasons, such as a missing system prompt.
+        """
         try:
             return self._rendered(messages, add_generation_prompt=True, tools=tools)
         except TemplateTooExpensive:
@@ -98,12 +100,12 @@ class ChatTemplate:
         """Render a conversation.
 
         Args:
-            messages: in OpenAI's format; the template gets them in the form that it
-                wants (`MessageForm`).
-            variables: further names for the template.
+            messages: in OpenAI's format; converted to the form that the template
+                expects (`MessageForm`).
+            variables: further variables for the template.
 
         Raises:
-            ValueError: the template refuses the messages, or a variable is reserved.
+            ValueError: the template rejects the messages, or a variable is reserved.
         """
         reserved = sorted(RESERVED_NAMES & set(variables))
         if reserved:
@@ -152,7 +154,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson`, with the parameters that published templates use.
+    """The filter `tojson`, with the parameters used by published templates.
 
     Jinja's own filter escapes HTML characters, which models were not trained on.
     """

@@ -1,6 +1,6 @@
-"""Values that a file may hold: what each may be, and errors that name file and key.
+"""Checks values in files against tables, with errors that name file and key.
 
-Knows no format and no key: the tables are where they are read.
+Knows no formats or keys: the tables are next to their readers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ REQUIRED = object()
 
 
 class Key(NamedTuple):
-    """Admitted values of a key.
+    """Allowed values of a key.
 
     Fields:
         kind: int (4096.0 is one), float, bool, str, list or dict.
-        of: kind of a list's elements; None: any.
-        low, high: inclusive bounds of a number, or of a list's numbers.
-        default: for a key that is absent or null; REQUIRED: there is none.
+        of: kind of a list's elements, or None for any. low, high: inclusive bounds of a
+        number, or of a list's numbers.
+        default: value of a missing or null key, or REQUIRED.
     """
 
     kind: type
@@ -46,9 +46,9 @@ class ConfigValues:
     """Checked values of a JSON object.
 
     Args:
-        file: for errors.
-        keys: those that may be asked for.
-        where: prefix of the keys in errors, for an object inside the file.
+        file: name of the file, for errors.
+        keys: table of the known keys.
+        where: prefix of keys in errors, for an object inside the file.
     """
 
     def __init__(
@@ -65,13 +65,13 @@ class ConfigValues:
         self._where = where
 
     def get(self, name: str, *, default: Any = None) -> Any:
-        """Return a value of the kind that the table names, or its default.
+        """Return a value of the kind in the table, or its default.
 
         Args:
-            default: in place of the table's.
+            default: replaces the table's default.
 
         Raises:
-            ValueError: the value is missing, or not admitted; names file, key, value.
+            ValueError: the value is missing or not allowed; names file, key and value.
         """
         key = self._keys[name]
         value: Any = self._raw.get(name)
@@ -102,19 +102,21 @@ class ConfigValues:
                 raise self.error(f"{name}[{index}]", f"{rule}, got {shown(element)}")
 
     def wrong(self, name: str, rule: str) -> ValueError:
-        """The error for the value of `name`, which breaks `rule`."""
+        """Return the error for the value of `name`, which breaks `rule`."""
         return self.error(name, f"{rule}, got {shown(self._raw.get(name))}")
 
     def error(self, name: str, text: str) -> ValueError:
         return ValueError(f"{self._file}: {self._where}{name} {text}")
 
     def within(self, name: str, keys: Mapping[str, Key]) -> ConfigValues:
-        """The object in the value of `name`; empty where there is none."""
+        """Return the object in the value of `name`; empty if there is none."""
         raw = self.get(name) or {}
         return ConfigValues(self._file, raw, keys=keys, where=f"{self._where}{name}.")
 
     def integers(self, name: str, *, low: int, high: int) -> list[int]:
-        """A list of integers, or one of them; empty where there is none."""
+        """Return a list of integers, also from a single integer; empty if there is
+        none.
+        """
         value = self._raw.get(name)
         entries = value if isinstance(value, list) else [value]
         found = [entry for entry in entries if entry is not None]
@@ -127,5 +129,5 @@ class ConfigValues:
 
 def _is_of(value: Any, kind: type) -> bool:
     admitted = (int, float) if kind is float else kind
-    # For Python true is an integer, too.
+    # In Python true is also an integer.
     return isinstance(value, admitted) and (kind is bool or not isinstance(value, bool))

@@ -1,7 +1,7 @@
 """Incremental decoding of token ids to text, at a constant cost per token.
 
-Never emits a replacement character for a character that is not complete yet. Knows
-nothing of requests or stop strings.
+Never emits a replacement character for an incomplete character. Knows nothing about
+requests or stop strings.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.utils.token_bytes import TokenBytes
 
 REPLACEMENT = "\ufffd"
-# More tokens than one character spans: an invalid character after so many is final.
+# More tokens than one character spans: after this many, an invalid character is final.
 MAX_PENDING_TOKENS = 8
 
 
@@ -27,8 +27,8 @@ class _Decoder(Protocol):
 class IncrementalDetokenizer:
     """Decodes one growing output.
 
-    The pieces returned by `push` and the last one, by `finish`, join to the decoding of
-    all tokens at once. Special tokens are dropped where `skip_special_tokens` is set.
+    The pieces returned by `push` and finally `finish` join to the decoding of all
+    tokens at once. Special tokens are dropped if `skip_special_tokens` is set.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class IncrementalDetokenizer:
         self._dropped = tokenizer.special_ids if skip_special_tokens else frozenset()
 
     def push(self, token: int) -> str:
-        """Return the text that is final after `token`; may be empty."""
+        """Return the text that is final after `token`, which may be empty."""
         return self.push_many((token,))
 
     def push_many(self, tokens: Sequence[int]) -> str:
@@ -68,7 +68,7 @@ class _ByteDecoder:
 
 
 class _WindowDecoder:
-    """Decodes new tokens after some old ones, for decoders that depend on neighbours.
+    """Decodes new tokens after some old ones, for decoders that depend on neighbors.
 
     `_tokens[:_n_emitted]` is context whose text has been returned; the rest is pending.
     """

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 @lru_cache(maxsize=1)
 def cuda_device_count() -> int:
-    """Return the number of CUDA devices; 0 without a driver."""
+    """Return the number of CUDA devices, or 0 without a driver."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

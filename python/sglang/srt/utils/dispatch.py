@@ -1,7 +1,7 @@
-"""`Op` of `kv_canary.op`, after `SGLANG_NATIVE_KERNELS` was applied to it.
+"""`Op` from `kv_canary.op`, with `SGLANG_NATIVE_KERNELS` applied.
 
-Every op of the engine takes `Op` from here, so that the setting holds before the first
-call of any of them. Knows no op.
+All ops of the engine import `Op` from here, so the setting applies before the first
+call of any of them. Knows no ops.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Text of users in which the names of special tokens are mere text.
+"""Treats names of special tokens in user text as plain text.
 
-A prompt is one text, in which the control tokens of the template and whatever a user
-wrote look alike. Before the template runs, users' occurrences are marked; in the prompt
-a guard, one character, is in front of each. A text with guards is tokenized by a twin
-of the tokenizer that knows each special token under a secret name: what the template
-wrote is renamed, what users wrote is not. All else of the twin is the same, so that no
+In the text of a prompt, control tokens from the template and the same text from a user
+look alike. Before the template runs, users' occurrences are marked; in the prompt each
+is preceded by a guard, one character. A prompt with guards is tokenized by a twin of
+the tokenizer that knows each special token under a secret name: the template's
+occurrences are renamed, the users' are not. The twin is otherwise identical, so no
 other token changes.
 """
 
@@ -18,15 +18,15 @@ from typing import Any
 
 import tokenizers
 
-# A noncharacter: no text of the world holds it.
+# A noncharacter, which never occurs in text.
 GUARD = "\ufdd0"
 
 
 class EscapedTokens:
-    """The twin of `backend`.
+    """Encodes with a twin of `backend`.
 
     Raises:
-        ValueError: the vocabulary has no room for other names.
+        ValueError: the vocabulary has no room for new names.
     """
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
@@ -40,7 +40,7 @@ class EscapedTokens:
         _rename(form, self._names)
         try:
             self._users = re.compile(_pattern(special))
-            # A longer token that is not special wins over a special one within it.
+            # A longer ordinary token takes precedence over a special token inside it.
             known = _pattern(str(token.content) for token in added)
             self._all = re.compile(f"({GUARD}?)({known})|{GUARD}")
             self._backend = tokenizers.Tokenizer.from_str(json.dumps(form))
@@ -51,7 +51,9 @@ class EscapedTokens:
 
     @staticmethod
     def new_mark() -> str:
-        """Return a mark for one rendering: no text holds it, no filter changes it."""
+        """Return a mark for one rendering, which no text contains and no filter
+        changes.
+        """
         return uuid.uuid4().hex
 
     def marked(self, text: str, mark: str) -> str:
@@ -60,7 +62,9 @@ class EscapedTokens:
 
     @staticmethod
     def guarded(prompt: str, mark: str) -> str:
-        """Return a prompt with guards for marks; guards of clients are dropped."""
+        """Return a prompt with guards instead of marks; guards from clients are
+        dropped.
+        """
         return prompt.replace(GUARD, "").replace(mark, GUARD)
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -78,9 +82,10 @@ class EscapedTokens:
 
 
 def _pattern(texts: Iterable[str]) -> str:
-    """Return a pattern of the longest of `texts` at a place.
+    """Return a pattern that matches the longest of `texts` at a position.
 
-    It branches where texts do: a place costs the length of one text, not all of them.
+    It branches where the texts differ, so a position costs the length of one text
+    rather than all.
     """
     root: dict[str, Any] = {}
     for text in filter(None, texts):
@@ -101,7 +106,7 @@ def _branches(node: dict[str, Any]) -> str:
 
 
 def _rename(form: dict[str, Any], names: dict[str, str]) -> None:
-    """Rename tokens of a `tokenizer.json`; ids stay."""
+    """Rename tokens of a `tokenizer.json`, keeping their ids."""
     for token in form["added_tokens"]:
         if token["special"]:
             token["content"] = names[token["content"]]

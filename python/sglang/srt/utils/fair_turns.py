@@ -1,7 +1,7 @@
-"""Who is next where several clients share something: the one who has had least of it.
+"""Fair sharing between clients: the next client is the one who has had the least.
 
-Knows nothing of what is shared. The order depends on the calls alone, so that all ranks
-of an engine come to the same one.
+Knows nothing about what is shared. The order depends only on the calls, so all ranks of
+an engine agree on it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ Place = TypeVar("Place", bound=Hashable)
 
 
 class QueueFullError(Exception):
-    """As much of a client's work waits as may wait."""
+    """The client's waiting work has reached its limit."""
 
 
 class FairClock:
-    """What each client has had, on one scale.
+    """How much each client has had, on a common scale.
 
-    A client that comes or comes back starts level with the one that is served now:
-    idle time gives no credit, and leaving pays no debt.
+    A client that arrives or returns starts level with the one being served: idle time
+    gives no credit, and leaving pays no debt.
     """
 
     def __init__(self) -> None:
@@ -32,19 +32,20 @@ class FairClock:
         self._now = 0.0
 
     def had(self, client: str) -> float:
-        """What counts for `client`: the least is next."""
+        """Return how much `client` has had; the client with the least is next."""
         return max(self._had.get(client, 0.0), self._now)
 
     def charge(self, client: str, cost: float) -> None:
-        """Serve `client`, who is next, for `cost`."""
+        """Charge `client`, who is next, for `cost`."""
         self._now = self.had(client)
         self._had[client] = self._now + cost
         if len(self._had) > 2 * sum(had > self._now for had in self._had.values()):
             self._had = {c: had for c, had in self._had.items() if had > self._now}
 
     def next_of(self, clients: Iterable[str]) -> str | None:
-        """The client that has had least, the first of equals; None where there is
-        none."""
+        """Return the client that has had the least (the first of equals), or None
+        without clients.
+        """
         return min(clients, key=self.had, default=None)
 
 
@@ -58,23 +59,23 @@ class _Waiter(Generic[Place]):
 
 
 class FairTurns(Generic[Place]):
-    """Places that clients take in turns, weighted by the cost of what they do there.
+    """Places that clients use in turns, weighted by the cost of their work.
 
-    Belongs to one thread and starts no task, so that it outlives an event loop.
+    Belongs to one thread and starts no tasks, so it can outlive an event loop.
 
     Args:
-        places: each with the highest cost of a turn in it: a place for cheap turns is
+        places: the maximum cost of a turn in each place: a place for cheap turns is
             never held for long.
-        max_waiting: cost of the turns of one client that may wait.
+        max_waiting: maximum total cost of one client's waiting turns.
     """
 
     def __init__(self, places: dict[Place, float], *, max_waiting: int) -> None:
-        # Cheap turns leave the other places to those that need them.
+        # Cheap turns leave the other places to the turns that need them.
         self._places = dict(sorted(places.items(), key=lambda item: item[1]))
         self._free = set(places)
         self._max_waiting = max_waiting
         self._clock = FairClock()
-        # In order within each client, and the cost of all of them.
+        # Waiting turns in each client's order, and their total cost.
         self._waiters: dict[str, dict[_Waiter[Place], None]] = {}
         self._waiting: Counter[str] = Counter()
 
@@ -87,7 +88,7 @@ class FairTurns(Generic[Place]):
         """Wait for a place and hold it during the block.
 
         Raises:
-            QueueFullError: too much of the client's work waits.
+            QueueFullError: too much of the client's work is waiting.
         """
         place = await self._wait(client, cost)
         try:
@@ -115,7 +116,7 @@ class FairTurns(Generic[Place]):
             raise
 
     def _grant(self) -> None:
-        """Give the free places to those whose turn it is."""
+        """Give free places to the waiters whose turn it is."""
         for place, most in self._places.items():
             if place in self._free and (waiter := self._next(most)) is not None:
                 self._free.discard(place)
@@ -124,7 +125,7 @@ class FairTurns(Generic[Place]):
                 waiter.place.set_result(place)
 
     def _next(self, most: float) -> _Waiter[Place] | None:
-        """The waiter whose turn it is, of those that cost at most `most`."""
+        """Return the next waiter among those with a cost of at most `most`."""
         firsts = {
             client: first
             for client, waiters in self._waiters.items()

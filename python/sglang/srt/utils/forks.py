@@ -1,8 +1,8 @@
-"""Work spread over forked processes, for code that holds the interpreter lock.
+"""Spreads work over forked processes, for code that holds the interpreter lock.
 
-A fork has all that this process has, so that nothing is sent and nothing imported. It
-must not use a GPU, whose driver does not survive a fork, nor wait for a thread of this
-process, which it does not have.
+A fork has everything this process has, so nothing is sent or imported. It must not use
+a GPU, whose driver does not survive a fork, or wait for a thread of this process, which
+does not exist in the fork.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from functools import partial
 logger = logging.getLogger(__name__)
 
 _MOST = 32
-# Longer than any work here; a fork that hangs is ended then.
+# Longer than any work here; a fork that hangs is killed after this.
 PATIENCE_SECONDS = 120.0
 _PAUSE_SECONDS = 0.005
 _WORD = 4
@@ -28,10 +28,10 @@ _STDERR, _FIRST_OWN_FILE = 2, 3
 
 
 def in_processes(work: Callable[[int], object], count: int) -> None:
-    """Call `work(0)` to `work(count - 1)` in forks, as many as there are processors;
-    for what they leave on disk.
+    """Call `work(0)` to `work(count - 1)` in forks, one per processor, for their
+    effects on disk.
 
-    Failures are logged: the caller must be able to do without the work.
+    Failures are logged; the caller must be able to do without the work.
     """
     numbers, writer = os.pipe()
     running: set[int] = set()
@@ -50,15 +50,15 @@ def in_processes(work: Callable[[int], object], count: int) -> None:
 
 
 class BackgroundFork:
-    """One piece of work in a fork, for what it leaves on disk; its caller polls it.
+    """One piece of work in a fork, for its effects on disk; the caller polls it.
 
-    The fork has no file of this process but the standard streams.
+    The fork keeps no files of this process except the standard streams.
 
     Args:
-        patience: seconds after which a fork that still runs is ended.
+        patience: seconds after which a running fork is killed.
 
     Raises:
-        OSError: there can be no fork.
+        OSError: the process cannot fork.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class BackgroundFork:
         self._succeeded: bool | None = None
 
     def poll(self) -> bool | None:
-        """Whether the work succeeded; None while it runs."""
+        """Return whether the work succeeded, or None while it runs."""
         if self._succeeded is None:
             ended, status = os.waitpid(self._pid, os.WNOHANG)
             if ended:
@@ -79,7 +79,7 @@ class BackgroundFork:
         return self._succeeded
 
     def wait(self, timeout: float) -> bool | None:
-        """As `poll`, after at most `timeout` seconds of waiting."""
+        """Like `poll`, after waiting at most `timeout` seconds."""
         deadline = time.monotonic() + timeout
         while self.poll() is None and time.monotonic() < deadline:
             time.sleep(_PAUSE_SECONDS)
@@ -87,23 +87,25 @@ class BackgroundFork:
 
 
 def _fork(run: Callable[[], bool]) -> int:
-    """Run `run`, which returns whether it failed, in a fork; returns its id."""
+    """Call `run`, which returns whether it failed, in a fork; returns the process
+    id.
+    """
     with warnings.catch_warnings():
-        # Other threads exist; what they may hold is not used in the fork.
+        # Other threads exist; the fork does not use anything they may hold.
         warnings.simplefilter("ignore", DeprecationWarning)
         pid = os.fork()
     if pid:
         return pid
     failed = True
     try:
-        gc.disable()  # which may free memory of a GPU
+        gc.disable()  # which may free GPU memory
         failed = run()
     finally:
         os._exit(failed)
 
 
 def _take_turns(work: Callable[[int], object], numbers: int, writer: int) -> bool:
-    """Work until there are no more numbers; returns whether something failed."""
+    """Work until there are no more numbers; returns whether anything failed."""
     os.close(writer)
     failed = False
     while word := os.read(numbers, _WORD):

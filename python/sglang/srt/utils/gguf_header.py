@@ -1,7 +1,7 @@
-"""Header of a GGUF file: its values, and where its tensors lie.
+"""Reads the header of a GGUF file: its values and the locations of its tensors.
 
-Anybody may have written the file: every count and length is compared with what is left
-of it before anything is read. Knows nothing of models and of quantised blocks.
+The file is untrusted: every count and length is compared with the rest of the file
+before anything is read. Knows nothing about models or quantized blocks.
 
     | magic, version, counts | values | tensor infos | padding | tensor data ... |
     0                                                          data_start       size
@@ -30,10 +30,10 @@ _NUMBERS = {
 
 
 class GgufTensor(NamedTuple):
-    """A tensor's place.
+    """A tensor's location.
 
     Fields:
-        shape: outermost dimension first, as in torch (the file has it reversed).
+        shape: outermost dimension first, as in torch (reversed in the file).
         kind: number of the block format.
         offset: first byte of its data in the file.
     """
@@ -45,7 +45,7 @@ class GgufTensor(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GgufHeader:
-    """Values and tensors by name, in the file's order."""
+    """Values and tensors by name, in file order."""
 
     path: Path
     values: dict[str, Any]
@@ -53,16 +53,16 @@ class GgufHeader:
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a model path is a GGUF file; others are folders."""
+    """Whether a model path is a GGUF file rather than a folder."""
     return path.suffix == ".gguf"
 
 
 def read_gguf_header(path: Path) -> GgufHeader:
-    """Read values and places of tensors; no tensor data.
+    """Read values and tensor locations, but no tensor data.
 
     Raises:
-        ValueError: no such file, no GGUF file of a known version, or one that lies or
-            is cut off; names the file.
+        ValueError: the file is missing, not a GGUF file of a known version,
+            inconsistent or truncated; names the file.
     """
     try:
         with path.open("rb") as file:
@@ -75,7 +75,7 @@ def read_gguf_header(path: Path) -> GgufHeader:
 
 
 class _Cursor:
-    """Reads one value after the other."""
+    """Reads one value after another."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self._path = path
@@ -146,7 +146,7 @@ class _Cursor:
     def _array(self, key: str) -> list[Any]:
         kind, count = self._number("I"), self._number("Q")
         if kind == _STRING:
-            # Each has a length of eight bytes, so that no count can ask for more.
+            # Each has an eight-byte length, so that no count can ask for more.
             self._check_left(8 * count)
             return [self._text() for _ in range(count)]
         one = self._format(key, kind)

@@ -1,7 +1,7 @@
-"""The tokenizer in a GGUF file, as a `tokenizers.Tokenizer`.
+"""Builds a `tokenizers.Tokenizer` from a GGUF file.
 
-Reads two of the format's tokenizer models: `gpt2` (byte-level BPE with merges) and
-`llama` (SentencePiece BPE with scores). Reads no tensor.
+Supports two of the format's tokenizer models: `gpt2` (byte-level BPE with merges) and
+`llama` (SentencePiece BPE with scores). Does not read tensors.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ PREFIX = "tokenizer.ggml."
 TEMPLATE = "tokenizer.chat_template"
 TOOL_TEMPLATE = f"{TEMPLATE}.tool_use"
 SPACE = "\u2581"
-# Each of its parts is looked up; published ones have up to a hundred.
+# Each substring of a piece is looked up; published pieces have up to a hundred
+# characters.
 MAX_PIECE_CHARS = 1024
 INSTEAD = "name a folder with the model's tokenizer.json in --tokenizer-path"
 
@@ -40,9 +41,9 @@ class TokenType(IntEnum):
     BYTE = 6
 
 
-# Found in a text before anything else; the first two are special.
+# Matched in a text before anything else; the first two are special.
 _ADDED = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.USER_DEFINED)
-# Not made by merging.
+# Not produced by merges.
 _UNMERGED = (TokenType.CONTROL, TokenType.UNKNOWN, TokenType.BYTE)
 _SPECIAL_TOKENS = {
     "bos_token": "bos_token_id",
@@ -68,17 +69,17 @@ KEYS: dict[str, Key] = {
     **{PREFIX + key: _TOKEN_ID for key in _SPECIAL_TOKENS.values()},
     f"{PREFIX}add_bos_token": Key(bool),
     f"{PREFIX}add_eos_token": Key(bool, default=False),
-    # Of the format's default for `llama`.
+    # The format's default for `llama`.
     f"{PREFIX}add_space_prefix": Key(bool, default=True),
 }
 
 
 class GgufTokenizer:
-    """The values of a file that describe its tokenizer.
+    """The values in a file that describe its tokenizer.
 
     Raises:
-        ValueError: there is none, its model or pre-tokenizer is not known, a value is
-            not admitted, or its parts do not fit each other; names file and key.
+        ValueError: there is no tokenizer, its model or pre-tokenizer is unknown, a
+            value is not allowed, or its parts are inconsistent; names file and key.
     """
 
     def __init__(self, header: GgufHeader) -> None:
@@ -111,7 +112,7 @@ class GgufTokenizer:
         return backend
 
     def config(self) -> dict[str, Any]:
-        """The content that `tokenizer_config.json` would have."""
+        """The contents that `tokenizer_config.json` would have."""
         config: dict[str, Any] = {
             name: self.texts[token_id]
             for name, key in _SPECIAL_TOKENS.items()
@@ -136,7 +137,7 @@ class GgufTokenizer:
 
     @property
     def tool_template(self) -> str | None:
-        """The template of chats with tools, where there is another one for them."""
+        """The template for chats with tools, if there is a separate one."""
         return self._template(TOOL_TEMPLATE)
 
     def _template(self, key: str) -> str | None:
@@ -145,17 +146,17 @@ class GgufTokenizer:
 
     @property
     def has_space_prefix(self) -> bool:
-        """Whether a space is put before a text."""
+        """Whether a space is added before a text."""
         return bool(self._get("add_space_prefix"))
 
     @property
     def unknown(self) -> str | None:
-        """The token of what has no other."""
+        """The token for anything without a token."""
         token_id = self._token_id("unknown_token_id")
         return None if token_id is None else self.texts[token_id]
 
     def words(self) -> Words:
-        """How the tokenizer cuts words."""
+        """How the tokenizer splits words."""
         name = self._get("pre")
         if name in (None, "default"):
             architecture = self._values.get("general.architecture")
@@ -169,7 +170,7 @@ class GgufTokenizer:
         return WORDS[name]
 
     def merges(self) -> Iterator[tuple[str, str]]:
-        """Two pieces with a space between, which may begin with one."""
+        """Pairs of pieces separated by a space; a piece may begin with a space."""
         for number, merge in enumerate(self._get("merges")):
             left, space, right = merge[1:].partition(" ")
             if not space or not right:
@@ -180,8 +181,7 @@ class GgufTokenizer:
             yield merge[:1] + left, right
 
     def scored_merges(self) -> list[tuple[str, str]]:
-        """All pairs of pieces that make a piece, the one with the highest score
-        first."""
+        """All pairs of pieces that form a piece, highest score first."""
         scores = self._per_token("scores")
         if scores is None:
             raise self._error("scores", "is missing")
@@ -207,7 +207,7 @@ class GgufTokenizer:
         return [(texts[left], texts[right]) for _, left, right in ranked]
 
     def bpe(self, merges: Iterable[tuple[str, str]], **options: Any) -> models.BPE:
-        """The vocabulary with its merges."""
+        """Build the vocabulary with its merges."""
         vocab = {text: token_id for token_id, text in enumerate(self.texts)}
         try:
             return models.BPE(vocab, list(merges), **options)
@@ -218,14 +218,14 @@ class GgufTokenizer:
         token_id: int | None = self._get(key)
         if token_id is None or token_id < len(self.texts):
             return token_id
-        if key not in _NEEDED_IDS:  # of templates alone, and often wrong
+        if key not in _NEEDED_IDS:  # used only by templates, and often wrong
             return None
         raise self._error(
             key, f"is {token_id}; {PREFIX}tokens has {len(self.texts)} elements"
         )
 
     def _per_token(self, name: str) -> list[Any] | None:
-        """An array with one element for each token."""
+        """Return an array with one element per token."""
         values: list[Any] | None = self._get(name)
         if values is not None and len(values) != len(self.texts):
             raise self._error(
@@ -258,7 +258,7 @@ def _byte_level(given: GgufTokenizer) -> tokenizers.Tokenizer:
 
 
 def _sentence_pieces(given: GgufTokenizer) -> tokenizers.Tokenizer:
-    """Spaces are letters of pieces."""
+    """Configure SentencePiece pieces, in which spaces are ordinary characters."""
     backend = tokenizers.Tokenizer(
         given.bpe(
             given.scored_merges(),

@@ -1,8 +1,8 @@
-"""How tokenizers cut text into words, by the name in `tokenizer.ggml.pre` of a file.
+"""How tokenizers split text into words, by the name in a file's `tokenizer.ggml.pre`.
 
-The patterns are facts of published `tokenizer.json` files. A name that is not here is
-refused: a guess would split words where the model never saw them split. Texts are not
-normalised (Unicode NFC), as other readers of the format leave them.
+The patterns are facts from published `tokenizer.json` files. Unknown names are
+rejected, because a guess would split words where the model never saw them split. Like
+in other readers of the format, texts are not normalized (Unicode NFC).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Of GPT-4 and its relatives, apart from how they cut letters and digits.
+# GPT-4 and its relatives, except for how they split letters and digits.
 _ENDINGS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -18,7 +18,7 @@ _LETTERS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
 _UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _BEFORE = r"[^\r\n\p{L}\p{N}]?"
 _HAN_AND_MORE = r"[一-龥ࠀ-一가-퟿]+"
-# Letters with case, as DeepSeek's tokenizer lists them.
+# Letters with case, as listed by DeepSeek's tokenizer.
 _CASED = (
     "A-Za-z\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293"
     "\u0295-\u02af\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a"
@@ -39,13 +39,13 @@ _CASED = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Words:
-    """How a byte-level BPE tokenizer cuts a text.
+    """How a byte-level BPE tokenizer splits a text.
 
     Fields:
-        patterns: regular expressions, one after the other; each match is a piece.
-        ignore_merges: a piece that is in the vocabulary is one token, whatever the
-            merges would make of it.
-        adds_bos: whether prompts begin with BOS in a file that does not say.
+        patterns: regular expressions applied one after another; each match is a piece.
+        ignore_merges: whether a piece in the vocabulary is one token, regardless of the
+            merges.
+        adds_bos: whether prompts begin with BOS if the file does not say.
     """
 
     patterns: tuple[str, ...]
@@ -78,7 +78,9 @@ _QWEN35 = Words(
 
 
 def _by_case(ending: str, digits: str) -> str:
-    """Words of upper-case letters, then lower-case ones (GPT-4o, Mistral's Tekken)."""
+    """Return the pattern for words of upper-case, then lower-case letters (GPT-4o,
+    Mistral's Tekken).
+    """
     return "|".join(
         (
             f"{_BEFORE}{_UPPER}*{_LOWER}+{ending}",
@@ -104,7 +106,7 @@ _DEEPSEEK_V3 = Words(
 WORDS: dict[str, Words] = {
     "command-r": _SINGLE_DIGITS,
     "dbrx": _CL100K,
-    # Of files whose writer did not know better; a pre-tokenizer like Falcon's.
+    # For files whose writer did not know the name; a pre-tokenizer like Falcon's.
     "default": Words(
         patterns=(r"[\p{P}$+<=>^|~]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]")
     ),
@@ -138,5 +140,5 @@ WORDS: dict[str, Words] = {
     "starcoder": _SINGLE_DIGITS,
     "tekken": _TEKKEN,
 }
-# Of files without a name, or with `default`, by architecture, where a family has one.
+# For files without a name or with `default`, by architecture, if the family has one.
 FAMILY_WORDS = {"qwen2": "qwen2", "qwen3": "qwen2"}

@@ -12,7 +12,8 @@ def hash_string(text: str) -> int:
 
 
 def digest(text: str) -> str:
-    """Return 128 bits of blake2b of `text` as hexadecimal digits: its name where the
-    text itself may be large."""
+    """Return 128 bits of blake2b of `text` in hexadecimal, as a name for a text that
+    may be large.
+    """
     data = text.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(data, digest_size=16).hexdigest()

@@ -1,7 +1,7 @@
 """A tokenizer read from a checkpoint folder: text to ids, ids to text, chat template.
 
 Built on `tokenizers`; transformers is imported only for folders without a
-`tokenizer.json`. Knows nothing of requests.
+`tokenizer.json`. Knows nothing about requests.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from sglang.srt.utils.token_bytes import TokenBytes
 
 CONFIG = "tokenizer_config.json"
 PROCESSOR_TEMPLATE = "chat_template.json"
-# Ids beyond it would be tables of gigabytes.
+# Larger ids would need tables of gigabytes.
 MAX_VOCAB_SIZE = 1 << 24
-# Vocabularies that transformers converts.
+# Vocabulary files that transformers can convert.
 OLDER_FORMATS = (
     *("tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "tiktoken.model"),
     *("vocab.json", "vocab.txt", "added_tokens.json"),
@@ -37,21 +37,21 @@ LISTED_TOKENS = ("additional_special_tokens", "extra_special_tokens")
 
 
 class Tokenizer:
-    """Encodes and decodes as the checkpoint's own tokenizer does.
+    """Encodes and decodes like the checkpoint's own tokenizer.
 
     Args:
-        escape_special_tokens: `encode` looks at the guards of `escaped_tokens`.
+        escape_special_tokens: whether `encode` handles the guards of `escaped_tokens`.
 
     Attributes:
-        name: its folder, for messages.
+        name: folder of the tokenizer, for messages.
         vocab_size: ids are in `[0, vocab_size)`; a model may pad its own.
-        bos_token_id, eos_token_id: None where the folder names none.
+        bos_token_id, eos_token_id: ids, or None if the folder has none.
         special_ids, special_texts: tokens that `skip_special_tokens` drops.
-        chat_template: None where the folder has none. Chats with tools have one of
-            their own in some folders.
+        chat_template: the template, or None if the folder has none. Some folders have a
+            separate one for chats with tools.
         token_bytes_table: bytes of each token, or None (see `TokenBytes`).
-        max_token_chars: characters of the longest token.
-        escaped_tokens: None without `escape_special_tokens`.
+        max_token_chars: number of characters in the longest token.
+        escaped_tokens: the escaping tokenizer, or None without `escape_special_tokens`.
     """
 
     def __init__(
@@ -108,16 +108,16 @@ class Tokenizer:
 
     @property
     def tokenizer_json(self) -> str:
-        """The tokenizer as the text of a `tokenizer.json`."""
+        """The tokenizer as the contents of a `tokenizer.json`."""
         return str(self._backend.to_str())
 
     def portable(self) -> dict[str, Any]:
-        """Return all of it as JSON, for another process."""
+        """Return everything as JSON, for another process."""
         return {"backend": self.tokenizer_json, **self._made_with}
 
     @classmethod
     def from_portable(cls, portable: Mapping[str, Any]) -> Tokenizer:
-        """Make a tokenizer equal to the one of `portable`."""
+        """Create a tokenizer from the result of `portable`."""
         backend, options = portable["backend"], dict(portable)
         del options["backend"]
         return cls(tokenizers.Tokenizer.from_str(backend), **options)
@@ -127,7 +127,7 @@ class Tokenizer:
     ) -> list[int]:
         """Tokenize `text`, with the special tokens that the checkpoint adds.
 
-        `in_thread`: releases the interpreter lock; worth its cost for long texts.
+        `in_thread` releases the interpreter lock, which pays off for long texts.
         """
         around = add_special_tokens and self._add_bos is None
         if self.escaped_tokens is not None and GUARD in text:
@@ -161,13 +161,13 @@ class Tokenizer:
         )
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes of one token; a special token's are its name."""
+        """Return the bytes of one token; for a special token, its name."""
         if self.token_bytes_table is not None:
             return self.token_bytes_table.get(token_id)
         return self.decode([token_id], skip_special_tokens=False).encode()
 
     def token_text(self, token_id: int) -> str:
-        """Return the text of one token by itself; U+FFFD for a part of a character."""
+        """Return the text of a single token, with U+FFFD for part of a character."""
         return self.token_bytes(token_id).decode(errors="replace")
 
     def apply_chat_template(
@@ -178,12 +178,12 @@ class Tokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> str:
-        """Render a conversation in the format that the model was trained on.
+        """Render a conversation in the format the model was trained on.
 
-        `variables` are further names that the template may use.
+        `variables` are further variables for the template.
 
         Raises:
-            ValueError: no template, or the template refuses the messages.
+            ValueError: there is no template, or the template rejects the messages.
         """
         template = self._tool_template if tools else self.chat_template
         if template is None:
@@ -208,11 +208,11 @@ def load_tokenizer(
     """Read the tokenizer of a folder (or hub name) or of a GGUF file.
 
     Args:
-        chat_template: jinja source that replaces the model's own.
-        escape_special_tokens: as of `Tokenizer`.
+        chat_template: Jinja source that replaces the model's own template.
+        escape_special_tokens: as in `Tokenizer`.
 
     Raises:
-        ValueError: no tokenizer there, or a broken file; names the path.
+        ValueError: there is no tokenizer, or a file is broken; names the path.
     """
     folder = Path(path)
     if not folder.is_dir():
@@ -246,8 +246,8 @@ def _read_backend(folder: Path) -> tokenizers.Tokenizer:
         return _convert_with_transformers(folder)
     try:
         return tokenizers.Tokenizer.from_file(str(file))
-    # The library raises bare Exception for a broken file, and panics for some: an error
-    # that is no Exception.
+    # For a broken file the library raises bare Exception, or panics with an error that
+    # does not derive from Exception.
     except BaseException as error:
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise
@@ -269,7 +269,7 @@ def _load_from_gguf(
 
 
 def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
-    """Read other formats (SentencePiece, WordPiece); needs a slow import."""
+    """Read other formats (SentencePiece, WordPiece); requires a slow import."""
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
@@ -280,7 +280,7 @@ def _convert_with_transformers(folder: Path) -> tokenizers.Tokenizer:
     try:
         loaded = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
         return tokenizers.Tokenizer.from_str(loaded.backend_tokenizer.to_str())
-    except Exception as error:  # any of transformers' many error types
+    except Exception as error:  # one of transformers' many error types
         raise ValueError(
             f"{folder} has no tokenizer that can be read: {_one_line(error)}"
         ) from error
@@ -291,7 +291,7 @@ def _one_line(error: BaseException) -> str:
 
 
 def _read_config(file: Path) -> dict[str, Any]:
-    """The content of `tokenizer_config.json`; empty where there is none."""
+    """Return the contents of `tokenizer_config.json`; empty if there is none."""
     config = read_json_object(file) if file.is_file() else {}
     for name in ("add_bos_token", "add_eos_token"):
         if not isinstance(config.get(name), bool | None):
@@ -306,7 +306,7 @@ def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
     if file.is_file():
         return read_text_file(file)
     template = _configured_template(folder / CONFIG, config, DEFAULT_TEMPLATE)
-    # Older multimodal checkpoints keep it beside their processor's configuration.
+    # Older multimodal checkpoints keep it next to their processor's configuration.
     file = folder / PROCESSOR_TEMPLATE
     if template is None and file.is_file():
         template = _configured_template(file, read_json_object(file), DEFAULT_TEMPLATE)
@@ -314,7 +314,7 @@ def _read_chat_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _read_tool_template(folder: Path, config: Mapping[str, Any]) -> str | None:
-    """Read the template for chats with tools, where there is another one for them."""
+    """Read the template for chats with tools, if there is a separate one."""
     file = folder / "additional_chat_templates" / f"{TOOL_TEMPLATE}.jinja"
     if file.is_file():
         return read_text_file(file)
@@ -326,7 +326,9 @@ def _read_tool_template(folder: Path, config: Mapping[str, Any]) -> str | None:
 def _configured_template(
     file: Path, config: Mapping[str, Any], name: str
 ) -> str | None:
-    """The template of the configuration in `file`: the only one, or that of `name`."""
+    """Return the template in the configuration `file`: the only one, or the one called
+    `name`.
+    """
     template = config.get("chat_template")
     if isinstance(template, list):  # several named templates
         named = [entry for entry in template if isinstance(entry, dict)]
@@ -339,8 +341,9 @@ def _configured_template(
 
 
 def _template_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the special tokens that templates see by name: every `..._token` of the
-    configuration and of its groups, and the lists of tokens without names."""
+    """Return the special tokens that templates see by name: every `..._token` in the
+    configuration and its groups, and the lists of unnamed tokens.
+    """
     groups = [config.get(name) for name in NAMED_TOKENS]
     named = {
         name: _token_text(entry)
@@ -357,7 +360,7 @@ def _template_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _token_text(entry: Any) -> str | None:
-    """Return a special token's text from a string or an object with `content`."""
+    """Return the text of a special token from a string or an object with `content`."""
     if isinstance(entry, dict):
         entry = entry.get("content")
     return entry if isinstance(entry, str) else None

@@ -1,4 +1,4 @@
-"""Text and JSON that anybody may have written: files that a user names, and flags."""
+"""Reads untrusted text and JSON: files named by users, and flags."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ def read_text_file(file: Path, *, max_bytes: int = MAX_BYTES) -> str:
     """Read a file of UTF-8 text.
 
     Raises:
-        ValueError: no such file, a pipe or a device, too large, or not UTF-8; names the
-            file.
+        ValueError: the file does not exist, is a pipe or device, is too large or not
+            UTF-8; names the file.
     """
     try:
-        # A pipe or a device would never end.
+        # A pipe or a device might never end.
         if not file.is_file():
             reason = "is not a regular file" if file.exists() else "no such file"
             raise ValueError(f"{file}: {reason}")
@@ -36,28 +36,29 @@ def read_text_file(file: Path, *, max_bytes: int = MAX_BYTES) -> str:
 
 
 def read_json(file: Path) -> Any:
-    """Read a file that holds one JSON value.
+    """Read a file that contains one JSON value.
 
     Raises:
-        ValueError: as `read_text_file`, or not JSON; names the file.
+        ValueError: as in `read_text_file`, or not JSON; names the file.
     """
     return parse_json(read_text_file(file), where=str(file))
 
 
 def read_json_object(file: Path) -> dict[str, Any]:
-    """Read a file that holds one JSON object; of a repeated key the last value counts.
+    """Read a file that contains one JSON object; the last value of a repeated key
+    counts.
 
     Raises:
-        ValueError: as `read_json`, or another kind of value; names the file.
+        ValueError: as in `read_json`, or not an object; names the file.
     """
     return _object(read_json(file), where=str(file))
 
 
 def parse_json_object(text: str, *, where: str) -> dict[str, Any]:
-    """Parse one JSON object. `where` is the file or flag that it is from, for errors.
+    """Parse one JSON object. `where` is its file or flag, for errors.
 
     Raises:
-        ValueError: not JSON, or another kind of value; begins with `where`.
+        ValueError: not JSON, or not an object; begins with `where`.
     """
     return _object(parse_json(text, where=where), where=where)
 
@@ -66,7 +67,7 @@ def parse_json(text: str, *, where: str) -> Any:
     """Parse one JSON value; `where` as in `parse_json_object`.
 
     Raises:
-        ValueError: not JSON, nested too deeply, or a number of thousands of digits;
+        ValueError: not JSON, nested too deeply, or a number has thousands of digits;
             begins with `where`.
     """
     try:
@@ -78,7 +79,7 @@ def parse_json(text: str, *, where: str) -> Any:
 
 
 def shown(value: object) -> str:
-    """A value as errors quote it: on one line, and not for ever."""
+    """Return a value for error messages, on one line of bounded length."""
     try:
         return clipped(json.dumps(value, default=repr), MAX_QUOTED_CHARS)
     except RecursionError:

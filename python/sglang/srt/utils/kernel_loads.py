@@ -1,9 +1,9 @@
-"""Which Triton kernels this process loads, and a warning where one comes late.
+"""Counts the Triton kernels this process loads, and warns about late ones.
 
-Triton compiles a kernel, or reads it from its cache on disk, when a launch first asks
-for one of its variants, and loads it with that launch, while everything else waits. A
-variant is made of compile-time constants, dtypes, the alignment of addresses, and the
-integers that are 1 or multiples of 16; so a launch with other numbers can be a new one.
+When a launch first needs a variant of a kernel, Triton compiles it or reads it from its
+disk cache, and loads it, while everything else waits. A variant is determined by
+compile-time constants, dtypes, alignment of addresses, and which integers are 1 or
+multiples of 16, so a launch with different numbers can need a new variant.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 class KernelLoads:
-    """Counts the variants that are loaded from `start` until `stop`.
+    """Counts the variants loaded between `start` and `stop`.
 
     Args:
-        warns: say in the log which kernels come, each name once.
+        warns: whether to log the name of each loaded kernel once.
 
     Attributes:
-        names: how many variants of each kernel.
+        names: number of variants of each kernel.
     """
 
     def __init__(self, *, warns: bool = False) -> None:
@@ -31,12 +31,12 @@ class KernelLoads:
 
     @property
     def total(self) -> int:
-        """Variants so far."""
+        """Number of variants so far."""
         return self.names.total()
 
     def start(self) -> None:
-        """Count from now on, beside whoever else does."""
-        # Where nothing runs on a GPU, nobody pays for the import.
+        """Start counting, in addition to other counters."""
+        # If nothing runs on a GPU, the import is avoided.
         import triton
 
         triton.knobs.runtime.kernel_load_end_hook.add(self._on_load)

@@ -1,10 +1,9 @@
-"""Compiles the kernels of a piece of work in parallel, before the work is done.
+"""Compiles the kernels of a piece of work in parallel before the work is done.
 
-The work is run once without them: a launch of a kernel that is not there yet is noted
-and left out, and memory that it would have filled holds zeros. What was noted is then
-compiled by many processes into Triton's cache on disk, where the work, when it is done
-in earnest, finds it. A machine that has compiled a configuration keeps a mark of it
-beside the kernels, and leaves this out.
+The work is run once without them: launches of missing kernels are noted and skipped,
+and memory that they would have filled contains zeros. Many processes then compile the
+noted kernels into Triton's disk cache, where the real run finds them. A machine that
+has compiled a configuration stores a mark next to the kernels, and skips this.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _UNFILLED = {
 
 
 class _Job(NamedTuple):
-    """A variant of a kernel, as Triton's compiler takes it."""
+    """A variant of a kernel, as input for Triton's compiler."""
 
     kernel: Any
     signature: dict[str, Any]
@@ -48,7 +47,9 @@ class _Job(NamedTuple):
 
 
 class _Zeroed(TorchDispatchMode):
-    """Fills all new memory: an index that a kernel did not write is 0, which exists."""
+    """Fills all new memory with zeros, so that an index that no kernel wrote is
+    valid.
+    """
 
 
 def _run_zeroed(
@@ -58,13 +59,13 @@ def _run_zeroed(
     return result.zero_() if func in _UNFILLED else result
 
 
-# Not in the class, whose own method PyTorch would hide from its compiler: that imports
-# the compiler, which takes seconds.
+# Not in the class: PyTorch would hide the class's own method from its compiler, which
+# imports the compiler and takes seconds.
 _Zeroed.__torch_dispatch__ = _run_zeroed  # type: ignore[assignment, method-assign]
 
 
 class _LeftOut:
-    """A kernel that is noted already: its launches do nothing."""
+    """A kernel that is already noted; its launches do nothing."""
 
     function = packed_metadata = None
 
@@ -77,7 +78,7 @@ class _LeftOut:
 
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
-    """Scope of work whose results nobody uses; its kernels are compiled at the end."""
+    """Scope of work whose results are unused; its kernels are compiled at the end."""
     import triton
 
     runtime = triton.knobs.runtime
@@ -90,7 +91,7 @@ def compiled_ahead() -> Iterator[None]:
         kernels = fn.jit_function.device_caches[compile["device"]][0]
         kernels[key] = _LeftOut()  # for the next launches; the hook is slow
         noted.append((kernels, key))
-        return True  # which leaves the launch out
+        return True  # which skips the launch
 
     runtime.jit_cache_hook = note
     began = time.perf_counter()
@@ -133,7 +134,7 @@ def _compile(jobs: Sequence[_Job]) -> None:
             job.kernel, job.signature, job.constants, job.attributes
         )
         made = job.kernel.compile(source, target=target, options=job.options)
-        # Up to Triton 3.6 a C compiler builds what hands over the arguments.
+        # Up to Triton 3.6 a C compiler builds the argument launcher.
         driver.active.launcher_cls(made.src, made.metadata)
 
     in_processes(compile_one, len(jobs))
@@ -142,7 +143,7 @@ def _compile(jobs: Sequence[_Job]) -> None:
 
 
 def code_of(packages: Sequence[str]) -> str:
-    """A digest of the Python code of `packages`."""
+    """Return a digest of the Python code of `packages`."""
     digest = hashlib.sha256()
     for name in packages:
         found = find_spec(name)
@@ -154,11 +155,11 @@ def code_of(packages: Sequence[str]) -> str:
 
 
 class CompiledMark:
-    """Remembers, beside the compiled kernels, that those of a configuration are there.
+    """Marks, next to the compiled kernels, that a configuration's kernels are there.
 
     Args:
-        configuration: all that decides which kernels are used, as JSON has it.
-        packages: whose code has the kernels and chooses among them.
+        configuration: JSON value of everything that decides which kernels are used.
+        packages: packages whose code contains the kernels and chooses among them.
     """
 
     def __init__(
@@ -177,7 +178,7 @@ class CompiledMark:
         return self._path.exists()
 
     def set(self) -> None:
-        """Set it; a folder that cannot be written keeps none."""
+        """Set the mark; does nothing if the folder cannot be written."""
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._path.touch()

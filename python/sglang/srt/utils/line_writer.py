@@ -1,4 +1,6 @@
-"""Text to a descriptor that may be full, blocked or gone; nobody ever waits for it."""
+"""Writes text to a descriptor that may be full, blocked or gone, without ever blocking
+callers.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,23 @@ from functools import partial
 MAX_PENDING_BYTES = 1 << 20
 MAX_PIECE_BYTES = 128 << 10
 EXIT_SECONDS = 1.0
-# Between two attempts at a descriptor that is not ready and was set not to block.
+# Seconds between attempts to write to a non-blocking descriptor that is not ready.
 RETRY_SECONDS = 0.05
 DATE_FORMAT = "%Y-%m-%d %H:%M:%S"
 
-# Writes a beginning of the bytes and returns its length.
+# Writes a prefix of the bytes and returns its length.
 Sink = Callable[[bytes], int]
 
 
 class LineWriter:
     """A queue of text and the thread that writes it.
 
-    `write` neither blocks nor raises. Lines that the sink refuses (a full disk, a
-    closed pipe), or for which the queue has no room (a pipe that nobody reads), are
-    counted; once it takes text again, a line says how many are missing.
+    `write` neither blocks nor raises. Lines that the sink rejects (a full disk, a
+    closed pipe) or that do not fit in the queue (a pipe without a reader) are counted;
+    once it accepts text again, a line says how many are missing.
 
     Args:
-        sink: may block, or raise OSError.
+        sink: writes bytes; may block or raise OSError.
     """
 
     def __init__(self, sink: Sink, *, max_bytes: int = MAX_PENDING_BYTES) -> None:
@@ -44,10 +46,10 @@ class LineWriter:
         os.register_at_fork(after_in_child=self._reset)
 
     def _reset(self) -> None:
-        """Begin empty, as in a forked child: the parent writes what was pending."""
+        """Start empty, as in a forked child: the parent writes what was pending."""
         # Reentrant: a finalizer may log while its thread is in here.
         self._changed = threading.Condition(threading.RLock())
-        # Pieces, with the number of lines that are lost where one is not written.
+        # Pieces, with the number of lines lost if one is not written.
         self._pending: deque[tuple[bytes, int]] = deque()
         self._pending_bytes = 0
         self._dropped = 0
@@ -58,7 +60,7 @@ class LineWriter:
         return cls(partial(os.write, descriptor))
 
     def write(self, text: str) -> None:
-        """Queue whole lines; a piece beyond `MAX_PIECE_BYTES` is cut."""
+        """Queue whole lines; a piece beyond `MAX_PIECE_BYTES` is truncated."""
         data = text.encode(errors="backslashreplace")
         lines = max(data.count(b"\n"), 1)
         if len(data) > MAX_PIECE_BYTES:
@@ -72,12 +74,14 @@ class LineWriter:
             self._queue(data, lines)
 
     def flush(self, seconds: float) -> bool:
-        """Wait until everything is written or given up; False after `seconds`."""
+        """Wait until everything is written or dropped; returns False after
+        `seconds`.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: not self._pending_bytes, seconds)
 
     def _queue_notice(self) -> None:
-        """Say, in place of the lines that were dropped here, how many there were."""
+        """Queue a line that says how many lines were dropped here."""
         if self._dropped:
             text = f"WARNING {self._dropped} log line(s) were dropped"
             notice = f"[{time.strftime(DATE_FORMAT)}] {text}\n".encode()
@@ -91,7 +95,8 @@ class LineWriter:
             thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # none can be started just now: the next line tries
+            except RuntimeError:  # no thread can be started now; the next line tries
+                # again
                 return
             self._thread = thread
         self._changed.notify_all()
@@ -128,10 +133,10 @@ class LineWriter:
 
 
 class LineStream(io.TextIOBase):
-    """A text stream in front of a `LineWriter`; passes on whole lines.
+    """A text stream that passes whole lines to a `LineWriter`.
 
     Args:
-        descriptor: of the file that the writer writes to, for `fileno`.
+        descriptor: descriptor of the writer's file, for `fileno`.
     """
 
     encoding = "utf-8"
@@ -150,7 +155,7 @@ class LineStream(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Pass on a line that has no end yet; does not wait."""
+        """Pass on an unfinished line, without waiting."""
         with self._lock:
             part, self._part = self._part, ""
             if part:
@@ -170,7 +175,7 @@ _WRITERS: list[LineWriter] = []
 
 
 def flush_all(seconds: float = EXIT_SECONDS) -> None:
-    """Wait for all writers of this process, `seconds` at most: before it ends."""
+    """Wait at most `seconds` for all writers of this process, before it exits."""
     deadline = time.monotonic() + seconds
     for writer in _WRITERS:
         writer.flush(max(deadline - time.monotonic(), 0.0))

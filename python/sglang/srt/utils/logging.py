@@ -1,4 +1,4 @@
-"""The log of every process of the engine: its format, and what it may cost."""
+"""The log of every engine process: its format and its limits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ REPEAT_SECONDS = 60.0
 
 
 def configure_logging(level: str) -> None:
-    """Send the loggers of engine and canary, and uvicorn's warnings, to stderr in one
-    format, in a process of the engine's own.
+    """In the engine's own processes, send the loggers of engine and canary and
+    uvicorn's warnings to stderr in one format.
 
     Args:
-        level: a value of `--log-level`. Calling again changes the level only.
+        level: a value of `--log-level`. Further calls change only the level.
     """
     loggers = [logging.getLogger(name) for name in ROOTS]
     if not loggers[0].handlers:
@@ -36,8 +36,8 @@ def configure_logging(level: str) -> None:
 
 
 def configure_embedded_logging(level: str) -> None:
-    """Log inside a host application: through its own handlers where it has some, to
-    stderr until then.
+    """Log inside a host application: through its own handlers if it has any, otherwise
+    to stderr.
 
     Args:
         level: as in `configure_logging`.
@@ -45,7 +45,7 @@ def configure_embedded_logging(level: str) -> None:
     open_missing_descriptors()
     if not any(logging.getLogger(name).handlers for name in ROOTS):
         handler = _handler()
-        # Looked at per record: a host may configure its logging later.
+        # Checked for each record, because a host may configure its logging later.
         handler.addFilter(lambda record: not logging.getLogger().handlers)
         for name in ROOTS:
             logging.getLogger(name).addHandler(handler)
@@ -65,15 +65,16 @@ def _set_levels(level: str) -> None:
 
 @dataclass(slots=True)
 class _Repeats:
-    """Lines of one place in the code since `began`."""
+    """Number of lines from one place in the code since `began`."""
 
     began: float
     count: int = 0
 
 
 class LimitedHandler(logging.StreamHandler):  # type: ignore[type-arg]
-    """Writes at most `REPEATS` warnings or errors of one place in the code per
-    `REPEAT_SECONDS`; the others are counted, and the count is written."""
+    """Writes at most `REPEATS` warnings or errors from one place in the code per
+    `REPEAT_SECONDS`; the others are counted, and the count is written.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import ctypes
 
-# Of glibc's malloc.h.
+# From glibc's malloc.h.
 _M_TRIM_THRESHOLD = -1
 _M_MMAP_THRESHOLD = -3
 LARGE_BYTES = 256 * 1024
 
 
 def return_large_blocks() -> None:
-    """Have large blocks go back to the system as soon as they are freed.
+    """Return large blocks to the system as soon as they are freed.
 
-    By itself glibc raises the size from which it maps blocks with each one that is
-    freed, up to 32 MB; smaller ones then leave holes in its heap for good. Other C
-    libraries know no such setting, and nothing is changed.
+    By default glibc raises its mapping threshold with each freed block, up to 32 MB;
+    smaller blocks then leave permanent holes in its heap. Does nothing with other C
+    libraries, which have no such setting.
     """
     set_option = getattr(ctypes.CDLL(None), "mallopt", None)
     if set_option is not None:

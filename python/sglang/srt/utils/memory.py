@@ -14,9 +14,10 @@ _MEMINFO = Path("/proc/meminfo")
 _CGROUP_MAX = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_CURRENT = Path("/sys/fs/cgroup/memory.current")
 _HUGE_PAGE_BYTES = 2 << 20
-# Of `madvise`, without a name before Python 3.14.
+# Advice for `madvise`; has no name before Python 3.14.
 _POPULATE_WRITE = 23
-# Bytes that `HostBlocks` allocates at once: while it copies, there are two of each.
+# Bytes that `HostBlocks` allocates at once; while it copies, there are two of each
+# block.
 _BLOCK_BYTES = 32 << 20
 _LINE_BYTES = 64
 
@@ -39,7 +40,8 @@ def available_device_bytes(device: str) -> int:
 
 
 def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Allocate zeros on the CPU, in huge pages if they are large and available.
+    """Allocate zeros on the CPU, in huge pages if the size is large and they are
+    available.
 
     Scattered reads of ordinary pages cost a page walk each.
 
@@ -50,15 +52,15 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
     if size < _HUGE_PAGE_BYTES or advice is None:
         return torch.zeros(shape, dtype=dtype)
-    # The tensor keeps the mapping, which is zeros. It need not begin at a huge page.
+    # The tensor keeps the zeroed mapping alive, which need not begin at a huge page.
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     mapping = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=private)
-    with suppress(OSError):  # A kernel without huge pages: ordinary ones are used.
+    with suppress(OSError):  # A kernel without huge pages uses ordinary ones.
         mapping.madvise(advice)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
     begin = -memory.data_ptr() % _HUGE_PAGE_BYTES
     tensor = memory[begin : begin + size].view(dtype).view(shape)
-    # All of it is taken now, so that a lack of memory shows.
+    # Take all of it now, so that a lack of memory shows immediately.
     try:
         mapping.madvise(_POPULATE_WRITE)
     except OSError as error:
@@ -69,11 +71,11 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 class HostBlocks:
-    """Copies of tensors one after another, in blocks that are large enough for huge
-    pages: by themselves most weights of a small model are not.
+    """Copies tensors one after another into blocks large enough for huge pages; most
+    weights of a small model are too small by themselves.
 
     Args:
-        size: bytes of all tensors to come; a little more may be used.
+        size: total bytes of all tensors; slightly more may be used.
     """
 
     def __init__(self, size: int) -> None:
@@ -81,7 +83,7 @@ class HostBlocks:
         self._block = torch.empty(0, dtype=torch.uint8)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of a tensor on the CPU, at the beginning of a cache line.
+        """Return a contiguous CPU copy of a tensor, aligned to a cache line.
 
         Raises:
             OSError: there is not enough memory.
@@ -104,7 +106,7 @@ def _meminfo_available() -> int:
 
 
 def _read_int(path: Path) -> int | None:
-    """Return the number in `path`; None if the file is absent or holds "max"."""
+    """Return the number in `path`, or None if the file is missing or contains "max"."""
     try:
         return int(path.read_text())
     except (OSError, ValueError):

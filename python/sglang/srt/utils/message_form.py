@@ -1,9 +1,9 @@
-"""The form in which one chat template wants its messages, found by trial renderings.
+"""Finds the form in which a chat template expects messages, by trial renderings.
 
-Published templates agree on OpenAI's messages, but not on details: some add the
-arguments of a call to a text and some take them apart, some know a call by its content
-that is null, some read content as a list of parts. A template says so by what it shows
-of a short conversation, once, when it is loaded.
+Published templates agree on OpenAI's messages, but not on details: some append a call's
+arguments as text and some take them apart, some recognize a call by its null content,
+some read content as a list of parts. What a template shows of a short conversation
+reveals this, once, when it is loaded.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from typing import Any
 import msgspec
 
 Message = dict[str, Any]
-# Renders a conversation, and tools where there are some; None: the template refuses it.
+# Renders a conversation with optional tools, or returns None if the template rejects
+# it.
 Trial = Callable[[Sequence[Message], Sequence[Message] | None], str | None]
 
-# Where templates look for an assistant's reasoning; messages have the first one.
+# Fields where templates look for an assistant's reasoning; messages use the first.
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")
 
 _DEVELOPER = "developer"
@@ -30,14 +31,14 @@ _TEXT, _THOUGHT, _RESULT = "probed text", "probed thought", "probed result"
 _ARGUMENTS = {_KEY: _VALUE}
 _NULLS = ("None", "null")
 _USER: Message = {"role": "user", "content": "Hello"}
-# Nine letters and digits, which the templates of Mistral ask for.
+# Nine letters and digits, as required by Mistral's templates.
 _ID = "probecall"
 _CALL = {
     "id": _ID,
     "type": "function",
     "function": {"name": _NAME, "arguments": json.dumps(_ARGUMENTS)},
 }
-# A model's output may end within the arguments, and the client goes on.
+# A model's output may end inside the arguments, and the client may continue it.
 _BROKEN_CALL = {**_CALL, "function": {"name": _NAME, "arguments": '{"a'}}
 _TOOL = {"type": "function", "function": {"name": _NAME, "description": "Probe"}}
 _ANSWER: Message = {
@@ -50,21 +51,23 @@ _ANSWER: Message = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MessageForm:
-    """What `adapt` does to messages in OpenAI's format.
+    """How `adapt` changes messages in OpenAI's format.
 
     Fields:
-        has_objects: arguments of calls are objects where they are JSON; else text.
-        wraps_text: arguments that are no JSON become an object with their text; else
-            they stay text.
-        takes_null: null content stays null; else it becomes empty.
-        takes_null_beside_calls: the same, in a message with calls.
-        needs_null: empty content beside calls becomes null.
-        splits_calls: text and calls of one message become two messages.
-        has_parts: content is a list of text parts.
-        blank: stands for an empty text of an assistant without calls.
-        knows_developer: the role developer stays; else it becomes system.
-        reasoning_name: field of an assistant's reasoning.
-        drops_reasoning: reasoning beside both text and calls is left out.
+        has_objects: whether call arguments that are JSON become objects instead of
+            text.
+        wraps_text: whether arguments that are not JSON become an object with their text
+            instead of staying text.
+        takes_null: whether null content stays null instead of becoming empty.
+        takes_null_beside_calls: the same, for messages with calls.
+        needs_null: whether empty content with calls becomes null.
+        splits_calls: whether text and calls of one message become two messages.
+        has_parts: whether content becomes a list of text parts.
+        blank: replaces an assistant's empty text without calls.
+        knows_developer: whether the role developer stays instead of becoming system.
+        reasoning_name: field for an assistant's reasoning.
+        drops_reasoning: whether reasoning is dropped from messages with both text and
+            calls.
     """
 
     has_objects: bool = True
@@ -80,7 +83,9 @@ class MessageForm:
     drops_reasoning: bool = False
 
     def adapt(self, messages: Iterable[Mapping[str, Any]]) -> list[Message]:
-        """Return the messages as the template wants them; changes none in place."""
+        """Return the messages in the template's form, without changing them in
+        place.
+        """
         return [part for message in messages for part in self._adapted(message)]
 
     def _adapted(self, message: Mapping[str, Any]) -> list[Message]:
@@ -110,13 +115,13 @@ class MessageForm:
         return content
 
     def _said(self, content: Any) -> str | None:
-        """Content of an assistant's message without calls."""
+        """Return the content of an assistant message without calls."""
         if content is None and self.takes_null:
             return None
         return content or self.blank
 
     def _no_content(self, content: Any) -> str | None:
-        """Content beside calls where there is no text."""
+        """Return the content of a message with calls but no text."""
         is_null = self.takes_null_beside_calls if content is None else self.needs_null
         return None if is_null else ""
 
@@ -136,21 +141,21 @@ class MessageForm:
 
 
 def find_form(source: str, trial: Trial) -> MessageForm:
-    """Return the form for the template `source`, which `trial` renders with."""
+    """Return the form for the template `source`, which `trial` renders."""
     form = _find_content(trial)
     form = _find_calls(form, trial)
     form = _find_reasoning(form, trial)
-    # Many templates show any role, which says nothing about what the model knows.
+    # Many templates show any role, which says nothing about what the model understands.
     return replace(form, knows_developer=_TESTS_DEVELOPER.search(source) is not None)
 
 
 def _find_content(trial: Trial) -> MessageForm:
-    """Take parts where only these show a user's text."""
+    """Use parts if only they make a user's text appear."""
     form, parts = MessageForm(), MessageForm(has_parts=True)
     said: Message = {"role": "user", "content": _TEXT}
     if not _shows(trial(form.adapt([said]), None), _TEXT):
         text = trial(parts.adapt([said]), None)
-        # A list that is written down shows the text, too.
+        # A list rendered as text also shows the text.
         if _shows(text, _TEXT) and not _shows(text, "'type'"):
             form = parts
 
@@ -166,17 +171,17 @@ def _find_content(trial: Trial) -> MessageForm:
 
 
 def _find_calls(form: MessageForm, trial: Trial) -> MessageForm:
-    """Take the first combination that shows a call; objects come first."""
+    """Use the first combination that makes a call appear; objects come first."""
 
     def told(form: MessageForm, content: str | None, call: Message) -> str | None:
         asked = {"role": "assistant", "content": content, "tool_calls": [call]}
         said = form.adapt([_USER, asked, _ANSWER])
         text = trial(said, None)
-        # Some show calls only where there are tools.
+        # Some templates show calls only if there are tools.
         return text if _shows(text, _NAME) else trial(said, [_TOOL])
 
     def called(form: MessageForm, content: str | None) -> str | None:
-        """The text of a call; None where it is not shown."""
+        """Return the text of a call, or None if it is not shown."""
         text = told(form, content, _CALL)
         is_shown = _shows(text, _NAME, _VALUE) and not _shows(text, repr(_ARGUMENTS))
         return text if is_shown else None
@@ -202,12 +207,12 @@ def _find_calls(form: MessageForm, trial: Trial) -> MessageForm:
 
 
 def _tells_null(null: str, empty: str | None) -> bool:
-    """Whether a template writes null content down as if it were text."""
+    """Whether a template renders null content as if it were text."""
     return any(null.count(word) > (empty or "").count(word) for word in _NULLS)
 
 
 def _find_reasoning(form: MessageForm, trial: Trial) -> MessageForm:
-    """Take the first name under which reasoning is shown."""
+    """Use the first field name under which reasoning is shown."""
 
     def shown(form: MessageForm, **fields: Any) -> str | None:
         thought = {"role": "assistant", "content": None, REASONING_NAMES[0]: _THOUGHT}
@@ -230,7 +235,7 @@ def _shows(text: str | None, *marks: str) -> bool:
 
 
 def _object(arguments: Any) -> Any:
-    """Return the object that a text holds; text that holds none stays text."""
+    """Return the object in a text, or the text if there is none."""
     if not isinstance(arguments, str):
         return arguments
     try:

@@ -1,4 +1,4 @@
-"""Locations of model files: the bundled demo model, local ones, the hub."""
+"""Locations of model files: the bundled demo model, local files, the hub."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def bundled_demo_model_path() -> Path:
 
 
 def page_folders(page: str) -> tuple[Path, Path]:
-    """Return the folders with the files of a page of the server: its own, and the one
-    that all pages share."""
+    """Return the folders with a server page's files: its own and the shared one."""
     return _assets() / page, _assets() / "shared"
 
 
@@ -43,8 +42,8 @@ def resolve_model_path(path: str, *, flag: str = "--model-path") -> Path:
     """Return a local folder or GGUF file; download anything else as a hub name.
 
     Raises:
-        ValueError: neither a folder with a `config.json`, nor a GGUF file, nor a
-            reachable hub name.
+        ValueError: it is not a folder with a `config.json`, a GGUF file or a reachable
+            hub name.
     """
     place = Path(path)
     if place.is_dir():
@@ -63,7 +62,7 @@ def resolve_model_path(path: str, *, flag: str = "--model-path") -> Path:
             f"{flag} {path}: no such folder or GGUF file; name one, or a model of the "
             "hub as OWNER/NAME"
         )
-    # The hub client is slow to import and is needed for remote names alone.
+    # The hub client is slow to import and is only needed for remote names.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
@@ -82,7 +81,7 @@ def resolve_gguf_file(path: str) -> Path:
     a folder.
 
     Raises:
-        ValueError: there is none, or there are several; names them.
+        ValueError: there are no or several GGUF files; names them.
     """
     place = Path(path)
     if place.is_file() and is_gguf(place):
@@ -108,10 +107,10 @@ def gguf_files(folder: Path) -> list[Path]:
 
 
 def private_folder(path: str, *, flag: str) -> Path:
-    """Return the folder that a flag names, made for its owner alone if it is not there.
+    """Return the folder named by a flag, creating it with owner-only access if missing.
 
     Raises:
-        ValueError: it cannot be made or written to; names the flag.
+        ValueError: it cannot be created or written to; names the flag.
     """
     folder = Path(path)
     try:

@@ -1,4 +1,4 @@
-"""Progress of a start: a bar in a terminal, elsewhere a line now and then."""
+"""Shows the progress of a start: a bar in a terminal, otherwise occasional lines."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from tqdm import tqdm
 
 T = TypeVar("T")
 
-# Between two lines. A short phase has none.
+# Seconds between two lines. A short phase logs none.
 LINE_SECONDS = 5.0
 
 
 def with_progress(
     items: Iterable[T], *, total: int, what: str, unit: str, logger: logging.Logger
 ) -> Iterable[T]:
-    """Return `items`, and show how many of them were taken.
+    """Yield `items`, showing how many were consumed.
 
-    A bar on stderr where that is a terminal, lines of `logger` elsewhere; nothing where
-    it does not log at INFO.
+    Shows a bar on stderr if that is a terminal, otherwise lines of `logger`, or nothing
+    if it does not log at INFO.
 
     Args:
         total: number of items.
-        what: the phase, in front of the bar or line.
-        unit: one item, in words.
+        what: name of the phase, shown before the bar or line.
+        unit: word for one item.
     """
     if not logger.isEnabledFor(logging.INFO):
         return items

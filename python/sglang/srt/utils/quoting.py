@@ -1,4 +1,4 @@
-"""Values of clients in messages, at a bounded length and a bounded cost."""
+"""Quotes clients' values in messages, with bounded length and cost."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import reprlib
 
 MAX_QUOTED_CHARS = 200
 MAX_MESSAGE_CHARS = 1000
-# The end of a message often says where.
+# The end of a message often says where the problem is.
 _TAIL_CHARS = 200
 
 
 def quoted(value: object) -> str:
-    """Return `repr` of a value, cut in its middle where it is long."""
+    """Return `repr` of a value, shortened in the middle if long."""
     return _SHORT.repr(value)
 
 
 def clipped(text: str, limit: int = MAX_MESSAGE_CHARS) -> str:
-    """Return `text`, cut where it is longer than `limit` characters."""
+    """Return `text`, shortened if longer than `limit` characters."""
     if len(text) <= limit:
         return text
     tail = min(_TAIL_CHARS, limit // 2)

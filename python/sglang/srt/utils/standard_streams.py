@@ -1,4 +1,6 @@
-"""stdout and stderr of an engine process, which goes on whatever becomes of them."""
+"""stdout and stderr of an engine process, which must keep running whatever happens to
+them.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,14 @@ STDOUT, STDERR = 1, 2
 
 
 def guard_standard_streams() -> None:
-    """Write the stdout and stderr of this process from threads of their own.
+    """Write this process's stdout and stderr from separate threads.
 
-    For processes that are the engine's: a print, a warning or a traceback into a full
-    disk or a pipe that nobody reads then neither blocks nor fails.
+    For the engine's own processes: a print, a warning or a traceback to a full disk or
+    an unread pipe then neither blocks nor fails.
     """
     open_missing_descriptors()
     out = LineWriter.to_descriptor(STDOUT)
-    # One writer for one file: the order of the lines stays.
+    # One writer per file, to keep the order of lines.
     is_same = os.path.sameopenfile(STDOUT, STDERR)
     err = out if is_same else LineWriter.to_descriptor(STDERR)
     sys.stdout = LineStream(out, descriptor=STDOUT)
@@ -27,7 +29,7 @@ def guard_standard_streams() -> None:
 
 
 def guarded_stderr() -> LineStream:
-    """A stream to the stderr of this process, which may be a host's own object."""
+    """Return a stream to this process's stderr, which may be a host's object."""
     stream = sys.stderr
     if isinstance(stream, LineStream):
         return stream
@@ -39,9 +41,9 @@ def guarded_stderr() -> LineStream:
 
 
 def open_missing_descriptors() -> None:
-    """Open /dev/null in place of closed standard descriptors.
+    """Open /dev/null for closed standard descriptors.
 
-    The next socket or file would get their numbers, and every line of the log.
+    Otherwise the next socket or file would get their numbers, and every log line.
     """
     for descriptor in range(STDERR + 1):
         try:

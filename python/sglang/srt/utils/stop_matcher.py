@@ -1,4 +1,4 @@
-"""Search for stop strings and stop patterns in a growing output, token by token."""
+"""Searches for stop strings and stop patterns in a growing output, token by token."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ if TYPE_CHECKING:
 
 
 class EndMatcher(Protocol):
-    """Says with which token an output ends."""
+    """Finds the token that ends an output."""
 
     def at(self, tokens: Sequence[int]) -> EndMatcher:
-        """One of the same output that has seen `tokens` only."""
+        """Return a matcher for the same output that has only seen `tokens`."""
 
     def push(self, token: int) -> str | None:
-        """Add a token; return the stop that matches with it, or None."""
+        """Add a token; return the stop that it completes, or None."""
 
 
 class StopMatcher:
     """Finds stop strings and patterns in the output of one request.
 
-    A match contains text of the newest token: earlier ones were reported before. So a
-    stop string is searched in the newest text and as many characters before it as can
-    begin it.
+    A match contains text of the newest token, because earlier matches were already
+    reported. So a stop string is searched in the newest text and in as many preceding
+    characters as could begin it.
 
     Args:
-        create_detokenizer: makes one of an output that is empty yet.
+        create_detokenizer: creates a detokenizer for an empty output.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class StopMatcher:
         self._text = ""
 
     def at(self, tokens: Sequence[int]) -> StopMatcher:
-        """A matcher of the same output that has seen `tokens` only."""
+        """Return a matcher for the same output that has only seen `tokens`."""
         matcher = StopMatcher(
             self._create_detokenizer, stops=self._stops, patterns=self._sources
         )
@@ -56,7 +56,7 @@ class StopMatcher:
         return matcher
 
     def push(self, token: int) -> str | None:
-        """Return the stop string or pattern that matches once `token` is added.
+        """Add `token`; return the stop string or pattern that now matches, or None.
 
         Stop strings take precedence over patterns: only they are cut off.
         """

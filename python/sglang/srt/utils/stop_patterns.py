@@ -1,10 +1,10 @@
-"""The regular expressions of `stop_regex`, searched in a growing text.
+"""Searches the regular expressions of `stop_regex` in a growing text.
 
-RE2 searches in time that is linear in text and pattern, so that no pattern can block
-the scheduler; its result depends on neither time nor machine, so that all ranks of a
-tensor parallel engine agree. https://github.com/google/re2/wiki/Syntax: Python's
-syntax without look-around and backreferences, `\\z` for `\\Z`, and `\\w`, `\\d`, `\\s`
-and `\\b` know ASCII only (`\\pL` is any letter).
+RE2 takes time linear in text and pattern, so no pattern can block the scheduler. Its
+result does not depend on time or machine, so all tensor parallel ranks agree.
+https://github.com/google/re2/wiki/Syntax: Python's syntax without look-around and
+backreferences, `\\z` for `\\Z`, and `\\w`, `\\d`, `\\s` and `\\b` know ASCII only
+(`\\pL` is any letter).
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import re2
 
 from sglang.srt.utils.quoting import quoted
 
-# Instructions of all patterns of a request together.
+# Maximum instructions of all patterns of a request together.
 MAX_PROGRAM_SIZE = 8192
-# Instructions times characters that one search may cost: at worst some 10 ms. Longer
+# Maximum instructions times characters of one search, at worst about 10 ms. Longer
 # texts are searched from their end: common patterns compile to about 20 instructions.
 MAX_SEARCH_WORK = 1 << 22
 MAX_MEMORY_BYTES = 1 << 20
-# After an empty match the search continues by single characters, at most so many.
+# Maximum number of single characters the search advances after empty matches.
 EMPTY_MATCH_WINDOW = 64
 # RE2 reads a count that overflows as literal text.
 _HUGE_COUNT = re.compile(r"(?<!\\)\{\d*,?\d{9,}")
@@ -33,7 +33,7 @@ def compile_stop_patterns(patterns: Sequence[str]) -> tuple[Any, ...]:
     """Compile `patterns`.
 
     Raises:
-        ValueError: one is not a regular expression of RE2, or they are too large.
+        ValueError: a pattern is not an RE2 regular expression, or they are too large.
     """
     compiled, size = [], 0
     for pattern in patterns:
@@ -72,8 +72,8 @@ def _compile(pattern: str) -> Any:
 class StopPatterns:
     """Finds matches at the end of a growing text.
 
-    A match counts when its last character is new; one that ended earlier was reported
-    then, and the search continues after it. Empty matches do not count.
+    A match counts if its last character is new; earlier matches were already reported,
+    and the search continues after them. Empty matches do not count.
     """
 
     def __init__(self, patterns: Sequence[str]) -> None:
@@ -101,7 +101,7 @@ class StopPatterns:
             if found is None:
                 return None
             if not found.group():
-                # Skipped for this text only: more text may make it longer.
+                # Skipped for this text only, because more text may make it longer.
                 start = max(found.end() + 1, len(text) - EMPTY_MATCH_WINDOW)
             elif found.end() <= known:
                 self._starts[index] = start = found.end()

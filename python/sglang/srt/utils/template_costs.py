@@ -1,6 +1,6 @@
-"""What the operators, comparisons, filters and methods of a chat template cost.
+"""Costs of the operators, comparisons, filters and methods in a chat template.
 
-Each is paid for from the sizes of its operands, before it runs.
+Each is charged by the sizes of its operands before it runs.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from sglang.srt.utils.template_limits import (
     text_size,
 )
 
-# Of an integer that a product or a power makes.
+# Maximum bits of an integer from a product or a power.
 MAX_BITS = 1 << 16
-# Of a field in a format: a number of six digits is refused.
+# Digits of a field width in a format: six digits are rejected.
 WIDTH_DIGITS = 6
-# What a template can turn into work that its text does not show.
+# Types that a template can turn into work not visible in its text.
 COMPARING_TESTS = (
     *("eq", "equalto", "==", "ne", "!=", "in"),
     *("lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">="),
 )
-# Filters that look at no entry, or only at their own; all others go through values.
+# Filters that visit no entries, or only their own; all others walk through values.
 _SHALLOW_FILTERS = frozenset(
     (
         *("length", "count", "first", "last", "reverse", "random", "items", "list"),
@@ -35,14 +35,14 @@ _SHALLOW_FILTERS = frozenset(
         "rejectattr",
     )
 )
-# Of these, the ones that read a generator as they go.
+# The ones among them that read a generator lazily.
 _LAZY_FILTERS = _SHALLOW_FILTERS - {"length", "count", "last", "reverse", "list"}
 
 # -- comparisons -------------------------------------------------------------------
 
 
 def compared(value: Any) -> Any:
-    """Account for a value that is about to be compared or hashed."""
+    """Charge for a value that is about to be compared or hashed."""
     if isinstance(value, CONTAINERS):
         grow(text_size(value))
     elif isinstance(value, str) and len(value) > CHARS_PER_STEP:
@@ -51,12 +51,12 @@ def compared(value: Any) -> Any:
 
 
 def searched(value: Any) -> Any:
-    """Account for a value that is about to be searched; keys are found by hash."""
+    """Charge for a value that is about to be searched; keys are found by hash."""
     return value if isinstance(value, Mapping) else compared(value)
 
 
 def limited_test(function: Any) -> Any:
-    """A test that pays for the values that it compares."""
+    """Return a test that pays for the values it compares."""
 
     @wraps(function)
     def run(*values: Any) -> Any:
@@ -103,7 +103,7 @@ RESULT_SIZE: dict[str, Callable[[Any, Any], None]] = {
 
 
 def limited_filter(function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A filter that pays for the value that it looks at."""
+    """Return a filter that pays for its value."""
     first = 1 if hasattr(function, "jinja_pass_arg") else 0
 
     @wraps(function)
@@ -118,7 +118,7 @@ def limited_filter(function: Callable[..., Any], name: str) -> Callable[..., Any
 
 
 def pay(name: str, value: Any, options: Sequence[Any]) -> None:
-    """Account for a filter, or a method of str, before it runs on `value`."""
+    """Charge for a filter or str method before it runs on `value`."""
     estimate = _GROWTH.get(name)
     if estimate is not None:
         grow(estimate(value, options))
@@ -155,7 +155,7 @@ def _sorted(value: Any, options: Sequence[Any]) -> int:
 
 
 def _summed(value: Any, options: Sequence[Any]) -> int:
-    # Lists are added one by one, each time to a new one.
+    # Lists are added one by one, creating a new list each time.
     return text_size([value, *options]) * (_len(value) if options else 1)
 
 
@@ -185,7 +185,8 @@ def _largest(options: Sequence[Any]) -> int:
     return max([abs(option) for option in options if isinstance(option, int)] or [4])
 
 
-# Name -> about the characters (or entries) that it makes of a value with options.
+# Name -> approximate number of characters (or entries) it makes from a value with
+# options.
 _GROWTH: dict[str, Callable[[Any, Sequence[Any]], int]] = {
     **dict.fromkeys(("center", "ljust", "rjust", "zfill", "slice", "batch"), _padded),
     **dict.fromkeys(("indent", "tojson", "expandtabs", "wordwrap"), _multiplied_text),

@@ -1,7 +1,7 @@
-"""A jinja environment whose templates pay for what they do.
+"""A Jinja environment whose templates pay for their work.
 
-Every iteration, every call of a macro and every character costs, and operations that
-make long texts, or go through large values, are refused before they run.
+Every iteration, macro call and character costs, and operations that make long texts or
+walk through large values are rejected before they run.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _SEARCHED = "__searched"
 class LimitedEnvironment(ImmutableSandboxedEnvironment):
     """A sandbox whose templates pay from the budget of `limited_rendering`."""
 
-    # Operators that go through `call_binop`.
+    # Operators that use `call_binop`.
     intercepted_binops = frozenset(["+", "*", "**", "%"])
 
     def __init__(self, **options: Any) -> None:
@@ -52,7 +52,7 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
             self.tests[name] = limited_test(self.tests[name])
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
-        """Let templates use `function`, which then pays for its value."""
+        """Let templates use `function` as a filter that pays for its value."""
         self.filters[name] = limited_filter(function, name)
 
     def _parse(
@@ -84,17 +84,18 @@ class LimitedEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _with_steps(template: nodes.Template) -> nodes.Template:
-    """Let every pass through the body of a loop or of a macro cost a step, and more
-    where its fixed text is long."""
+    """Charge a step for every pass through the body of a loop or macro, and more if its
+    fixed text is long.
+    """
     repeated = (nodes.For, nodes.Macro, nodes.CallBlock)
     bodies: list[Any] = list(template.find_all(repeated))
     for node in bodies:
         chars = sum(len(data.data) for data in node.find_all(nodes.TemplateData))
         node.body.insert(0, _step(1 + chars // 64, node.lineno))
-    # `a ~ b` makes its text without passing through an operator or a filter.
+    # `a ~ b` builds text without an operator or filter hook.
     for concat in list(template.find_all(nodes.Concat)):
         concat.nodes = [_filtered(part, "string", part.lineno) for part in concat.nodes]
-    # Comparisons and keys of dictionaries reach no hook of the sandbox either.
+    # Comparisons and dictionary keys also bypass the sandbox's hooks.
     for compare in list(template.find_all(nodes.Compare)):
         compare.expr = _watched(compare.expr, _COMPARED)
         for operand in compare.ops:

@@ -1,11 +1,11 @@
-"""Bounds on the work and the text of one rendering of a chat template.
+"""Limits the work and text of one rendering of a chat template.
 
-A template comes with a checkpoint and its variables from clients; jinja's sandbox keeps
-both from the interpreter, but not from looping for hours or from doubling a text until
-memory ends. Here is what a rendering may spend, and how large a value is. Values are
-measured with what they share counted as often as it is held: a list that holds another
-one twice, and so on, is small in memory and endless to whoever compares, sorts, hashes
-or prints it.
+A template comes with a checkpoint and its variables from clients. Jinja's sandbox keeps
+both away from the interpreter, but does not stop them from looping for hours or
+doubling a text until memory runs out. This module defines what a rendering may spend,
+and how large a value is. Shared parts of a value count as often as they are referenced:
+a list that contains another list twice, and so on, is small in memory but endless to
+compare, sort, hash or print.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ import jinja2
 from jinja2.utils import Namespace
 
 MAX_STEPS = 500_000
-# More than the largest request body, of one text and of all output.
+# Maximum of one text and of all output; more than the largest request body.
 MAX_CHARS = 64 << 20
-# Of processor time: neither a busy machine nor other threads use it up.
+# Processor time, which is not used up by a busy machine or other threads.
 MAX_SECONDS = 10.0
 STEPS_PER_CLOCK = 1024
 CHARS_PER_STEP = 16384
-# Each entry of a container counts as so many characters: visiting it takes time.
+# Each entry of a container counts as this many characters, because visiting it takes
+# time.
 ENTRY_CHARS = 64
-# Of containers within containers. Hashing and printing recurse on the C stack.
+# Maximum nesting of containers. Hashing and printing recurse on the C stack.
 MAX_DEPTH = 500
 CONTAINERS = (list, tuple, Mapping, Set, ValuesView, Namespace)
 
@@ -38,7 +39,7 @@ class TemplateTooExpensive(jinja2.TemplateError):
 
 
 class Budget:
-    """Steps and characters of output that one rendering may still take."""
+    """Steps and output characters that one rendering may still use."""
 
     def __init__(self) -> None:
         self._steps = MAX_STEPS
@@ -68,7 +69,7 @@ def limited_rendering() -> Iterator[None]:
     """Scope of one rendering.
 
     Raises:
-        TemplateTooExpensive: inside it a template exceeded a bound.
+        TemplateTooExpensive: the template exceeded a bound.
     """
     token = _BUDGET.set(Budget())
     try:
@@ -78,14 +79,14 @@ def limited_rendering() -> Iterator[None]:
 
 
 def charge(steps: int) -> None:
-    """Take steps from the budget of the rendering, if there is one."""
+    """Take steps from the budget of the current rendering, if any."""
     budget = _BUDGET.get()
     if budget is not None:
         budget.step(steps)
 
 
 def output(value: Any) -> Any:
-    """Account for a value that is about to become output."""
+    """Charge for a value that is about to become output."""
     size = text_size(value)
     budget = _BUDGET.get()
     if budget is not None:
@@ -95,7 +96,7 @@ def output(value: Any) -> Any:
 
 
 def grow(chars: int) -> None:
-    """Account for one text before it is made."""
+    """Charge for one text before it is built."""
     if chars > MAX_CHARS:
         raise _too_long()
     charge(1 + chars // CHARS_PER_STEP)
@@ -106,15 +107,17 @@ def _too_long() -> TemplateTooExpensive:
 
 
 def text_size(value: Any) -> int:
-    """About the characters of a value as text; visits each object once.
+    """Return the approximate number of characters of a value as text; visits each
+    object once.
 
     Raises:
-        TemplateTooExpensive: there are too many, or values are nested too deeply.
+        TemplateTooExpensive: there are too many characters, or values are nested too
+            deeply.
     """
     if not isinstance(value, CONTAINERS):
         return len(value) if isinstance(value, str) else ENTRY_CHARS
     known: dict[int, int] = {}
-    # Containers on the way to the current one: entries left, size of the others.
+    # Containers on the path to the current one: entries left, size of the others.
     path: list[tuple[Any, Iterator[Any]]] = [(value, iter(_entries(value)))]
     sizes = [ENTRY_CHARS]
     while True:

@@ -1,8 +1,8 @@
-"""Text that arrives in pieces, for parsers that wait for more of it.
+"""Text that arrives in pieces, for parsers that wait for more.
 
-A parser is a generator that yields wherever it needs text that has not arrived yet. It
-never learns where one piece ends and the next begins, so that its result cannot depend
-on that. Knows nothing of formats.
+A parser is a generator that yields whenever it needs text that has not arrived yet. It
+never learns where pieces begin and end, so its result cannot depend on that. Knows
+nothing about formats.
 """
 
 from __future__ import annotations
@@ -19,39 +19,38 @@ P = TypeVar("P")
 Read = Generator[None, None, T]
 Emit = Callable[[str], None]
 
-# An attempt that reads further than this without a decision has failed.
+# An attempt fails if it reads further than this without a decision.
 MAX_ATTEMPT_CHARS = 4096
 MAX_AHEAD_CHARS = 256
-# Failed attempts may read as many characters as the text before them has, and this many
-# more; beyond that nothing is tried. So a text costs time in proportion to its length,
-# whatever it is.
+# Failed attempts may read as many characters as the preceding text has, plus this many;
+# beyond that nothing is tried. So a text always takes time proportional to its length.
 FREE_REREAD_CHARS = 1 << 16
-# What a failed attempt costs besides the characters that it read.
+# Cost of a failed attempt in addition to the characters it read.
 ATTEMPT_COST_CHARS = 32
 
 _NOT_SPACE = re.compile(r"\S")
 
 
 def drop(text: str) -> None:
-    """Read text and keep none of it; an `Emit`."""
+    """Discard text; an `Emit`."""
 
 
 class NoMatchError(Exception):
-    """The text is not what the parser tried to read."""
+    """The text does not match what the parser tried to read."""
 
 
 class TextSource:
     """The text of one output, and how far it has been read.
 
     An attempt begins with `mark` and ends with `commit`, or with `rewind`, which makes
-    its text unread. All other text is forgotten once read.
+    its text unread again. All other text is dropped once read.
     """
 
     def __init__(self) -> None:
         self.is_ended = False
         self._text = ""
         self._at = 0
-        # Where the attempt and the look ahead began, and the last place they may read.
+        # Where the attempt and the look-ahead began, and the end of what they may read.
         self._mark: int | None = None
         self._ahead: int | None = None
         self._stop: int | None = None
@@ -66,7 +65,8 @@ class TextSource:
             self._forgotten += kept
             self._text, self._at = text, 0
             return
-        # A long attempt keeps its text; moving it for each piece would cost a square.
+        # A long attempt keeps its text; moving it for each piece would take quadratic
+        # time.
         if kept and kept * 2 >= len(self._text):
             self._forget(kept)
         # With one reference left, Python appends in place.
@@ -86,43 +86,45 @@ class TextSource:
             self._stop -= count
 
     def end(self) -> None:
-        """Declare that no more text comes."""
+        """Declare that no more text will come."""
         self.is_ended = True
 
     def mark(self, limit: int | None = MAX_ATTEMPT_CHARS) -> None:
-        """Begin an attempt here that may read `limit` characters; there is one at a
-        time. None: any number, for an attempt that a parser makes once per text."""
+        """Begin an attempt that may read `limit` characters; only one at a time. None
+        means no limit, for an attempt that a parser makes once per text.
+        """
         self._mark = self._at
         self._stop = None
         if limit is not None:
             self.extend(limit)
 
     def extend(self, limit: int) -> None:
-        """Let the attempt read `limit` characters from its mark on."""
+        """Let the attempt read `limit` characters from its mark."""
         self._stop = limit + (self._at if self._mark is None else self._mark)
 
     @property
     def may_try(self) -> bool:
-        """Whether failed attempts have cost little enough to begin one more."""
+        """Whether failed attempts have been cheap enough to begin another."""
         return self._reread < self._forgotten + self._at + FREE_REREAD_CHARS
 
     def commit(self) -> None:
-        """End the attempt; what was read stays read."""
+        """End the attempt, keeping its text as read."""
         self._mark = self._stop = None
 
     def rewind(self) -> None:
-        """End the attempt, if there is one, and make its text unread."""
+        """End the attempt, if there is one, and make its text unread again."""
         if self._mark is not None:
             self._reread += self._at - self._mark + ATTEMPT_COST_CHARS
             self._at, self._mark = self._mark, None
         self._stop = None
 
     def look_ahead(self, reading: Read[T]) -> Read[T | None]:
-        """Run `reading` over at most `MAX_AHEAD_CHARS` and make its text unread.
+        """Run `reading` over at most `MAX_AHEAD_CHARS`, then make its text unread
+        again.
 
-        Returns its result; None where it found no match.
+        Returns its result, or None if it found no match.
         """
-        # Relative, because places move while `reading` waits.
+        # Relative, because positions move while `reading` waits.
         rest = None if self._stop is None else self._stop - self._at
         self._ahead = self._at
         self._stop = self._at + MAX_AHEAD_CHARS
@@ -135,13 +137,13 @@ class TextSource:
             self._stop = None if rest is None else self._at + rest
 
     def peek(self, count: int = 1) -> Read[str]:
-        """Return the next `count` characters, fewer at the end, without reading."""
+        """Return the next `count` characters without reading them; fewer at the end."""
         while len(self._text) - self._at < count and not self.is_ended:
             yield
         return self._text[self._at : self._at + count]
 
     def take(self, count: int = 1) -> Read[str]:
-        """Read `count` characters, fewer at the end."""
+        """Read `count` characters; fewer at the end."""
         text = yield from self.peek(count)
         self._advance(self._at + len(text))
         return text
@@ -158,7 +160,7 @@ class TextSource:
             yield
 
     def skip_cut(self, literals: Sequence[str]) -> None:
-        """Read the rest of a text that ended within one of `literals`."""
+        """Read the rest of a text that was cut off inside one of `literals`."""
         rest = self._text[self._at : self._at + max(map(len, literals), default=0)]
         if self.is_ended and any(literal.startswith(rest) for literal in literals):
             self._advance(self._at + len(rest))
@@ -179,10 +181,10 @@ class TextSource:
         return "".join(space)
 
     def copy_before(self, pattern: re.Pattern[str], emit: Emit) -> Read[str]:
-        """Read and emit text as it comes, up to a character that `pattern` matches.
+        """Read and emit text up to a character that `pattern` matches.
 
-        `pattern` matches single characters. Returns the one found, which is not read;
-        empty at the end.
+        `pattern` matches single characters. Returns the character found without reading
+        it, or an empty text at the end.
         """
         while True:
             end = self._readable()
@@ -197,8 +199,8 @@ class TextSource:
     def copy_until(self, literals: Sequence[str], emit: Emit) -> Read[str | None]:
         """Read and emit text as it comes, up to the first of `literals`.
 
-        None of them may begin another. Reads and returns the one found; None at the
-        end.
+        None of them may be a prefix of another. Reads and returns the one found, or
+        returns None at the end.
         """
         found = yield from self.copy_to(literals, emit)
         if found is not None:
@@ -208,11 +210,11 @@ class TextSource:
     def copy_to(
         self, literals: Sequence[str], emit: Emit, *, pattern: Pattern | None = None
     ) -> Read[str | None]:
-        """Read and emit text as it comes, up to the first of `literals`, which is not
-        read; returns that, or None at the end.
+        """Read and emit text up to the first of `literals`, which is not read. Returns
+        the literal, or None at the end.
 
         Args:
-            pattern: finds them instead, where they count only in front of certain text.
+            pattern: finds the literals instead, if they count only before certain text.
         """
         stops = find_stops(tuple(literals))
         whole = stops.whole if pattern is None else pattern.whole
@@ -233,10 +235,11 @@ class TextSource:
             yield
 
     def copy_through(self, step: Callable[[str, int, int, bool], int]) -> Read[bool]:
-        """Read as far as `step` does, until it reads no further; False: text ended.
+        """Read as far as `step` does, until it stops. Returns False if the text ended
+        first.
 
         `step(text, begin, end, is_last)` reads from `begin` and returns where it
-        stopped; a negative number, the complement of that place: it wants no more.
+        stopped, or the complement of that position (a negative number) if it is done.
         """
         while True:
             end = len(self._text) if self._stop is None else self._readable()
@@ -252,8 +255,9 @@ class TextSource:
             yield
 
     def _readable(self) -> int:
-        """Return the end of the text that may be read: one character more than an
-        attempt may read shows that it failed."""
+        """Return the end of the readable text. It includes one character more than an
+        attempt may read, which shows that the attempt failed.
+        """
         end = len(self._text)
         return end if self._stop is None else min(end, self._stop + 1)
 
@@ -270,7 +274,7 @@ class TextSource:
 
 
 class TextParser(ABC, Generic[P]):
-    """A parser that is fed pieces of text and hands out pieces of its result."""
+    """A parser that takes pieces of text and returns pieces of its result."""
 
     def __init__(self) -> None:
         self._source = TextSource()
@@ -278,12 +282,12 @@ class TextParser(ABC, Generic[P]):
         self._reading = self._run()
 
     def push(self, text: str) -> list[P]:
-        """Return what `text` adds to the result."""
+        """Parse `text`; return what it adds to the result."""
         self._source.feed(text)
         return self._resume()
 
     def finish(self) -> list[P]:
-        """Return the rest of the result: the text has ended."""
+        """Return the rest of the result at the end of the text."""
         self._source.end()
         return self._resume()
 

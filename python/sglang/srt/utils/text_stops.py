@@ -1,4 +1,4 @@
-"""Strings that a parser looks for in text that arrives in pieces."""
+"""Strings that a parser searches for in text that arrives in pieces."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import NamedTuple
 
 
 class Pattern(NamedTuple):
-    """Finds literals by the text behind them.
+    """Finds literals that are followed by certain text.
 
     Fields:
-        whole: matches a literal; looks ahead.
-        begun: matches an end of a text that may become such a match.
-        max_chars: of a match of `begun`.
+        whole: pattern of a literal, with look-ahead.
+        begun: pattern of the end of a text that may become such a match.
+        max_chars: maximum length of a match of `begun`.
     """
 
     whole: re.Pattern[str]
@@ -22,13 +22,13 @@ class Pattern(NamedTuple):
     max_chars: int
 
     def held_back(self, text: str, begin: int) -> int:
-        """Return how long the end of `text` is that waits for more."""
+        """Return the length of the end of `text` that must wait for more."""
         found = self.begun.search(text, max(begin, len(text) - self.max_chars))
         return 0 if found is None else len(text) - found.start()
 
 
 class Stops(NamedTuple):
-    """Literals, and all that they may begin with."""
+    """Literals and all of their prefixes."""
 
     whole: re.Pattern[str]
     first: re.Pattern[str]
@@ -36,8 +36,9 @@ class Stops(NamedTuple):
     max_chars: int
 
     def held_back(self, text: str, begin: int) -> int:
-        """Return the length of the longest end of `text`, from `begin` on, that begins
-        one of the literals."""
+        """Return the length of the longest end of `text[begin:]` that is a prefix of a
+        literal.
+        """
         at = max(begin, len(text) - self.max_chars)
         while found := self.first.search(text, at):
             if text[found.start() :] in self.prefixes:
@@ -58,7 +59,9 @@ def find_stops(literals: tuple[str, ...]) -> Stops:
 
 
 def held_back(text: str, literals: Sequence[str]) -> int:
-    """Return the length of the longest end of `text` that begins one of `literals`."""
+    """Return the length of the longest end of `text` that is a prefix of one of
+    `literals`.
+    """
     longest = 0
     for literal in literals:
         for length in range(min(len(literal) - 1, len(text)), longest, -1):

@@ -1,7 +1,7 @@
 """Bytes of single tokens, for decoders that decode each token independently.
 
 Covers the two decoders that matter for language models: byte-level BPE, and
-SentencePiece style pieces with byte fallback. Other decoders have no such table.
+SentencePiece-style pieces with byte fallback. Other decoders have no such table.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class TokenBytes:
     """Token id -> bytes, computed on first use.
 
     The text of a sequence is the UTF-8 decoding of the joined bytes. Leading spaces are
-    kept: an output continues its prompt.
+    kept, because an output continues its prompt.
     """
 
     def __init__(
@@ -35,7 +35,9 @@ class TokenBytes:
 
     @classmethod
     def from_backend(cls, backend: tokenizers.Tokenizer) -> TokenBytes | None:
-        """Return the table of `backend`; None if its decoder depends on neighbours."""
+        """Return the table of `backend`, or None if its decoder depends on
+        neighbors.
+        """
         decoder = json.loads(backend.to_str())["decoder"]
         if decoder is None:
             return None
@@ -62,7 +64,7 @@ class TokenBytes:
 
 
 def _byte_level_chars() -> dict[str, int]:
-    """Return the byte of each printable character that byte-level BPE writes for it."""
+    """Return the byte for each printable character of byte-level BPE."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     shifted = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}

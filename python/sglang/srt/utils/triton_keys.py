@@ -1,9 +1,9 @@
-"""Names that Triton gives to compiled kernels on disk, the same in every process.
+"""Makes Triton's names of compiled kernels on disk the same in every process.
 
-Triton 3.6 and 3.7 hash the constants that a kernel's helper functions read only where
-some other kernel had the helper hashed before, and order constants of one name by the
-addresses of their modules. So a name depends on the order of imports and of the first
-launches: a process may compile again what another one has left.
+Triton 3.6 and 3.7 hash the constants read by a kernel's helper functions only if
+another kernel has already hashed the helper, and order constants with the same name by
+the addresses of their modules. So a name depends on the order of imports and first
+launches, and a process may recompile a kernel that another one has left on disk.
 """
 
 from __future__ import annotations
@@ -17,22 +17,23 @@ logger = logging.getLogger(__name__)
 
 @functools.cache
 def make_keys_stable() -> None:
-    """Have each helper hashed before its constants are asked for, and constants ordered
-    by the names of their modules, from now on."""
+    """Hash each helper before its constants are needed, and order constants by the
+    names of their modules, from now on.
+    """
     from triton.runtime.jit import DependenciesFinder
 
     update = getattr(DependenciesFinder, "_update_hash", None)
     record = getattr(DependenciesFinder, "record_reference", None)
     if update is None or record is None:
         logger.warning(
-            "Triton names kernels in a way that is not known here: a start may compile "
-            "kernels that an earlier one has compiled"
+            "Unknown Triton version: kernel names may differ between starts, so a "
+            "start may recompile kernels"
         )
         return
 
     def update_hash(self: Any, func: Any) -> None:
-        _ = func.cache_key  # which finds its constants
-        # It may have been hashed before this function was here.
+        _ = func.cache_key  # which finds its constants It may have been hashed before
+        # this function was here.
         func.used_global_vals = {
             (name, _place_of(found[1])): found
             for (name, _), found in func.used_global_vals.items()
@@ -52,5 +53,5 @@ def make_keys_stable() -> None:
 
 
 def _place_of(variables: dict[str, Any]) -> str:
-    """The module of variables; those of a closure have none."""
+    """Return the module of variables; empty for a closure's variables."""
     return str(variables.get("__name__", id(variables)))

@@ -1,8 +1,8 @@
-"""Dependent launch, block sizes and checks: shared by all Triton launches.
+"""Dependent launch, block sizes and checks, shared by all Triton launches.
 
-Kernels here start while the kernel before them still runs (programmatic dependent
-launch): each tells the device at once that the next one may start, and touches nothing
-that another kernel writes before `wait_for_inputs`. Knows nothing of any op.
+Kernels start while the previous kernel is still running (programmatic dependent
+launch): each immediately tells the device that the next one may start, and touches
+nothing that another kernel writes before `wait_for_inputs`. Knows nothing about ops.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -21,21 +21,24 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 MULTIPROCESSORS = 132
-"""Of an H100 or H200, for which tiles are chosen; no device is asked."""
+"""Multiprocessors of an H100 or H200, for which tiles are chosen; no device is
+queried.
+"""
 _HOPPER = 9
 
 
 @triton.jit
 def let_next_start(PDL: tl.constexpr):
-    """The next kernel may be launched once every program has come here."""
+    """Allow the next kernel to be launched once every program has reached this call."""
     if PDL:
         gdc_launch_dependents()
 
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
-    """Wait until all kernels before this one are done. Every program must come here,
-    before it reads what they write and before it writes anything."""
+    """Wait until all kernels before this one are done. Every program must call this
+    before it reads what they write and before it writes anything.
+    """
     if PDL:
         gdc_wait()
 
@@ -46,8 +49,9 @@ def supports_dependent_launch(device: torch.device) -> bool:
 
 
 def is_hopper_or_later(device: torch.device) -> bool:
-    """Whether `device` has dependent launch, and a copy engine that reads tensor
-    descriptors."""
+    """Whether `device` has dependent launch and a copy engine that reads tensor
+    descriptors.
+    """
     return device.type == "cuda" and compute_capability(device.index or 0)[0] >= _HOPPER
 
 
@@ -56,7 +60,9 @@ _dependent = True
 
 @contextmanager
 def without_dependent_launch() -> Iterator[None]:
-    """Inside, every kernel waits for the one before it. For tests and benchmarks."""
+    """Scope in which every kernel waits for the previous one, for tests and
+    benchmarks.
+    """
     global _dependent
     before = _dependent
     _dependent = False
@@ -68,16 +74,16 @@ def without_dependent_launch() -> Iterator[None]:
 
 @functools.cache
 def compute_capability(index: int) -> tuple[int, int]:
-    """(major, minor) of the CUDA device with this index."""
+    """Return (major, minor) of the CUDA device with this index."""
     return torch.cuda.get_device_capability(index)
 
 
 class Scratch:
-    """Device memory in which the programs of one launch meet: partial results, and
-    counters that each launch leaves at zero.
+    """Device memory shared by the programs of one launch: partial results, and counters
+    that each launch leaves at zero.
 
-    Both are allocated once per device, so that captured graphs may hold their
-    addresses; therefore launches that use them must be ordered by one stream.
+    Both are allocated once per device, because captured graphs may hold their
+    addresses; so launches that use them must be ordered by one stream.
     """
 
     def __init__(self, *, partial_bytes: int, counters: int) -> None:
@@ -88,11 +94,12 @@ class Scratch:
     def get(
         self, device: torch.device, *, partial_bytes: int, counters: int
     ) -> tuple[Tensor, Tensor]:
-        """(partials uint8, counters int32, all zero) of at least the sizes asked for.
+        """Return (partials uint8, counters int32, all zero) with at least the requested
+        sizes.
 
         Raises:
-            RuntimeError: first use on this device is inside a graph capture.
-            ValueError: more is asked for than was laid out.
+            RuntimeError: the first use on this device is inside a graph capture.
+            ValueError: more is requested than exists.
         """
         if partial_bytes > self._partial_bytes or counters > self._n_counters:
             raise ValueError(
@@ -115,17 +122,20 @@ class Scratch:
 
 
 def launch_options(device: torch.device) -> dict[str, Any]:
-    """Arguments of a launch that may start before its predecessor ends, if it may."""
+    """Return launch arguments that let a kernel start before its predecessor ends, if
+    supported.
+    """
     if supports_dependent_launch(device):
         return {"PDL": True, "launch_pdl": True}
     return {"PDL": False}
 
 
 def require(op: str, size: int, dtype: torch.dtype, **tensors: Tensor) -> None:
-    """For kernels that index raw memory, where another layout would be misread.
+    """Check tensors for kernels that index raw memory and would misread another layout.
 
     Raises:
-        ValueError: a tensor is not contiguous, or not `size` elements of `dtype`.
+        ValueError: a tensor is not contiguous or does not have `size` elements of
+            `dtype`.
     """
     for name, t in tensors.items():
         if t.dtype is not dtype or t.numel() != size or not t.is_contiguous():
@@ -136,15 +146,16 @@ def require(op: str, size: int, dtype: torch.dtype, **tensors: Tensor) -> None:
 
 
 def rows_for_copies(matrix: Tensor) -> Tensor:
-    """`matrix`, or a copy where its rows are not such as the copy engine addresses:
-    contiguous, from multiples of 16 bytes. It is half precision, in rows of a multiple
-    of 8 elements."""
+    """Return `matrix`, or a copy if the copy engine cannot address its rows: they must
+    be contiguous and start at multiples of 16 bytes. The matrix is half precision, with
+    a multiple of 8 elements per row.
+    """
     if matrix.stride(1) == 1 and not (matrix.stride(0) % 8 or matrix.data_ptr() % 16):
         return matrix
-    # Not `contiguous`, which leaves rows that only begin in between as they are.
+    # Not `contiguous`, which does not move rows that only start at other addresses.
     return matrix.clone(memory_format=torch.contiguous_format)
 
 
 def block_of(size: int, *, least: int = 1) -> int:
-    """The power of two that holds `size` elements."""
+    """Return the power of two that holds `size` elements."""
     return int(max(triton.next_power_of_2(max(size, 1)), least))
