@@ -83,7 +83,7 @@ def _wrap_launches(manager: CanaryManager, driver: PerturbDriver) -> None:
         nonlocal is_launched
         batch = maybe_inaccurate_forward_batch
         if is_due():
-            # A fault must find everything done that was due before it.
+            # Everything due before a fault must be done when it is planted.
             manager.settle()
             driver.before_forward(batch)
         with launch(

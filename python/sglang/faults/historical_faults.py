@@ -95,7 +95,7 @@ def with_tails(
 
 
 def sampled_tails(batch: ScheduleBatch, sampled: Tensor) -> Tensor:
-    """The sampled token, also where a chunk does not end its prompt."""
+    """The sampled token, even if a chunk does not end its prompt."""
     return sampled
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 FULL = GROUPS[0]
-# A model without window slots has one group, whatever its name.
+# A model without window slots has only one group, whatever its name.
 DAMAGED_GROUPS = GROUPS[:2]
 
 NEXT_TOKEN_SWAP = "next_token_swap"

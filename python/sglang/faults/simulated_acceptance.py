@@ -1,4 +1,4 @@
-"""Acceptance that is made up: verifications of a benchmark with random weights.
+"""Simulated acceptance for benchmarks of verification with random weights.
 
 The room of `SGLANG_SIMULATE_ACC_LEN`.
 """
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def opened(server_args: ServerArgs) -> Iterator[None]:
-    """Scope in which new workers accept so many tokens of a tree on average.
+    """Scope in which new workers accept the configured number of tokens per tree on
+    average.
 
     Raises:
         ValueError: the weights are not random.

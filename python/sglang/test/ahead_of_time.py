@@ -1,7 +1,7 @@
 """Runs programs that compile Triton kernels without a GPU.
 
-They use the lowest Triton that is served, where `make venv` installed it beside the
-newest: a kernel that the newest compiles may be beyond the one that a GPU machine has.
+They use the lowest supported Triton, if `make venv` installed it next to the newest: a
+kernel that the newest compiles may fail in a GPU machine's version.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ def compile_in_a_process(
 ) -> str:
     """Run Python with `command` and return its output.
 
-    A process of its own: the interpreter, once chosen, stays for all kernels.
+    Uses a separate process, because a chosen interpreter stays for all kernels.
 
     Raises:
-        AssertionError: it failed; has its output.
+        AssertionError: the program failed; contains its output.
     """
     environment = dict(os.environ if env is None else env)
     paths = [str(LOWEST_TRITON), *environment.get("PYTHONPATH", "").split(os.pathsep)]

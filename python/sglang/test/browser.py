@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 CHROMIUMS = ("chromium", "chromium-browser", "google-chrome")
-# Tests run as root in containers; a browser has nothing to ask elsewhere.
+# Tests run as root in containers, and the browser needs no other hosts.
 FLAGS = (
     "--no-sandbox",
     "--disable-gpu",
@@ -23,7 +23,7 @@ FLAGS = (
 
 
 def why_no_browser() -> str | None:
-    """The part that is missing, in words; None: none is."""
+    """Return a description of the missing part, or None if nothing is missing."""
     if importlib.util.find_spec("playwright") is None:
         return "no playwright; `make test-browser` installs it"
     if _chromium() is None:
@@ -52,11 +52,11 @@ class PageTab:
     """A tab with a page of the server.
 
     Class attributes:
-        path: of the page. script: its main module, which exports `app`.
+        path: path of the page. script: its main module, which exports `app`.
 
     Attributes:
         tab: `playwright.sync_api.Page`.
-        errors: of scripts, and what a policy refused, so far.
+        errors: script errors and policy violations so far.
     """
 
     path: ClassVar[str]
@@ -71,7 +71,7 @@ class PageTab:
         self.tab.set_default_timeout(30_000)
 
     def _on_console(self, message: Any) -> None:
-        # An answer with an error's status is a message, too; tests look at those.
+        # An error status is also reported as a message; tests check those themselves.
         if message.type == "error" and "Failed to load resource" not in message.text:
             self.errors.append(message.text)
 
@@ -79,7 +79,9 @@ class PageTab:
         self.tab.goto(url + self.path + ("" if key is None else f"#key={key}"))
 
     def run(self, body: str, argument: Any = None) -> Any:
-        """The value of a function body over `app`, the page's own, and `argument`."""
+        """Return the value of a JavaScript function body with `app` and `argument` in
+        scope.
+        """
         return self.tab.evaluate(
             "async (argument) => {"
             f"const {{app}} = await import('{self.script}');"
@@ -116,7 +118,7 @@ class InspectorPage(PageTab):
     script = "/canary/assets/main.js"
 
     def wait_for_snapshots(self, count: int = 1) -> None:
-        """Wait until so many more have been shown."""
+        """Wait until `count` more snapshots have been shown."""
         before = self.run("return app.snapshots;")
         self.wait(f"app.snapshots >= {before + count}")
 

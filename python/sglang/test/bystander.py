@@ -1,7 +1,7 @@
 """An honest client beside an attack, and what the attack leaves in the server.
 
-Nothing here judges by a clock: a bystander waits too long if it gets no answers however
-long the attack goes on.
+Nothing here depends on a clock: a bystander waits too long if it gets no answers
+however long the attack lasts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Bystander:
     while the server is quiet; leaving checks all answers that came since.
 
     Args:
-        questions: by name. Each returns what must not change, and raises if refused.
+        questions: questions by name. Each returns a value that must not change, and
+            raises if rejected.
         pause: seconds between two rounds.
 
     Attributes:

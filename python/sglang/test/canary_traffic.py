@@ -1,4 +1,4 @@
-"""Run of an engine until a planted fault is reported, for the canary's tests."""
+"""Runs an engine until a planted fault is reported, for the canary's tests."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WARM_STEPS = 12
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A row of a forward by the host's records.
+    """A row of a forward according to the host's records.
 
     slots[:prefix_len] are read, the others written.
     """
@@ -39,7 +39,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forward:
-    """Input of one forward. `swept`: slots of the sweep pass before it."""
+    """Input of one forward. `swept` holds the slots of the preceding sweep pass."""
 
     clock: int
     is_decode: bool
@@ -59,12 +59,12 @@ class Outcome:
 
     Fields:
         planted: the fault.
-        violations: of the incident that stopped the engine, as JSON objects.
+        violations: violations of the incident that stopped the engine, as JSON objects.
         forward: number of the forward that found it.
-        text: the error of the mode `raise`.
-        asked, said: prompts, and the tokens that clients had received, by request.
+        text: error text of mode `raise`. asked, said: prompts, and tokens that clients
+        had received, by request.
         rids: requests by serial.
-        forwards: all that were launched.
+        forwards: all launched forwards.
         cached: slots that the prefix cache held at the end.
     """
 
@@ -147,7 +147,7 @@ def canary_of(harness: EngineHarness) -> CanaryManager:
 
 
 def faults_of(harness: EngineHarness) -> PerturbDriver:
-    """The driver that plants faults in the target's pool."""
+    """Return the driver that plants faults in the target's pool."""
     return drivers_of(harness.scheduler)[0]
 
 

@@ -17,8 +17,8 @@ import pytest
 from sglang.srt.environ import child_environment
 from sglang.test.server_process import ServerProcess
 
-# Those of one gateway alone. smg 1.x leaves out replicas that wait for memory, or whose
-# next token is seconds away: on a loaded test machine that may be all of them.
+# Flags for one gateway only. smg 1.x skips replicas that wait for memory or whose next
+# token is seconds away: on a loaded test machine that may be all of them.
 OWN_FLAGS = {
     "smg": ("--disable-worker-overload-protection", "--worker-wedge-secs", "120")
 }
@@ -37,8 +37,9 @@ HEALTH_FLAGS = (
 
 
 def python_with(*modules: str) -> str:
-    """Interpreter of an environment that has one of `modules`: this one, or that of
-    `make fleet-venv`. Without one the calling test is skipped."""
+    """Return an interpreter that has one of `modules`: this one, or the one from `make
+    fleet-venv`. Skips the calling test if there is none.
+    """
     for python in (sys.executable, str(FLEET_PYTHON)):
         if os.path.exists(python) and any(_has(python, module) for module in modules):
             return python
@@ -59,7 +60,7 @@ def free_port() -> int:
 
 
 def wait_until(is_true: Callable[[], bool], seconds: float, what: str) -> float:
-    """Seconds until `is_true`; fails where it takes more than `seconds`."""
+    """Wait until `is_true`, for at most `seconds`; returns the seconds it took."""
     began = time.monotonic()
     while not is_true():
         assert time.monotonic() - began < seconds, what
@@ -68,7 +69,7 @@ def wait_until(is_true: Callable[[], bool], seconds: float, what: str) -> float:
 
 
 class Replica:
-    """A server that can be restarted where it was; `flags` are those of every start."""
+    """A server that can be restarted on the same port with the same `flags`."""
 
     def __init__(self, flags: Sequence[str]) -> None:
         self._flags = list(flags)
@@ -83,13 +84,13 @@ class Replica:
         return self.server.url
 
     def restart(self, environment: Mapping[str, str] | None = None) -> None:
-        """Start again on the port of before, once with variables; it has ended."""
+        """Start the exited server again on the same port, once with variables."""
         assert self.server.process.poll() is not None
         flags = [*self._flags, "--port", self.url.rpartition(":")[2]]
         self.server = ServerProcess(flags, environment=environment).wait_ready()
 
     def num_requests(self) -> int:
-        """Requests that it has taken since it was started."""
+        """Number of requests accepted since it was started."""
         answer = httpx.get(self.url + "/server_info", trust_env=False, timeout=30)
         count: int = answer.json()["internal_states"][0]["num_requests_total"]
         return count
@@ -103,7 +104,7 @@ class Gateway:
     """`python -m <module> launch` in front of `urls`.
 
     Attributes:
-        lines: of its log so far.
+        lines: log lines so far.
     """
 
     def __init__(
@@ -145,11 +146,11 @@ class Gateway:
             raise
 
     def num_in_rotation(self) -> int:
-        """Workers that the gateway says are healthy."""
+        """Number of workers that the gateway reports as healthy."""
         return len(self.in_rotation())
 
     def in_rotation(self) -> set[str]:
-        """Addresses of the workers that the gateway says are healthy."""
+        """Addresses of workers that the gateway reports as healthy."""
         try:
             workers = self._http.get("/workers").json()["workers"]
         except httpx.TransportError:

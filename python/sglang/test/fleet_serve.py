@@ -1,4 +1,4 @@
-"""Ray Serve as a process of its own: deploys replicas, and finds their processes."""
+"""Runs Ray Serve in a separate process: deploys replicas and finds their processes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sglang.test.fleet_gateway import free_port, python_with
 
 START_SECONDS = 300.0
 SHOWN_LINES = 40
-# As `sglang.test.fleet_serve_driver` has it, which imports Ray.
+# As in `sglang.test.fleet_serve_driver`, which imports Ray.
 PLANT = "SGLANG_TEST_FLEET_PLANT"
 REPLICA_TITLE = "ray::ServeReplica:sglang:SGLang"
 
@@ -24,8 +24,8 @@ class RayServe:
     """Ray and Ray Serve on this host.
 
     Attributes:
-        url: of the HTTP proxy.
-        lines: of its log so far.
+        url: address of the HTTP proxy.
+        lines: log lines so far.
     """
 
     def __init__(self, *, num_cpus: int) -> None:
@@ -50,12 +50,13 @@ class RayServe:
         self._next_answer()
 
     def deploy(self, **args: Any) -> dict[str, Any]:
-        """Replace what is deployed by `build_app(args)`; the states of its replicas, or
-        an `error`."""
+        """Replace the deployment by `build_app(args)`; returns the states of its
+        replicas, or an `error`.
+        """
         return self._ask({"deploy": args})
 
     def num_running(self) -> int:
-        """Replicas that Ray Serve says are running."""
+        """Number of replicas that Ray Serve reports as running."""
         count: int = self._ask({"status": {}}).get("RUNNING", 0)
         return count
 
@@ -66,7 +67,7 @@ class RayServe:
         unseen.rename(self._plant)
 
     def replica_pids(self) -> set[int]:
-        """Processes of the replicas that live."""
+        """Process ids of the living replicas."""
         found, pending = set(), [self._process.pid]
         children = _children()
         while pending:
@@ -114,7 +115,7 @@ class RayServe:
 
 
 def _children() -> dict[int, list[int]]:
-    """Parent -> its children, of all processes that live."""
+    """Return a map from parent to children of all living processes."""
     found: dict[int, list[int]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:

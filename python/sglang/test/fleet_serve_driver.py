@@ -1,8 +1,8 @@
 """Runs Ray Serve for a test, in an environment that has Ray; commands come on stdin.
 
-A line is JSON: `{"deploy": {...}}` deploys `build_app` of these arguments instead of
-what was there, `{"status": {}}` answers how many replicas are in which state. Each is
-answered with a line of JSON on stdout; logs of all processes go to stderr.
+Each line is JSON: `{"deploy": {...}}` replaces the deployment by `build_app` with these
+arguments, `{"status": {}}` returns the number of replicas in each state. Each is
+answered with a JSON line on stdout; logs of all processes go to stderr.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from sglang.srt.ray import app
 
 APPLICATION = "sglang"
 START_ATTEMPTS = 3
-# A file with variables: the next replica that starts takes it away, and has them.
+# A file with variables, which the next replica that starts removes and applies.
 PLANT = "SGLANG_TEST_FLEET_PLANT"
 
 
 class PlantedReplica(app.ServedReplica):
-    """A replica whose scheduler gets planted faults where the test asks for one."""
+    """A replica whose scheduler gets planted faults if the test asks for them."""
 
     async def __init__(  # type: ignore[misc]
         self, values: Mapping[str, Any]
@@ -44,7 +44,7 @@ class PlantedReplica(app.ServedReplica):
 
 
 def main() -> None:
-    # Ray writes what its workers say to stdout, in the middle of lines.
+    # Ray writes its workers' output to stdout, in the middle of lines.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -63,7 +63,9 @@ def main() -> None:
 
 
 def _start_ray(cpus: int) -> None:
-    """Start Ray, which gives itself 30 seconds: a busy machine may need another try."""
+    """Start Ray, which allows itself 30 seconds; a busy machine may need another
+    try.
+    """
     for attempt in range(START_ATTEMPTS):
         try:
             ray.init(num_cpus=cpus, include_dashboard=False, namespace="serve")

@@ -1,7 +1,7 @@
 """Requests with shared prefixes for a fleet of replicas, and a client that retries.
 
-A fleet must answer as one server does: greedy answers do not depend
-on which replica gives them, nor on what else it serves.
+A fleet must answer like one server: greedy answers do not depend on the replica or on
+its other requests.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MODULES = (
     *("tempfile", "textwrap", "threading", "tokenize", "trace", "uuid", "zipfile"),
 )
 CONCURRENCY = 16
-# For the environment of a replica: some steps after its start, the next read goes to
+# Environment for a replica in which, some steps after its start, the next read goes to
 # another request's page.
 PLANTED = {
     "SGLANG_KV_CANARY_PERTURB_REQ_TO_TOKEN_PROB": "1",
@@ -45,7 +45,7 @@ SHOWN_BYTES = 160
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """A greedy request; `body` is that of `path`."""
+    """A greedy request with the `body` for `path`."""
 
     path: str
     body: Mapping[str, Any]
@@ -57,10 +57,10 @@ class Ask:
 
 @dataclass(slots=True, kw_only=True)
 class Answer:
-    """A whole answer, or what came of it before it broke off.
+    """A whole answer, or the part that arrived before it broke off.
 
     Fields:
-        has_begun: whether a status of 200 came.
+        has_begun: whether status 200 arrived.
     """
 
     has_begun: bool = False
@@ -75,15 +75,16 @@ class Report:
     """Answers and failures of a fleet, as a client saw them.
 
     Fields:
-        answers: in the order of the requests; None where none came in all attempts.
-        wrong: what differs from the expectation, partial answers included.
-        refused: answers that say that a repetition would not help.
-        cut: attempts that broke off after a status of 200, by what the client saw; no
-            router can hide those.
+        answers: answers in request order, or None for requests that got no answer in
+            any attempt.
+        wrong: differences from the expected answers, including partial answers.
+        refused: answers that say that a retry would not help.
+        cut: attempts that broke off after status 200, by what the client saw; no router
+            can hide those.
         retries: all other attempts that failed.
-        failed_at: moments of both, by `time.monotonic`.
-        sent: requests that were answered, repetitions of the list included.
-        seconds: of the whole run.
+        failed_at: times of both, by `time.monotonic`.
+        sent: number of answered requests, including repetitions of the list.
+        seconds: duration of the whole run.
     """
 
     answers: list[Answer | None]
@@ -103,7 +104,7 @@ class Report:
         return sum(answer.cached_tokens for answer in whole) / max(prompts, 1)
 
     def check(self) -> None:
-        """Every request was answered, and nothing wrong was sent."""
+        """Check that every request was answered and nothing wrong was sent."""
         assert not self.wrong, self.wrong[:3]
         assert not self.refused, self.refused[:3]
         missing = [i for i, answer in enumerate(self.answers) if answer is None]
@@ -120,13 +121,13 @@ class Report:
 
 
 class _Broken(Exception):
-    """An attempt that failed in a way that a repetition may cure."""
+    """An attempt that failed in a way that a retry may fix."""
 
 
 def shared_prefix_asks(
     count: int, *, groups: int, seed: int = 0, prefix_chars: int = 1500
 ) -> list[Ask]:
-    """Requests in random order, of which `count / groups` each share a prefix.
+    """Return requests in random order; each group of `count / groups` shares a prefix.
 
     They go to `/generate`, `/v1/completions` and `/v1/chat/completions`, every other
     one as a stream.
@@ -168,9 +169,9 @@ def run_asks(
     """Send `asks` to `url`, each until it is answered, `concurrency` at once.
 
     Args:
-        expected: answers that must come.
-        during: runs in a thread beside the requests, which are sent again and again
-            until it returns; its exception is raised.
+        expected: expected answers.
+        during: runs in a thread while the requests are sent repeatedly until it
+            returns; its exception is raised.
     """
     client = _Client(url, asks, expected=expected)
     return asyncio.run(client.run(concurrency, during))

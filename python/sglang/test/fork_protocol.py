@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 READ_BY_IMPORTS = {"SGLANG_NATIVE_KERNELS"}
-"""The variables of the product that are not read when they are needed."""
+"""The product's variables that are read at import rather than on use."""
 
 MAX_FDS = 8
 
@@ -17,7 +17,7 @@ MAX_FDS = 8
 class Request(msgspec.Struct, kw_only=True, frozen=True, tag=True):
     """Attributes:
     command: `["-m", module, ...]`, `["-c", program, ...]` or `[file, ...]`.
-    targets: the descriptors that the child gets for those sent along, in order.
+    targets: descriptors in the child for the ones sent along, in order.
     """
 
     command: list[str]
@@ -40,7 +40,7 @@ def send(connection: socket.socket, message: object, fds: Sequence[int] = ()) ->
 
 
 def receive(connection: socket.socket, kind: Any) -> tuple[Any, list[int]]:
-    """The next message and what came with it.
+    """Return the next message and the descriptors sent with it.
 
     Raises:
         EOFError: the other side is gone.

@@ -1,9 +1,9 @@
-"""A process that has imported the product and forks servers and schedulers of tests.
+"""A process that has imported the product and forks servers and schedulers for tests.
 
-`forked_process` starts it and asks it. A server and its scheduler import for over two
-seconds of CPU time, and a test asks them to compute for a tenth of that. A child of
-this process has imported already; it runs the same main modules, with the descriptors,
-variables and arguments that a new process would have.
+`forked_process` starts and uses it. A server and its scheduler take over two seconds of
+CPU time to import, and a test uses a tenth of that. A child of this process has
+everything imported; it runs the same main modules, with the descriptors, variables and
+arguments that a new process would have.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from sglang.test.forked_process import ForkServerClient
 from sglang.test.lazy_memory import take_memory_when_written
 
 MODULES = ("sglang.launch_server", "sglang.srt.managers.scheduler.scheduler_main")
-"""Main modules whose imports are there; others import what they need beyond these."""
+"""Main modules with preloaded imports; others import what they need in addition."""
 
 # Far from the numbers that children are promised.
 HIGH_FD = 500
 
 
 class ForkServer:
-    """Forks a child per connection, tells its id and, at its end, its exit code."""
+    """Forks a child per connection and reports its id and later its exit code."""
 
     def __init__(self, listener: socket.socket, lifeline: int) -> None:
         self._listener = listener
@@ -62,7 +62,7 @@ class ForkServer:
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         signal.set_wakeup_fd(wakeup.fileno(), warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # Ctrl-C in a terminal reaches all; the owner ends this process.
+        # Ctrl-C in a terminal reaches all processes; the owner ends this one.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def next_child(self) -> Request | None:
@@ -83,7 +83,7 @@ class ForkServer:
                 return None
 
     def _fork(self, connection: socket.socket) -> Request | None:
-        """Return the request in the child alone."""
+        """Fork; returns the request in the child only."""
         try:
             request, fds = receive(connection, Request | ChildrenOf)
         except EOFError:
@@ -140,7 +140,7 @@ def _process_behind(connection: socket.socket) -> int:
 
 
 def _become(request: Request, fds: Sequence[int]) -> None:
-    """Be the process that was asked for, but for its modules."""
+    """Become the requested process, except for its modules."""
     if request.is_session_leader:
         os.setsid()
     high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, HIGH_FD) for fd in fds]
@@ -156,7 +156,7 @@ def _become(request: Request, fds: Sequence[int]) -> None:
 
 def _import_the_product() -> None:
     """Raises:
-    AssertionError: an import read another variable than those that are known to be.
+    AssertionError: an import read a variable that is not known to be read.
     """
     read: set[str] = set()
     get = EnvVar.get
@@ -174,7 +174,8 @@ def _import_the_product() -> None:
 def main(listener: socket.socket, lifeline: int) -> None:
     _import_the_product()
     take_memory_when_written()
-    # Run as `__main__` they are executed again, and import what is here already.
+    # Run as `__main__` they are executed again, and import modules that are already
+    # here.
     for module in MODULES:
         del sys.modules[module]
     gc.collect()
@@ -183,7 +184,7 @@ def main(listener: socket.socket, lifeline: int) -> None:
     request = ForkServer(listener, lifeline).next_child()
     if request is None:
         return
-    # The scheduler of a server is forked, too.
+    # The scheduler of a server is also forked.
     scheduler_process.start_child = ForkServerClient(address, environment).start
     code = _exit_code(request.command)
     threads: Any = threading

@@ -1,7 +1,7 @@
-"""Starts servers and schedulers of tests by a fork, where that makes no difference but
-in CPU time; see `fork_server`.
+"""Starts servers and schedulers of tests by forking, if that only saves CPU time; see
+`fork_server`.
 
-`open_fork_server` in a process makes it, and all that it forks later, start them so.
+`open_fork_server` makes a process, and everything it forks later, start them this way.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from sglang.test.fork_protocol import (
     send,
 )
 
-# Of no meaning to the product, or read when they are needed, as its own are. A library
-# may have read all others as it was imported: a child with another value of one is a
-# new process.
+# Variables without meaning to the product, or read on use like its own. A library may
+# have read any other variable at import, so a child with a different value is a new
+# process.
 FREE_VARIABLES = {
     "CUDA_VISIBLE_DEVICES",  # where GPUs are, nothing is forked
     "GLOO_SOCKET_IFNAME",
@@ -85,7 +85,7 @@ def forking() -> Iterator[None]:
 def run(
     command: Sequence[str], *, env: Mapping[str, str] | None = None, timeout: float
 ) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` of a Python program, with its output as text."""
+    """Like `subprocess.run` for a Python program, with its output as text."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         process = start_process(
             command,
@@ -118,7 +118,7 @@ class ForkedProcess:
         self._lock = threading.Lock()
 
     def children(self) -> list[int]:
-        """Processes that were forked for this one, which is not their parent."""
+        """Processes forked for this one, which is not their parent."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.connect(self._connection.getpeername())
             send(connection, ChildrenOf(pid=self.pid))
@@ -147,7 +147,7 @@ class ForkedProcess:
 
     def _await_end(self, timeout: float | None) -> int | None:
         deadline = None if timeout is None else time.monotonic() + timeout
-        # Others that wait meanwhile are served when this one is.
+        # Other waiting calls are served when this one is.
         if not self._lock.acquire(timeout=-1 if timeout is None else timeout):
             return self.returncode
         try:
@@ -162,7 +162,7 @@ class ForkedProcess:
 
 
 class ForkServerClient:
-    """Asks the server at `address`, which was started with `environment`."""
+    """A client of the server at `address`, which was started with `environment`."""
 
     def __init__(self, address: str, environment: Mapping[str, str]) -> None:
         self._address = address
@@ -180,8 +180,10 @@ class ForkServerClient:
         pass_fds: Sequence[int] = (),
         start_new_session: bool = False,
     ) -> Any:
-        """As `subprocess.Popen`, which is called where a fork could make a difference:
-        for another program than Python's, and other variables than the server's."""
+        """Like `subprocess.Popen`, which is called if a fork could make a difference:
+        for a program that is not Python, or for variables that differ from the
+        server's.
+        """
         if (
             command[0] != sys.executable
             or not (command[1] in ("-m", "-c") or command[1].endswith(".py"))
@@ -240,7 +242,8 @@ def _decisive(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _with_threads(environment: Mapping[str, str]) -> dict[str, str]:
-    """Where they are not set, a server's scheduler gets these on two cores; OpenMP
-    reads them once."""
+    """Add defaults for a server's scheduler on two cores, because OpenMP reads them
+    only once.
+    """
     policy = envs.OMP_WAIT_POLICY.get()
     return {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": policy, **environment}

@@ -50,16 +50,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
     config: Any = session.config  # with pytest's own attributes
     if config.option.forks < 2 or config.option.collectonly or session.testsfailed:
-        return None  # pytest's own loop, which also tells of errors of the collection
+        return None  # pytest's own loop, which also reports collection errors
     slices = dict(entry.rsplit("=", 1) for entry in config.option.fork_slices)
     units = [
         unit
         for path, items in groupby(session.items, key=lambda item: str(item.path))
         for unit in _cut(list(items), int(slices.get(path, 1)))
     ]
-    # Made here: the workers share it.
+    # Created here, because the workers share it.
     config._tmp_path_factory.getbasetemp()
-    # The modules and tests that are there stay; no worker walks or copies them.
+    # Existing modules and tests stay; no worker walks or copies them.
     gc.collect()
     gc.freeze()
     # Frozen objects count no more: else a worker's engines, whose objects form cycles,
@@ -151,7 +151,9 @@ class _Workers:
         )
 
     def _on_end(self, worker: _Worker, _: None) -> None:
-        """A worker has no more work, or died of a test: another takes its place."""
+        """Handle a worker that has no more work, or was killed by a test and is
+        replaced.
+        """
         worker.process.join()
         self._workers.remove(worker)
         if not worker.pending:
@@ -191,7 +193,7 @@ def _receive(messages: Connection) -> Message:
 
 
 class _Quiet:
-    """In place of a worker's terminal, of which other plugins ask how wide it is."""
+    """Replaces a worker's terminal, whose width other plugins query."""
 
     def __init__(self, config: pytest.Config) -> None:
         nowhere = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115
@@ -199,12 +201,12 @@ class _Quiet:
 
 
 class _Sender:
-    """The plugin of a worker: passes on what its tests report."""
+    """A worker's plugin, which passes on its tests' reports."""
 
     def __init__(self, config: pytest.Config, messages: Connection) -> None:
         self._config = config
         self._messages = messages
-        # A new plugin is told all earlier warnings.
+        # A new plugin receives all earlier warnings.
         self._is_new = True
         config.pluginmanager.register(self)
         self._is_new = False
@@ -251,12 +253,12 @@ def _work(
     items = list(first)
     while items or (items := _next_unit(units, numbers, messages)):
         item = items.pop(0)
-        # The next one decides which fixtures live on, so it has to be known.
+        # The next test decides which fixtures stay alive, so it has to be known.
         items = items or _next_unit(units, numbers, messages)
         config.hook.pytest_runtest_protocol(
             item=item, nextitem=items[0] if items else None
         )
-    # Processes of multiprocessing leave without it.
+    # multiprocessing's processes exit without it.
     atexit._run_exitfuncs()
 
 
@@ -273,9 +275,9 @@ def _next_unit(
 
 
 def _release_memory() -> None:
-    """Give back what the last unit has freed: engines, whose objects form cycles, and
-    the holes that their tensors leave, which the allocator keeps (7 GiB after one
-    file)."""
+    """Return memory freed by the last unit: engines, whose objects form cycles, and the
+    holes left by their tensors, which the allocator keeps (7 GiB after one file).
+    """
     gc.collect()
     if sys.platform == "linux":
         trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
@@ -284,7 +286,7 @@ def _release_memory() -> None:
 
 
 def _become_silent(config: pytest.Config) -> None:
-    """Write and capture nothing where the parent does."""
+    """Stop writing to and capturing the parent's output."""
     manager = config.pluginmanager
     manager.unregister(name="terminalreporter")
     manager.register(_Quiet(config), "terminalreporter")

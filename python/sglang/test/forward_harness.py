@@ -33,9 +33,9 @@ from sglang.test.scale import with_canary
 
 @dataclasses.dataclass(eq=False, kw_only=True)
 class _Row:
-    """A request as memory and canary see it (see `CacheableReq`).
+    """A request as seen by memory and canary (see `CacheableReq`).
 
-    Slots before `cache_protected_len` belong to several rows, or to another one.
+    Slots before `cache_protected_len` are shared with or owned by other rows.
     """
 
     req_pool_idx: int
@@ -64,7 +64,7 @@ class _Row:
         self.committed_len = self.allocated_len = count
 
     def share(self, count: int) -> None:
-        """Leave the first `count` slots, those of all groups, to all rows."""
+        """Share the first `count` slots of all groups with all rows."""
         self.cache_protected_len = count
         for hold in self.holds:
             assert hold.kept_from <= count, "these tokens have left the window"
@@ -162,7 +162,7 @@ class ForwardHarness:
     def forward(
         self, mode: ForwardMode, spans: Sequence[tuple[int, int | None]]
     ) -> torch.Tensor:
-        """Run each (row, end) and return the logits; end None: one more token."""
+        """Run each (row, end) and return the logits; end None means one more token."""
         return self.forward_output(mode, spans).next_token_logits
 
     def forward_output(

@@ -20,7 +20,7 @@ NAMES = {
     "Qwen3ForCausalLM": "qwen3",
     "Gemma3ForCausalLM": "gemma3",
 }
-# Further values by architecture: those of its tiny model.
+# Further values by architecture, for its tiny model.
 VALUES: dict[str, dict[str, float | str]] = {
     "gemma3": {
         "attention.sliding_window": 12,
@@ -43,9 +43,9 @@ def write_gguf(
 ) -> Path:
     """Write the checkpoint in `folder` as a GGUF file with a byte tokenizer.
 
-    Matrices get `precision`, vectors float32. `values` replace numbers of the header by
-    their names without the architecture, dots as "__" (None: left out); `extra` are
-    more integers.
+    Matrices get `precision`, vectors float32. `values` replace numbers in the header by
+    their names without the architecture, with dots as "__" (None leaves one out);
+    `extra` are additional integers.
     """
     config = json.loads((folder / "config.json").read_text())
     name = NAMES[config["architectures"][0]]
@@ -105,7 +105,7 @@ def finish(writer: gguf.GGUFWriter) -> None:
 
 def _add_tokenizer(writer: gguf.GGUFWriter) -> None:
     alphabet = byte_alphabet()
-    # Converters want a merge.
+    # Converters require a merge.
     tokens = [*(alphabet[byte] for byte in range(BYTE_VOCAB)), EOS, "th"]
     kinds = [gguf.TokenType.NORMAL] * len(tokens)
     kinds[BYTE_VOCAB] = gguf.TokenType.CONTROL
@@ -137,10 +137,10 @@ def write_vocabulary(
     merges: Sequence[str] | None = None,
     **values: Any,
 ) -> Path:
-    """Write a GGUF file that holds a tokenizer alone.
+    """Write a GGUF file that contains only a tokenizer.
 
-    `kinds` are those of tokens that are not normal; `values` further keys after
-    `tokenizer.ggml.`, integers, truth values and texts.
+    `kinds` are the types of tokens that are not normal; `values` are further keys below
+    `tokenizer.ggml.` with integers, booleans and strings.
     """
     writer = gguf.GGUFWriter(str(target), architecture)
     writer.add_tokenizer_model(model)

@@ -44,8 +44,8 @@ class Finished:
 class EngineHarness:
     """A scheduler with an in-process message queue.
 
-    `overlap` launches each batch before the result of the one before is processed, as
-    on a GPU; the order of all bookkeeping is the same on a CPU.
+    `overlap` launches each batch before the previous result is processed, as on a GPU;
+    the order of all bookkeeping is the same on a CPU.
     """
 
     def __init__(
@@ -53,8 +53,8 @@ class EngineHarness:
     ) -> None:
         self.io = ListIO()
         if torch.cuda.is_available():
-            # Many tests share a GPU: none may use all of its memory, or capture
-            # prefill graphs of sizes that it never runs.
+            # Many tests share a GPU, so none may use all of its memory or capture
+            # prefill graphs of unused sizes.
             server_args.setdefault("max_total_tokens", SHARED_GPU_TOKENS)
             server_args.setdefault("chunked_prefill_size", SHARED_GPU_CHUNK)
             # Many engines start there, and few of them serve much.
@@ -122,8 +122,8 @@ class EngineHarness:
             if not did_something:
                 if not has_more:
                     return self.collect()
-                # A grammar compiles in a thread, and may take long on a busy machine:
-                # an empty step is no progress, and must not be a fast one.
+                # A grammar is compiled in a thread, which may take long on a busy
+                # machine: empty steps make no progress and must not be fast.
                 time.sleep(0.001)
         raise AssertionError(f"not idle after {max_steps} steps")
 

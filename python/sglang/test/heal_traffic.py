@@ -1,4 +1,4 @@
-"""Run of an engine in mode `heal` with planted faults, and the same run undamaged."""
+"""Runs an engine in mode `heal` with planted faults, and the same traffic undamaged."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from sglang.test.spec_canary_traffic import (
 )
 
 REQUESTS = 9
-# Steps between two submissions, and those before a fault.
+# Steps between two submissions, and steps before a fault.
 EVERY, WARM_STEPS, MOMENTS = 2, 10, 10
 SAMPLED = {"temperature": 1.0, "top_k": 40}
 
@@ -41,8 +41,9 @@ class Ask:
 
 
 class HealTraffic:
-    """Requests of which some share a prefix, sample, ask for logprobs, or do not
-    stream."""
+    """Requests, some of which share a prefix, sample, ask for logprobs, or do not
+    stream.
+    """
 
     def __init__(self, *, seed: int, longer_by: int = 0) -> None:
         rng = random.Random(seed)
@@ -80,11 +81,11 @@ class HealTraffic:
 
 @dataclass(kw_only=True)
 class Healed:
-    """A run to its end.
+    """A completed run.
 
     Fields:
         harmed: whether the fault was done.
-        answers: by request.
+        answers: answers by request.
     """
 
     harness: EngineHarness
@@ -115,9 +116,10 @@ def run_healing(
     """Serve the traffic to its end.
 
     Args:
-        name: of the fault, None: without one; group: of the slots that it damages.
-        checks_steps: whether every page must have one holder after every step; not
-            where the fault is one of the host's own records.
+        name: name of the fault, or None for no fault. group: group of slots that it
+            damages.
+        checks_steps: whether every page must have one holder after every step, which
+            does not hold for faults in the host's own records.
     """
     settings: dict[str, Any] = {
         "kv_canary": "heal",
@@ -167,7 +169,7 @@ def check_books(harness: EngineHarness) -> None:
 
 
 def joined(answer: Finished) -> dict[str, list[Any]]:
-    """The logprobs of all messages of an answer."""
+    """Return the logprobs of all messages of an answer."""
     found: dict[str, list[Any]] = {}
     for delta in answer.logprobs:
         for name in ("input_token", "input_top", "output_token", "output_top"):
@@ -178,10 +180,10 @@ def joined(answer: Finished) -> dict[str, list[Any]]:
 def _undamaged(
     engine: Engine, models: dict[str, Path], seed: int
 ) -> dict[str, Finished]:
-    """The answers alone: the engine would stay in memory with them.
+    """Return only the answers, because keeping the run would keep the engine in memory.
 
-    They are kept in a file beside the models' folder, where all workers of a run find
-    them: half the time of a test of healing.
+    They are cached in a file next to the models' folder, where all workers of a test
+    run find them; this saves half the time of a healing test.
     """
     configs = [(models[name] / "config.json").read_text() for name in sorted(models)]
     about = repr((engine, seed, configs, native_available()))
@@ -203,7 +205,7 @@ def check_exact(
     seed: int,
     windows: Windows = NO_WINDOWS,
 ) -> None:
-    """All answers are those of the undamaged engine, and nothing is lost."""
+    """Check that all answers equal the undamaged engine's and nothing is lost."""
     due = _undamaged(engine, models, seed)
     assert set(run.answers) == set(due) == set(run.asks)
     for rid, want in due.items():

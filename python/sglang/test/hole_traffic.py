@@ -1,5 +1,6 @@
-"""Run of an engine in which one of `STEP_FAULTS` is planted, until the canary stops
-it, or without the canary, to see what clients would have received."""
+"""Runs an engine with one of `STEP_FAULTS` planted until the canary stops it, or
+without the canary to see what clients would have received.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +32,9 @@ from sglang.test.spec_canary_traffic import (
     speculating,
 )
 
-# The moment of a fault lies so many steps after the first ones at most.
+# A fault happens at most this many steps after the first ones.
 MOMENTS = 12
-# Steps in which an opportunity must come, or its report.
+# Steps within which an opportunity, or its report, must come.
 PATIENCE = 40
 STEPS_UNSEEN = 16
 
@@ -43,7 +44,7 @@ class Engine:
     """Configuration of an engine.
 
     Fields:
-        tree: top-k, steps and nodes; None: no speculation.
+        tree: top-k, steps and nodes, or None without speculation.
     """
 
     page_size: int
@@ -76,10 +77,10 @@ class Engine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A batch that was launched.
+    """A launched batch.
 
     Fields:
-        forwards: numbers of its forwards on the device, by pool.
+        forwards: numbers of its forwards on the device by pool.
     """
 
     rids: frozenset[str]
@@ -126,10 +127,10 @@ class Stopped:
 
     Fields:
         harmed: requests that the fault was done to.
-        launches: all of them; `planted` is the place of the one with the fault.
-        violations: of all incidents, as JSON objects.
-        asked, said: prompts, and what clients had received.
-        last_messages: messages that the last step sent.
+        launches: all launches; `planted` is the index of the one with the fault.
+        violations: violations of all incidents, as JSON objects.
+        asked, said: prompts, and tokens that clients had received.
+        last_messages: number of messages that the last step sent.
     """
 
     harmed: tuple[str, ...]
@@ -142,19 +143,21 @@ class Stopped:
     last_messages: int
 
     def launch_of(self, violation: dict[str, Any]) -> int:
-        """The place of the launch with the forward of a violation."""
+        """Return the index of the launch with a violation's forward."""
         forward, pool = violation["forward"], violation["worker"]
         places = range(len(self.launches))
         return next(i for i in places if forward in self.launches[i].forwards[pool])
 
     def next_launch(self) -> int:
-        """The place of the first launch after the fault with a harmed request."""
+        """Return the index of the first launch after the fault with a harmed
+        request.
+        """
         places = range(self.planted + 1, len(self.launches))
         return next(i for i in places if self.launches[i].rids & set(self.harmed))
 
 
 def wrong_tokens(asked: dict[str, list[int]], said: dict[str, Finished]) -> int:
-    """Tokens that clients received and that are not the oracle's."""
+    """Tokens received by clients that differ from the oracle's."""
     wrong = 0
     for rid, answer in said.items():
         prompt, output = asked[rid], answer.output_ids
@@ -225,7 +228,7 @@ class Unseen:
     """The answers of an engine without the canary.
 
     Fields:
-        sent, wrong: tokens, and how many of them are not the oracle's.
+        sent, wrong: number of tokens, and how many of them differ from the oracle's.
     """
 
     sent: int
@@ -236,7 +239,8 @@ def run_unseen(
     name: str | None, engine: Engine, models: dict[str, Path], *, seed: int
 ) -> Unseen:
     """Serve the same requests without the canary, with the fault in every step from its
-    moment on; None: with no fault."""
+    moment, or with no fault if it is None.
+    """
     rng = random.Random(seed)
     harness = engine.build(models, kv_canary="none")
     traffic, moment = engine.traffic(harness, seed=seed), _moment(rng)
@@ -269,7 +273,7 @@ def does_damage(
     unseen = run_unseen(name, engine, models, seed=seed)
     if harm is Harm.TOKENS:
         return unseen.wrong > 0
-    # The target decides: worse drafts take more steps, and are nothing else.
+    # The target decides the output: worse drafts only take more steps.
     assert unseen.wrong == 0
     sent = _sent_unharmed(engine, **models, seed=seed)
     return unseen.sent != sent if harm is Harm.DRAFTS else unseen.sent == sent
@@ -290,7 +294,7 @@ def check_named(name: str, stopped: Stopped) -> None:
         assert {v["launch"] for v in found} == {"result"}
     is_next = fault.bound is Bound.NEXT
     due = stopped.next_launch() if is_next else stopped.planted
-    # With overlap the host takes a result when the next batch has been launched.
+    # With overlap the host processes a result after the next batch was launched.
     earliest = due - (fault.bound is Bound.HOST)
     assert earliest <= min(map(stopped.launch_of, found)) <= due, stopped.text
     assert stopped.last_messages == 0

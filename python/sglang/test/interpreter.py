@@ -1,4 +1,4 @@
-"""Triton's interpreter, made cheaper for tests: what it computes stays the same."""
+"""Makes Triton's interpreter cheaper for tests, without changing its results."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ MODULE = "triton.runtime.interpreter"
 
 
 class _Unchanged:
-    """In place of a patch's scope: there is nothing to restore."""
+    """Replaces a patch's scope: there is nothing to restore."""
 
     def restore(self) -> None: ...
 
 
 def make_cheaper() -> None:
-    """Take from the interpreter what costs and has no effect, where Triton is imported:
-    once per process."""
+    """Remove costs without effect from the interpreter, once per process, if Triton is
+    imported.
+    """
     interpreter: Any = sys.modules.get(MODULE)
     if interpreter is None or hasattr(interpreter._patch_lang, "cache_info"):
         return
@@ -32,7 +33,7 @@ def make_cheaper() -> None:
 
 
 def _patch_once(interpreter: Any) -> None:
-    """Exchange the functions of `triton.language` for interpreted ones once per kernel.
+    """Replace the functions of `triton.language` by interpreted ones once per kernel.
 
     The interpreter does so at each launch, which restores them, and again at each call
     of a kernel's helper, which does not: searching the modules for functions takes
@@ -49,10 +50,10 @@ def _patch_once(interpreter: Any) -> None:
 
 
 def _skip_unread_checks(interpreter: Any) -> None:
-    """Compute no sum, difference or product of integers once more in 64 bits.
+    """Skip recomputing integer sums, differences and products in 64 bits.
 
-    That is for an assertion that holds in debug mode alone, and takes more than half
-    the time of a kernel that adds up bytes.
+    That is for an assertion used only in debug mode, and takes more than half the time
+    of a kernel that adds up bytes.
     """
     builder = interpreter.interpreter_builder
     if not builder.options.debug:
@@ -60,7 +61,9 @@ def _skip_unread_checks(interpreter: Any) -> None:
 
 
 def _look_types_up_once(interpreter: Any) -> None:
-    """Keep the numpy type of each Triton type: a table of all is made to find one."""
+    """Cache the numpy type of each Triton type, which otherwise builds a table of all
+    types.
+    """
     look_up = interpreter._get_np_dtype
     known: dict[str, Any] = {}
 
@@ -75,7 +78,7 @@ def _look_types_up_once(interpreter: Any) -> None:
 
 
 def _describe_once(core: Any) -> None:
-    """Keep what a type of blocks, and a tensor of some type, are made of.
+    """Cache the attributes of block types, and of tensors of each type.
 
     Every instruction makes both for its result: their names, checks and tuples of
     constants take three tenths of the time of a kernel of small tiles.
@@ -87,8 +90,9 @@ def _describe_once(core: Any) -> None:
 def _keep_attributes(
     kind: Any, key: Callable[[Any, Any], Hashable], own: str = ""
 ) -> None:
-    """Give instances of `kind` the attributes of the first with their key, but for
-    the attribute `own`, which is the first argument."""
+    """Give instances of `kind` the attributes of the first instance with their key,
+    except for the attribute `own`, which is the first argument.
+    """
     describe: Callable[[Any, Any, Any], None] = kind.__init__
     known: dict[Hashable, dict[str, Any]] = {}
 

@@ -1,4 +1,4 @@
-"""A strict reader of KV events, and the blocks that a prefix tree really holds."""
+"""A strict reader of KV events, and the actual blocks of a prefix tree."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from sglang.srt.mem_cache.tree_node import TreeNode
 
 
 class Block(NamedTuple):
-    """All that its events say of a block."""
+    """Everything that events say about a block."""
 
     parent: int | None
     tokens: tuple[int, ...]
@@ -19,14 +19,14 @@ class Block(NamedTuple):
 
 
 class StrictReader:
-    """Applies decoded events, and accepts no event that makes no sense."""
+    """Applies decoded events and rejects inconsistent ones."""
 
     def __init__(self, page_size: int) -> None:
         self._page_size = page_size
         self.blocks: dict[int, Block] = {}
 
     def apply(self, events: list[list[Any]]) -> None:
-        """Apply events as they are on the wire, arrays without types."""
+        """Apply events in wire form, as untyped arrays."""
         appliers: dict[str, Callable[..., None]] = {
             "BlockStored": self._store,
             "BlockRemoved": self._remove,
@@ -73,7 +73,7 @@ class StrictReader:
 
 
 def block_hash(before: int | None, tokens: list[int], namespace: str | None) -> int:
-    """The hash as `docs/kv_events.md` has it, one block at a time."""
+    """Return the hash as defined in `docs/kv_events.md`, one block at a time."""
     if before is not None:
         start = before.to_bytes(8, "big")
     elif namespace is not None:
@@ -85,7 +85,7 @@ def block_hash(before: int | None, tokens: list[int], namespace: str | None) -> 
 
 
 def tree_blocks(cache: BasePrefixCache) -> dict[int, Block]:
-    """The blocks of a tree by hash, from its tokens alone."""
+    """Return the blocks of a tree by hash, computed from its tokens."""
     blocks: dict[int, Block] = {}
     last: dict[int, int] = {}
     for node in cache.iter_nodes():

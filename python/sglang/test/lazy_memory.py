@@ -1,4 +1,4 @@
-"""KV pools of tests take their memory as it is written, not all of it at start.
+"""Lets KV pools of tests allocate memory when it is written instead of all at start.
 
 A test writes a few hundred of an engine's 16,384 slots, and clearing all of them is
 half of the engine's start or more.
@@ -17,7 +17,7 @@ MODULE = "sglang.srt.mem_cache.memory_pool"
 
 
 def take_memory_when_written() -> None:
-    """Have pools on the CPU do so in this process, where their module is imported."""
+    """Enable this for CPU pools in this process, if their module is imported."""
     memory_pool: Any = sys.modules.get(MODULE)
     if memory_pool is not None:
         memory_pool.host_zeros = lazy_zeros
@@ -28,6 +28,6 @@ def lazy_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     size = math.prod(shape) * dtype.itemsize
     if size < mmap.PAGESIZE:
         return torch.zeros(shape, dtype=dtype)
-    # The tensor keeps the mapping.
+    # The tensor keeps the mapping alive.
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     return torch.frombuffer(mmap.mmap(-1, size, flags=private), dtype=dtype).view(shape)

@@ -1,4 +1,4 @@
-"""The oracle of the mock draft heads: the accept lengths, from tokens alone.
+"""The oracle of the mock draft heads: computes accept lengths from tokens only.
 
 Knows the rule of the draft tree, but neither workers nor KV.
 """
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 # Scores closer than this, relative to their size, may swap order under the rounding of
 # a softmax.
 CLOSE = 4e-6
-# Logits in memory at a time.
+# Maximum logits in memory at a time.
 LOGITS_AT_ONCE = 1 << 22
 ROWS_AT_ONCE = 512
 
@@ -41,8 +41,8 @@ class Prediction:
     """Predicted iterations of one request.
 
     Fields:
-        accept_lens: tokens of each iteration, 1 .. S + 1, the bonus included. The last
-            counts what it verifies, whether or not the request ends inside of it.
+        accept_lens: tokens of each iteration, 1 .. S + 1, including the bonus. The last
+            one counts all verified tokens, even if the request ends inside it.
         off_first_branch: accepted drafts of each iteration that are not the first
             choice, or do not descend from first choices only.
         is_close: iterations where two scores at a cut of the tree differ by no more
@@ -92,9 +92,8 @@ class DraftOracle:
         """Return one prediction per answer.
 
         Args:
-            followed: observed accept lengths. With them iteration i is predicted for
-                the length that they lead to, so that one difference does not cause
-                further ones.
+            followed: observed accept lengths. If given, iteration i is predicted for
+                the length they lead to, so that one difference does not cause more.
         """
         out: list[Prediction] = []
         for start in range(0, len(answers), ROWS_AT_ONCE):

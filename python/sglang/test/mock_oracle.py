@@ -1,4 +1,4 @@
-"""The oracle of the mock model: computes its output from tokens alone."""
+"""The oracle of the mock model: computes its output from tokens only."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def next_tokens(
 class MockOracle:
     """Continuations of the mock model, one token at a time, in O(1) each.
 
-    Keeps the running folds, and of layers with a sliding window the terms inside it.
+    Keeps the running folds and, for layers with a sliding window, the terms inside it.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class MockOracle:
 
 
 class _RunningFold:
-    """The sum of a layer's terms, of the newest `window` ones if there is one.
+    """The sum of a layer's terms, or of the newest `window` terms.
 
     Attributes:
         fold: int64 [1].
@@ -97,7 +97,7 @@ class _RunningFold:
         self._inside = torch.zeros(0, dtype=torch.int64)
 
     def extend(self, terms: Tensor) -> Tensor:
-        """Take in terms [n]; return the fold after each of them, int64 [n]."""
+        """Add terms [n]; return the fold after each of them, int64 [n]."""
         if self._window is None:
             folds = self.fold + terms.cumsum(0)
         else:

@@ -18,7 +18,7 @@ class Expected:
     is_aborted: bool = False
 
 
-# Of a long soak: sizes that keep many requests in a small pool, so that a step serves
+# Sizes for a long soak, which keep many requests in a small pool so that a step serves
 # more of them.
 SHORT_STEM, SHORT_PROMPT, SHORT_OUTPUT = 24, 16, 16
 LONG_ONE_IN = 32
@@ -28,9 +28,9 @@ class Traffic:
     """Submits random requests while the scheduler runs, and aborts some of them.
 
     Args:
-        longest_output: tokens.
-        short_after: of the requests after so many, all but one in `LONG_ONE_IN` are
-            short; None: none is.
+        longest_output: maximum output tokens.
+        short_after: number of requests after which all but one in `LONG_ONE_IN` are
+            short, or None for no short ones.
     """
 
     def __init__(

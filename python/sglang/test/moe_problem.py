@@ -19,7 +19,7 @@ def random_experts(
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
 ) -> ExpertWeights:
-    """Random weights; `exact`: each is a bfloat16."""
+    """Return random weights; with `exact`, each is representable as bfloat16."""
 
     def draw(*shape: int, scale: float) -> Tensor:
         values = torch.randn(*shape) * scale
@@ -27,7 +27,7 @@ def random_experts(
             values = values.bfloat16().float()
         return values.to(device, dtype)
 
-    # Sums beyond the clamp's limit occur, but are no rule.
+    # Sums beyond the clamp's limit occur, but not usually.
     scale = 3 * hidden**-0.5
     return ExpertWeights(
         gate_up=draw(experts, 2 * inner, hidden, scale=scale),

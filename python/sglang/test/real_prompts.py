@@ -1,4 +1,6 @@
-"""Prompts of real text, what `transformers` makes of them, and comparisons with it."""
+"""Prompts of real text, the reference outputs of `transformers`, and comparisons with
+them.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +26,12 @@ SHORT_TEXTS = (
     "🎉🎊 Emoji are",
     "Q: What is 7 times 8?\nA:",
 )
-# Tokens of the licence: around pages and chunks, up to 1,500.
+# Token counts of license text, around pages and chunks, up to 1,500.
 LONG_LENS = (31, 64, 65, 127, 255, 256, 400, 511, 640, 900, 1200, 1500)
 
 NEW_TOKENS = 24
 GREEDY: dict[str, Any] = {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}
-# Of one log probability in float32.
+# Tolerance of one log probability in float32.
 TOLERANCE = 5e-4
 DRAFTS_FOR_ITSELF = {
     "speculative_algorithm": "STANDALONE",
@@ -55,8 +57,8 @@ def real_prompts(tokenizer: Tokenizer) -> list[list[int]]:
 class Reference:
     """A model in float32 as `transformers` loads it.
 
-    Greedy output is checked, not made: the tokens after a prompt are greedy if each is
-    the most likely one after those before it, which takes one forward.
+    Greedy output is checked rather than generated: tokens are greedy if each is the
+    most likely one after the preceding ones, which takes one forward.
     """
 
     def __init__(self, folder: Path, **options: Any) -> None:
@@ -81,7 +83,7 @@ class Reference:
     def _logprobs(self, prompt: Sequence[int], output: Sequence[int]) -> torch.Tensor:
         tokens = (*prompt, *output)
         if tokens not in self._known:
-            self._known = {}  # of one sequence at a time: [tokens, vocabulary] each
+            self._known = {}  # one sequence at a time: [tokens, vocabulary] each
             with torch.inference_mode():
                 logits = self.model(torch.tensor([tokens])).logits[0]
             self._known[tokens] = logits.log_softmax(-1)
@@ -109,7 +111,7 @@ class GreedyOutputs:
     def check_cold(
         self, engine: EngineHarness, prompts: Sequence[Sequence[int]]
     ) -> None:
-        """One prompt after the other, with the log probabilities of each."""
+        """Run one prompt after another, with the log probabilities of each."""
         for prompt in prompts:
             answer = engine.generate(
                 prompt, **GREEDY, return_logprob=True, logprob_start_len=0
@@ -129,7 +131,7 @@ class GreedyOutputs:
     def check_batched(
         self, engine: EngineHarness, prompts: Sequence[Sequence[int]]
     ) -> int:
-        """All at once; returns the cached tokens of all."""
+        """Run all prompts at once; returns the total cached tokens."""
         rids = [engine.submit(prompt, **GREEDY) for prompt in prompts]
         answers = engine.run()
         for rid, prompt in zip(rids, prompts, strict=True):
@@ -139,7 +141,8 @@ class GreedyOutputs:
 
 def check_gguf(folder: Path) -> None:
     """Compare the GGUF file in `folder` with transformers' reading of it, and with the
-    checkpoint beside it, in bfloat16."""
+    checkpoint next to it, in bfloat16.
+    """
     pytest.importorskip("accelerate")
     from transformers import GgufConfig
 

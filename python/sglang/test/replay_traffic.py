@@ -1,4 +1,4 @@
-"""Engines that are recorded, for the tests of replays."""
+"""Recorded engines for the tests of replays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LONG_AGO = 1000
 
 
 def recorded_engine(model: Path, folder: Path, **server_args: Any) -> EngineHarness:
-    """An engine whose decisions are recorded, with incidents in `folder`."""
+    """Create an engine whose decisions are recorded, with incidents in `folder`."""
     defaults: dict[str, Any] = {
         "max_total_tokens": 1024,
         "max_running_requests": 8,
@@ -29,14 +29,14 @@ def recorded_engine(model: Path, folder: Path, **server_args: Any) -> EngineHarn
 
 
 def record_of(harness: EngineHarness) -> Record:
-    """The record of an engine, as a file would hold it."""
+    """Return the record of an engine, as a file would contain it."""
     recorder = harness.scheduler.recorder
     assert recorder is not None
     return decode_record(recorder.encode(), name="record")
 
 
 def serve(harness: EngineHarness, *, seed: int, requests: int, steps: int) -> None:
-    """Serve random requests, some of them aborted, for so many steps at most."""
+    """Serve random requests, some of them aborted, for at most `steps` steps."""
     traffic = Traffic(harness, random.Random(seed), requests, longest_output=60)
     for step in range(steps):
         traffic.on_step(step)

@@ -1,4 +1,4 @@
-"""Calls whose frames never meet the end of a chunk of Python's stack."""
+"""Makes calls whose frames never reach the end of a chunk of Python's stack."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import ParamSpec, TypeVar
 Params = ParamSpec("Params")
 Result = TypeVar("Result")
 
-# Words of a frame that fits into a chunk of 1 MiB and not into one of half of it.
+# Size in words of a frame that fits into a chunk of 1 MiB but not into half of it.
 _WORDS = 66_000
 
 

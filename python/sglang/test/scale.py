@@ -10,8 +10,9 @@ from sglang.srt.environ import envs
 Variant = TypeVar("Variant")
 
 POOL_TOKENS = 16384
-"""KV slots of an engine whose test asks for none: the default of a CPU is up to four
-times as many, which are all written at start."""
+"""Default KV slots of a test's engine: the CPU's default is up to four times as many,
+all of which are written at start.
+"""
 
 
 def is_full() -> bool:
@@ -31,7 +32,7 @@ def sampled(
 ) -> list[Variant]:
     """Return all variants under `make test-full`, else at most `ci` of each `key`.
 
-    Those are the first, the last and others between them.
+    The sample contains the first, the last and others in between.
     """
     groups: dict[object, list[Variant]] = {}
     for variant in variants:

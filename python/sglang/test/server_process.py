@@ -1,4 +1,4 @@
-"""A server as a process of its own: start, readiness, log, signals, end."""
+"""A server in a separate process: start, readiness, log, signals, exit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from sglang.srt.environ import child_environment, envs
 from sglang.test import forked_process
 from sglang.test.scale import POOL_TOKENS
 
-# A server on a GPU may compile all of its kernels, beside those of other tests.
+# A server on a GPU may compile all of its kernels, at the same time as other tests.
 READY_SECONDS = 180.0
 
 
@@ -23,12 +23,12 @@ class ServerProcess:
     unless they set one.
 
     Args:
-        environment: variables that it gets beside those of this process.
-        is_forked: whether it may skip imports, as `forked_process` has it.
+        environment: variables in addition to this process's.
+        is_forked: whether it may skip imports by being forked (`forked_process`).
 
     Attributes:
-        lines: of its output so far.
-        url: there once it is ready.
+        lines: output lines so far.
+        url: address, set once it is ready.
     """
 
     def __init__(
@@ -65,8 +65,9 @@ class ServerProcess:
         return "\n".join(self.lines)
 
     def wait_for_lines(self, text: str, count: int = 1) -> list[str]:
-        """The lines of the log that contain `text`, once there are `count`: they come
-        through a pipe, later than the answers they are about."""
+        """Wait until `count` log lines contain `text`, and return them. They arrive
+        through a pipe, later than the answers they are about.
+        """
         deadline = time.monotonic() + 10
         while len(found := [line for line in self.lines if text in line]) < count:
             assert time.monotonic() < deadline, f"{text!r} in the log:\n{self.log()}"
@@ -114,7 +115,7 @@ class ServerProcess:
 
 
 def children_of(pid: int) -> list[int]:
-    """Return the children of a process; none if it has ended."""
+    """Return the children of a process; empty if it has exited."""
     try:
         tasks = [*Path(f"/proc/{pid}/task").iterdir()]
         listed = [(task / "children").read_text() for task in tasks]
@@ -124,8 +125,9 @@ def children_of(pid: int) -> list[int]:
 
 
 def _is_for_side_work(pid: int) -> bool:
-    """Whether a child of a server is one of its processes for side work, or has ended:
-    their number changes."""
+    """Whether a server's child is a side-work process or has exited: their number
+    changes.
+    """
     try:
         command = Path(f"/proc/{pid}/cmdline").read_bytes()
     except FileNotFoundError:

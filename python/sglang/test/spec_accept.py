@@ -27,7 +27,7 @@ class Run:
 
     Fields:
         start: tokens that had KV at the beginning.
-        accept_lens: of each verification.
+        accept_lens: accept length of each verification.
         tokens: all tokens of the request at the end.
     """
 

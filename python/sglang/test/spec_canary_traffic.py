@@ -1,6 +1,6 @@
-"""Run of a speculating engine until a planted fault is reported.
+"""Runs a speculating engine until a planted fault is reported.
 
-Keeps a record of its own of what every forward of both pools reads.
+Keeps its own record of what every forward of both pools reads.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ POOLS = ("target", "draft")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpecRow:
-    """A row of a forward by the host's records.
+    """A row of a forward according to the host's records.
 
-    slots[:prefix_len] are read, the others written (in a verification by the tree's
-    nodes in their order). copies: of a branch, the slots that the slots it reads were
-    copied from, by position.
+    slots[:prefix_len] are read, the others written (by the tree's nodes in order in a
+    verification). copies: for a branch, the sources of copied slots that it reads, by
+    position.
     """
 
     rid: str | None
@@ -98,7 +98,7 @@ class PoolLog:
             columns = list(range(prefix + extend))
             if step is not None:
                 columns = self._branch_columns(i, prefix - step, prefix + extend)
-            # With the columns of the draft region.
+            # Including the columns of the draft region.
             whole = self.manager.target.req_to_token_pool.req_to_token[row].tolist()
             rows.append(
                 SpecRow(
@@ -123,7 +123,7 @@ class PoolLog:
         )
 
     def _step(self) -> int:
-        """Return the number of this draft step; steps follow each other directly."""
+        """Return the number of this draft step; steps are consecutive."""
         before = self.forwards[-1] if self.forwards else None
         assert self.layout is not None
         if before is None or before.step is None:
@@ -145,10 +145,9 @@ class SpecOutcome:
 
     Fields:
         planted: the fault, in `pool`.
-        violations: of the incident that stopped the engine, as JSON objects.
-        text: the error of the mode `raise`.
-        logs: by pool.
-        asked, said: prompts, and the output that clients had received.
+        violations: violations of the incident that stopped the engine, as JSON objects.
+        text: error text of mode `raise`.
+        logs: logs by pool. asked, said: prompts, and output that clients had received.
         last_messages: number of messages that the last step sent to clients.
     """
 
@@ -185,8 +184,9 @@ def write_mock_models(
     source: str | None = "hidden",
     **target: Any,
 ) -> dict[str, Path]:
-    """A mock target, with further fields `target`, and its draft of this kind, whose
-    proposals come from `source`."""
+    """Write a mock target with further fields `target`, and its draft of this kind,
+    whose proposals come from `source`.
+    """
     sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
     return {
         "model": write_mock_model(folder / "target", **sizes, **target),
@@ -200,8 +200,9 @@ def canaries_of(harness: EngineHarness) -> dict[str, CanaryManager]:
 
 
 def faults_of(harness: EngineHarness) -> dict[str, PerturbDriver]:
-    """The drivers that plant faults, by pool. To be called before `logged`, which
-    records a forward before anything is planted in it."""
+    """Return the drivers that plant faults, by pool. Call this before `logged`, which
+    records a forward before anything is planted in it.
+    """
     return dict(zip(POOLS, drivers_of(harness.scheduler), strict=True))
 
 
@@ -255,17 +256,19 @@ def speculating(
 
 
 def longer_for(page_size: int) -> int:
-    """Tokens to add to every prompt so that prefixes have whole pages to share."""
+    """Return the tokens to add to every prompt so that prefixes have whole pages to
+    share.
+    """
     return page_size if page_size > SHORTEST_PROMPT else 0
 
 
 class SpecTraffic:
-    """Requests of which some share a prefix, a new one in every third step.
+    """Requests, some of which share a prefix, with a new one in every third step.
 
     The first ones and half of the others run until the end of a test.
 
     Args:
-        longer_by: tokens that are added to every prompt.
+        longer_by: number of tokens added to every prompt.
     """
 
     def __init__(

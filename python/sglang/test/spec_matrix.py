@@ -42,10 +42,10 @@ class SpecConfig:
     Fields:
         nodes: number of draft tokens among those that a tree can have; None for a
             chain.
-        backend: of attention, on a CPU.
+        backend: attention backend, on a CPU.
         model: the demo model, the mock model, or random weights of an architecture.
         variant: a mock head that reads hidden states instead of its own KV; an EAGLE3
-            head of a random model with a draft vocabulary. None where there is no such
+            head of a random model with a draft vocabulary. None if there is no such
             choice.
     """
 

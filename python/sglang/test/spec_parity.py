@@ -18,7 +18,7 @@ from sglang.test.harness import EngineHarness, Finished
 
 # Maximum tokens of a request.
 CONTEXT = 160
-# Two tokens may swap where their logits are this close.
+# Two tokens may swap if their logits are this close.
 TIE = 1e-4
 MAX_EXCUSED = 0.005
 LOGPROB_TOLERANCE = 1e-4
@@ -175,8 +175,8 @@ def assert_parity(
     """Check that outputs, reasons and logprobs agree; an aborted one may be short.
 
     Args:
-        reference: engine that yields the margin where outputs differ; None: they must
-            not differ.
+        reference: engine that provides the margin where outputs differ, or None if they
+            must not differ.
     """
     excused = []
     for i, ask in enumerate(asks):

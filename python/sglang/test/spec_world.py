@@ -78,7 +78,9 @@ class ModelFolders:
         return self._once(model, lambda folder: self._write_target(model, folder))
 
     def draft(self, config: SpecConfig) -> Path | None:
-        """Return the draft's folder; None: the head bundled with the demo model."""
+        """Return the draft's folder, or None for the head bundled with the demo
+        model.
+        """
         if config.model == "demo":
             return None
         name = f"{config.model}-{config.algorithm}-{config.variant}"
@@ -166,8 +168,8 @@ def slots_for(
     contexts: int = 2,
     layout: str | None = None,
 ) -> int:
-    """Return KV slots, in whole pages, for about `rows` requests at once, whose drafts
-    have this layout (None: the default), and for whole contexts beside them.
+    """Return KV slots, in whole pages, for about `rows` concurrent requests with this
+    draft layout (default: the default layout), and for whole contexts besides them.
 
     With more requests some are retracted.
     """
@@ -227,7 +229,7 @@ class References:
     """One `Reference` per model, created on first use.
 
     Args:
-        requests: of each; None: by the scale of the tests.
+        requests: number of requests of each. Defaults to the scale of the tests.
     """
 
     def __init__(self, folders: ModelFolders, *, requests: int | None = None) -> None:
@@ -254,8 +256,8 @@ def run_configuration(
 ) -> EngineHarness:
     """Run random arrivals and aborts with speculation and check everything.
 
-    Outputs equal those without it, counters are right, accept lengths of the mock model
-    equal its oracle's, and no slot is lost.
+    Outputs must be the same as without speculation, counters must be right, accept
+    lengths of the mock model must equal its oracle's, and no slot may be lost.
     """
     reference = references[config.model]
     engine = spec_engine(folders, config, **options)

@@ -1,4 +1,4 @@
-"""Tiny checkpoints for tests, generated: no downloads.
+"""Generates tiny checkpoints for tests, without downloads.
 
 Random weights of real architectures, the mock model, and a byte tokenizer.
 """
@@ -152,7 +152,7 @@ MULTIMODAL: dict[str, dict[str, Any]] = {
         },
     },
 }
-# Families with biases of q, k and v, and with norms of their heads.
+# Families with q, k and v biases, and families with head norms.
 QKV_BIAS = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM", "GptOssForCausalLM")
 GEMMA3 = ("Gemma3ForCausalLM", "Gemma3ForConditionalGeneration")
 QK_NORM = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM", *GEMMA3)
@@ -178,7 +178,7 @@ def write_tiny_model(
 ) -> Path:
     """Write a folder with config.json, random weights and a byte tokenizer.
 
-    A multimodal one has a tensor of its vision tower, too.
+    A multimodal one also has a tensor of its vision tower.
     """
     folder.mkdir(parents=True, exist_ok=True)
     config = (
@@ -479,7 +479,7 @@ def _random(
 
 
 def byte_alphabet() -> list[str]:
-    """Return the byte-level alphabet: printable bytes, the others from U+0100 on."""
+    """Return the byte-level alphabet: printable bytes, and the others from U+0100."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     rest = [byte for byte in range(BYTE_VOCAB) if byte not in printable]
     chars = {byte: chr(byte) for byte in printable}

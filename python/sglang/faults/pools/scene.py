@@ -48,14 +48,14 @@ class Damage:
     """One injected fault.
 
     Fields:
-        req_row, serial: the request that will read or write wrongly; 0: none.
-        slot, position: a place that the report must name; -1: known by the reader only.
-        places: all (slot, position) that the fault itself may be reported at; slot -1:
-            whichever slot the reader has there.
+        req_row, serial: the request that will read or write wrongly, or 0. slot,
+        position: a place that the report must name, or -1 if only the reader knows it.
+        places: every (slot, position) at which the fault itself may be reported; slot
+            -1 stands for any slot.
         other: (serial, position) of the second request, where two swap something.
         prompt: tokens of a request that would meet the damage; None if any would.
         undo: repairs what the engine itself relies on, after the forward or draft step;
-            None where the damage may stay.
+            None if the damage may stay.
     """
 
     req_row: int = 0

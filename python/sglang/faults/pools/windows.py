@@ -1,6 +1,6 @@
 """Faults in window slots: the mapping to them, their tables, bytes, records, frees.
 
-They damage the group `swa`. Each returns its damage, or None where the scene offers no
+They damage the group `swa`. Each returns its damage, or None if the scene offers no
 opportunity.
 """
 

@@ -1,5 +1,6 @@
-"""Faults between what was computed and whose it is: rows of a batch, accepted paths,
-and results on their way to the host."""
+"""Faults that assign results to the wrong owner: rows of a batch, accepted paths, and
+results on their way to the host.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ class Site:
     Attributes:
         rng: decides place and victim.
         batch: the batch that is launched; None between launches.
-        harmed: request ids that the fault was done to; empty: not yet.
+        harmed: ids of requests that the fault was done to; empty until then.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class Site:
         self._stack = stack
 
     def watch_launches(self) -> None:
-        """Know the batch that is launched, in every method that was wrapped before."""
+        """Keep track of the launched batch, for every method wrapped before this
+        call.
+        """
 
         def launched(launch: Fault, batch: ScheduleBatch, *rest: Any) -> Any:
             self.batch = batch
@@ -81,8 +83,9 @@ class Site:
         return self.batch is not None and self.batch.forward_mode.is_decode
 
     def wrap(self, owner: Any, method: str, fault: Fault) -> None:
-        """Have `fault(original, *args)` called in place of a method of an object or of
-        a class, as long as the fault is planted."""
+        """Call `fault(original, *args)` instead of a method of an object or class while
+        the fault is planted.
+        """
         original, own = getattr(owner, method), vars(owner)
         before = own.get(method)
 

@@ -94,7 +94,7 @@ def follow_later(site: Site, tree: DraftTree, row: int) -> bool:
 
 
 def _parents(tree: DraftTree, row: int) -> list[int]:
-    """Places within the request; -1: none."""
+    """Places of the parents within the request, or -1."""
     first = row * tree.tokens.shape[1]
     places: list[int] = tree.parent_index[row].tolist()
     return [place - first if place >= 0 else -1 for place in places]

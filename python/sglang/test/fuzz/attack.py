@@ -22,9 +22,10 @@ from sglang.test.server_process import ServerProcess
 
 MAX_STALL_SECONDS = 1.0
 MAX_GROWTH = 0.1
-# A short attack on a fast machine goes on until the bystander has asked so often.
+# Minimum number of bystander questions; a short attack on a fast machine continues
+# until then.
 MIN_BYSTANDER_ROUNDS = 5
-# Memory is judged where the part before it has warmed all caches up.
+# Memory is judged after the first part has warmed up all caches.
 WARM_UP_SHARE = 0.2
 MIN_WARM_UP = 5000
 SETTLE_SECONDS = 2.0
@@ -36,8 +37,9 @@ MAX_TRACEBACKS = 3
 
 @dataclass(kw_only=True)
 class Outcome:
-    """Findings of an attack. Memory: (front, scheduler) in MiB; before: after the
-    warm-up, None where the attack was too short for one."""
+    """Findings of an attack. Memory is (front, scheduler) in MiB; `before` is taken
+    after the warm-up, or None if the attack was too short for one.
+    """
 
     name: str
     requests: int = 0
@@ -57,7 +59,9 @@ class Outcome:
         return not self.failures and not self.complaints
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, with the number of the failures in place of themselves."""
+        """Return a dict for JSON, with the number of failures instead of the
+        failures.
+        """
         reasons = Counter(failure.reason for failure in self.failures)
         return {**vars(self), "statuses": dict(self.statuses), "failures": reasons}
 
@@ -115,7 +119,7 @@ class Attack:
         return outcome
 
     async def replay(self, shots: list[Shot]) -> Outcome:
-        """Send `shots` one after the other."""
+        """Send `shots` one after another."""
         shooter = self._new_shooter()
         await shooter.run(shots)
         shooter.close()
@@ -135,7 +139,7 @@ class Attack:
         return [one.shot for one in self._shooters if one.shot is not None]
 
     async def _shoot(self, cases: Cases, until: int) -> None:
-        """Send cases until so many requests have been sent."""
+        """Send cases until the given number of requests has been sent."""
 
         async def work() -> None:
             shooter = self._new_shooter()
@@ -151,8 +155,9 @@ class Attack:
         return self._server.process.poll() is not None
 
     async def _memory(self) -> tuple[float, float]:
-        """The least of front and scheduler while nothing runs and the cache is empty:
-        bodies of clients that have left may still be read for a moment."""
+        """Return the minimum memory of front and scheduler while idle with an empty
+        cache: bodies of clients that have left may still be read for a moment.
+        """
         self.outcome.slots_at_idle = await slots_at_idle(self._server.url)
         pids = (self._server.process.pid, self._server.scheduler_pid())
         front, scheduler = map(resident_mib, pids)

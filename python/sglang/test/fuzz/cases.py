@@ -13,10 +13,10 @@ from typing import Any
 from sglang.test.fuzz.values import Pairs, Values, encode
 
 JSON = "application/json"
-# A trace slows the engine down, and a pause stops it for all; the inspector's events
-# go on until their reader leaves.
+# A trace slows the engine down, a pause stops it for all clients, and the inspector's
+# events continue until the reader leaves.
 LEFT_OUT = frozenset({"/start_profile", "/pause_generation", "/canary/events"})
-# How often a path is chosen, where that is not once.
+# Weight of a path, if it is not 1.
 WEIGHTS = {
     "/generate": 12,
     "/v1/completions": 8,
@@ -29,13 +29,13 @@ WEIGHTS = {
 }
 
 MAX_SHOTS = 8
-# Of all requests: unknown paths and methods, paths that are refused by name.
+# Share of all requests with unknown paths and methods, or paths refused by name.
 WRONG_SHARE = 0.02
 REFUSED_SHARE = 0.03
-# Of all bodies: those that are no object as a rule, those of wrong bytes.
+# Shares of all bodies that are usually not an object, and that have wrong bytes.
 HOSTILE_SHARE = 0.05
 BROKEN_SHARE = 0.08
-# Of all objects: those of megabytes.
+# Share of all objects with a size of megabytes.
 BULKY_SHARE = 0.003
 LONG_BLANK = 1_000_000
 # Output limits that keep a run short, by path: the names of the field.
@@ -90,9 +90,9 @@ class _Operation:
 
 
 class Cases:
-    """Draws what one client after the other sends; the same for the same seed.
+    """Draws the requests of one client after another; deterministic for a seed.
 
-    hypothesis serves single properties well, but not this: over the same schema most
+    hypothesis works well for single properties, but not here: for the same schema most
     of its requests were repetitions, at 4 ms each.
     """
 
@@ -143,7 +143,7 @@ class Cases:
         )
 
     def _bytes(self, operation: _Operation) -> bytes:
-        """A body, as a rule an object, now and then wrong in its bytes."""
+        """Return a body, usually an object, occasionally with wrong bytes."""
         if operation.method == "GET":
             return b""
         random = self._random
@@ -199,7 +199,7 @@ def _with_inner(body: Any, value: Any, random: Random) -> Any:
     return value
 
 
-# Fields that would end the requests of all others.
+# Fields that would end other clients' requests.
 _HARMFUL = frozenset({"abort_all"})
 
 
@@ -209,7 +209,9 @@ def _harmless(body: dict[str, Any]) -> dict[str, Any]:
 
 
 def _limited(path: str, body: dict[str, Any]) -> dict[str, Any]:
-    """`body` with a short output, without what would disturb everybody."""
+    """Return `body` with a short output and without anything that disturbs all
+    clients.
+    """
     body = _harmless(body)
     names = LENGTHS.get(path)
     if names is None:
@@ -222,7 +224,7 @@ def _limited(path: str, body: dict[str, Any]) -> dict[str, Any]:
     return body
 
 
-# Faults of the bytes, at a place.
+# Byte faults at a position.
 _BREAKS: tuple[Callable[[bytes, int], bytes], ...] = (
     lambda body, at: body[:at],
     lambda body, at: body + b"}",

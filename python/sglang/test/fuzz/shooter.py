@@ -13,7 +13,7 @@ from typing import Any
 from sglang.test.fuzz.cases import Manner, Shot
 from sglang.test.fuzz.wire import Answer, Closed, Connection, request_bytes
 
-# Long answers are left, as clients with a deadline do.
+# Abandon long answers, like clients with a deadline.
 DEADLINE_SECONDS = 15.0
 PIPELINE = (("GET", "/v1/models"), ("POST", "/tokenize"), ("GET", "/model_info"))
 PIPELINED_BODY = b'{"prompt": "x"}'
@@ -21,7 +21,7 @@ ERROR_FIELDS = {"message", "type", "param", "code"}
 ERROR_CODES = ("context_length_exceeded", "invalid_api_key", "model_not_found")
 MESSAGES_ERROR_FIELDS = {"message", "type"}
 MESSAGES_ERROR_CODES = ("thread_unsupported_request",)
-# Of streams whose events have names.
+# Paths of streams with named events.
 LAST_EVENTS = frozenset(
     {
         "error",
@@ -44,7 +44,7 @@ class Failure:
     answer: str = ""
 
     def as_dict(self) -> dict[str, Any]:
-        """With the body as text, each byte a character."""
+        """Return a dict with the body as text, one character per byte."""
         return {
             "reason": self.reason,
             "method": self.shot.method,
@@ -58,7 +58,7 @@ class Failure:
 
 
 def shot_of(failure: dict[str, Any]) -> Shot:
-    """The request of `Failure.as_dict`."""
+    """Return the request in a `Failure.as_dict`."""
     return Shot(
         method=failure["method"],
         path=failure["path"],
@@ -118,7 +118,7 @@ class Shooter:
                 head, body = request_bytes(
                     shot.method, shot.path, shot.body, is_chunked=True
                 )
-                # On a connection of its own: there is no second try.
+                # On a separate connection, without a second try.
                 self._connection.close()
                 await self._connection.send(head + body)
                 self._judge(shot, await self._connection.receive())
@@ -214,7 +214,7 @@ def _streamed(shot: Shot, *, rid: str | None = None) -> tuple[bytes, bytes]:
 
 
 def verdict(answer: Answer) -> str | None:
-    """Why the answer is wrong; None where it is not."""
+    """Return why the answer is wrong, or None if it is not."""
     reason = status_verdict(answer)
     if reason is not None:
         return reason
@@ -224,7 +224,7 @@ def verdict(answer: Answer) -> str | None:
 
 
 def status_verdict(answer: Answer) -> str | None:
-    """Why the status is wrong; None where it is not."""
+    """Return why the status is wrong, or None if it is not."""
     if answer.status >= 500 and answer.status != 503:
         return "5xx"
     if answer.status == 503 and "retry-after" not in answer.headers:
@@ -234,7 +234,7 @@ def status_verdict(answer: Answer) -> str | None:
 
 def _error_verdict(answer: Answer) -> str | None:
     if answer.headers.get("content-type", "").startswith("text/plain"):
-        # The HTTP parser's own, of a request that is no HTTP.
+        # The HTTP parser's own answer to a request that is not HTTP.
         return None
     try:
         content = answer.json()
@@ -275,7 +275,7 @@ def _stream_verdict(answer: Answer) -> str | None:
 
 
 def _is_failure(event: dict[str, Any]) -> bool:
-    """Whether an event says that the engine failed, in any of the APIs."""
+    """Whether an event of any API says that the engine failed."""
     holder = event.get("response", event)
     error = holder.get("error") or {}
     if "code" not in error:

@@ -1,7 +1,7 @@
 """JSON values: those that a schema allows, and hostile ones.
 
-Values are Python's, but for `Literal`, the text of JSON that Python cannot hold or that
-is no JSON at all.
+Values are Python values, except `Literal`: JSON text that Python cannot represent, or
+that is not JSON.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ STRUCTURES: tuple[Any, ...] = (
     Literal("{" + ",".join(f'"{i}":{i}' for i in range(5000)) + "}"),
     Pairs((("type", 1), ("type", "object"), ("__proto__", {}))),
 )
-# Makers of bulky values, of so many bytes.
+# Functions that build bulky values of a given size.
 BULKS: tuple[Callable[[int], str], ...] = (
     lambda size: '"' + "word " * (size // 5) + '"',
     lambda size: '"' + "\\u00e9" * (size // 6) + '"',
@@ -145,7 +145,7 @@ class Values:
         return {name: self.valid(members[name]) for name in sorted(chosen)}
 
     def widened(self, node: dict[str, Any], body: dict[str, Any]) -> dict[str, Any]:
-        """`body` with further members, in the objects within it, too."""
+        """Return `body` with further members, also in inner objects."""
         members = self.resolved(node)["properties"]
         wider = {**body, **self.some_members(node)}
         for name, value in body.items():

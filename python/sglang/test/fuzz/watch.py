@@ -21,13 +21,13 @@ IDLE_SECONDS = 60.0
 
 
 class Bystander:
-    """Asks for the same greedy answer all the time; it must never change.
+    """Repeatedly asks for the same greedy answer, which must never change.
 
     Attributes:
         asked: questions so far, answered or not.
         rounds: answers so far.
         busy: how often the server was full.
-        wrong: what else came instead of the answer.
+        wrong: anything that came instead of the answer.
     """
 
     def __init__(self, url: str) -> None:
@@ -40,7 +40,7 @@ class Bystander:
         self.wrong: list[str] = []
 
     async def begin(self) -> None:
-        """Get the answer of a server that does nothing else."""
+        """Get the answer from an otherwise idle server."""
         answer = await self._connection.ask("POST", "/generate", self._body)
         self._expected = answer.json()["output_ids"]
 
@@ -66,7 +66,7 @@ class Bystander:
 
 class OwnDelays:
     """Notes how long this process was kept from running: by its own work, or because
-    the machine is busy. A wait that it explains is none of the server's."""
+    the machine is busy. A wait explained by this is not the server's fault."""
 
     def __init__(self) -> None:
         self._longest = 0.0
@@ -135,7 +135,7 @@ class HealthProber:
 
 
 async def slots_at_idle(url: str) -> int:
-    """KV slots that are in use once nothing runs and the cache is flushed.
+    """Return the KV slots in use once nothing runs and the cache is flushed.
 
     Raises:
         TimeoutError: requests are still in flight after a minute.
