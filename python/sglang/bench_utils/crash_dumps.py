@@ -1,4 +1,4 @@
-"""Reads the requests of a crash dump, to be sent again."""
+"""Reads the requests of a crash dump to send them again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ class DumpedRequests:
 
     Fields:
         arrivals: seconds after the first one.
-        skipped: requests with embeddings in place of a prompt, which a dump leaves out.
+        skipped: number of requests with embeddings instead of a prompt, which a dump
+            omits.
     """
 
     requests: list[BenchRequest]
@@ -31,7 +32,8 @@ def read_crash_dump(path: Path) -> DumpedRequests:
     """Read a file of `--crash-dump-folder`.
 
     Raises:
-        ValueError: it cannot be read, is none, or is cut; names the line.
+        ValueError: the file cannot be read, is not a crash dump or is truncated; names
+            the line.
     """
     try:
         lines = read_text_file(path, max_bytes=MAX_BYTES).splitlines()
@@ -83,7 +85,7 @@ def _request(entry: dict[str, Any], shared: dict[int, dict[str, Any]]) -> BenchR
         raise TypeError("input_ids and sampling_params")
     if entry["seed"] is not None:
         params = params | {"sampling_seed": entry["seed"]}
-    # Ids of requests may be in use by those that are sent again.
+    # Drop request ids, because requests that are sent again would share them.
     options = {name: value for name, value in body.items() if name != "rid"}
     return BenchRequest(
         text="",

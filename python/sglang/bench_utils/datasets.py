@@ -25,8 +25,9 @@ CHARS_PER_TOKEN = 8
 class BenchRequest:
     """One prompt, as text and as tokens, and the number of tokens to generate.
 
-    `ids_only`: random tokens, whose text would be tokenized differently. `body`: the
-    whole request as it was once sent to `/generate`; None: it is made of the others.
+    `ids_only` marks random tokens, whose text would be tokenized differently. `body` is
+    a whole request as once sent to `/generate`, or None to build it from the other
+    fields.
     """
 
     text: str
@@ -97,7 +98,7 @@ def text_ids(tokenizer: Tokenizer, rng: random.Random, count: int) -> list[int]:
 
 
 def decode_no_longer(tokenizer: Tokenizer, ids: Sequence[int]) -> str:
-    """Return a text that a server tokenizes to at most as many tokens as `ids` has.
+    """Return a text that a server tokenizes to at most `len(ids)` tokens.
 
     The text of a word that is cut in the middle may have more tokens than its ids.
     """
@@ -141,7 +142,7 @@ def _random_ids(
 def _shared_prefix(
     args: DatasetArgs, tokenizer: Tokenizer, rng: random.Random
 ) -> list[BenchRequest]:
-    """Build groups, shuffled so that the members of a group arrive apart."""
+    """Build groups, shuffled so that a group's members do not arrive together."""
     requests = []
     for _ in range(args.gsp_num_groups):
         prefix = text_ids(tokenizer, rng, args.gsp_system_prompt_len)

@@ -1,7 +1,7 @@
 """Lower bound of a decode step: the bytes of the weights over the memory bandwidth.
 
-Weights that stay in a cache are read faster than this bound; so the bandwidth of a
-buffer of the weights' own size is measured, too.
+Weights that stay in a cache are read faster than this bound, so the bandwidth of a
+buffer of the weights' size is also measured.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def measure_bandwidth(
 def weight_bytes_per_step(model: nn.Module) -> int:
     """Return the bytes of weights that one decode step of one row reads, as stored.
 
-    The embedding table does not count: a step reads single rows of it. The head does,
-    and so do as many experts as a token has.
+    The embedding table does not count, because a step reads single rows of it. The head
+    counts, and as many experts as a token uses.
     """
     seen: set[int] = set()
     total = 0

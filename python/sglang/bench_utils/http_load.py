@@ -45,10 +45,10 @@ class Pace:
     Fields:
         request_rate: mean arrivals per second of a Poisson process; infinity: all at
             once.
-        max_concurrency: requests in flight at most; None: no bound. A request that
-            waits for its turn is not sent yet, and its times start when it is.
-        seed: of the arrival times.
-        times: seconds after the start at which the requests arrive, in place of a rate.
+        max_concurrency: maximum requests in flight, or None for no limit. A request
+            that waits for its turn is not sent yet; its times start when it is sent.
+        seed: seed of the arrival times.
+        times: arrival times in seconds after the start, instead of a rate.
     """
 
     request_rate: float = float("inf")
@@ -111,10 +111,10 @@ class LoadClient:
         return self._session
 
     async def get_json(self, path: str) -> Json | None:
-        """Return the JSON object at `path`; None where the server has no such path.
+        """Return the JSON object at `path`, or None if the server has no such path.
 
         Raises:
-            ValueError: no server is there, or its answer is an error.
+            ValueError: there is no server, or its answer is an error.
         """
         try:
             async with self.session.get(

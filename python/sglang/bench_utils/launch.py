@@ -54,7 +54,7 @@ def run_report(
 
 
 def json_object_flag(name: str, text: str | None) -> dict[str, Any]:
-    """Parse the JSON object in the flag `name`; empty where it is unset.
+    """Parse the JSON object in the flag `name`; empty if unset.
 
     Raises:
         ValueError: not a JSON object; names the flag.

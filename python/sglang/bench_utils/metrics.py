@@ -22,8 +22,9 @@ class RequestRecord:
     Fields:
         prompt_tokens, output_tokens: counted by the server where it reports them.
         latency: from sending to the last byte.
-        ttft: from sending to the first token; None where the answer was not streamed.
-        cached_tokens: None where the server does not report it.
+        ttft: from sending to the first token, or None if the answer was not streamed.
+        cached_tokens: number of cached prompt tokens, or None if the server does not
+            report it.
         itl: one entry per token after the first; tokens that arrived together share
             their gap.
         error: reason of a failure; the times of a failed request do not count.

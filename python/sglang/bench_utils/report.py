@@ -51,7 +51,7 @@ def print_report(
     Args:
         report: JSON-serialisable; NaN and infinity are refused.
         output_file: one line per run is appended.
-        compact: printed instead of `report`, where the file gets more details.
+        compact: printed instead of `report`, if the file should get more details.
     """
     line = json.dumps(report, allow_nan=False)
     if output_file is not None:

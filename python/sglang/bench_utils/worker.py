@@ -1,4 +1,4 @@
-"""One side of a comparison as a process of its own that executes commands line by line.
+"""One side of a comparison as a separate process that executes commands line by line.
 
 A side's libraries, thread pools and memory are separate from the others', and an idle
 side sleeps in a read. Standard library only: a side may run under another Python.

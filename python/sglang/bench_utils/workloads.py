@@ -64,7 +64,7 @@ class Workloads:
     """Draws the workloads of one run.
 
     Args:
-        seed: of the text.
+        seed: seed of the text.
         is_quick: all lengths times `QUICK_SCALE`.
     """
 
