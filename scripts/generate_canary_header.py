@@ -1,6 +1,6 @@
 """Writes `canary_words.h` of the native kernels from the declarations of `kv_canary`.
 
-`--check` writes nothing and exits 1 where the header is not up to date.
+`--check` writes nothing and exits 1 if the header is not up to date.
 """
 
 from __future__ import annotations
@@ -128,13 +128,13 @@ def _camel(name: str) -> str:
 
 
 def _words(name: str, words: Iterable[str]) -> str:
-    """A struct of int64 words."""
+    """Return a struct of int64 words."""
     members = "".join(f"  int64_t {word};\n" for word in words)
     return f"struct {name} {{\n{members}}};\n\n"
 
 
 def _scope(name: str, values: Iterable[tuple[str, int]]) -> str:
-    """An enumeration in a scope of its own, whose values convert to int64_t."""
+    """Return a scoped enumeration whose values convert to int64_t."""
     listed = list(values)
     lines = [f"    {_camel(key)} = {value},\n" for key, value in listed]
     return (
@@ -156,7 +156,7 @@ def _literal(value: int) -> str:
 
 
 def _row_tensors() -> str:
-    """The pointers of a forward's tensors, and how each is filled."""
+    """Return the pointers of a forward's tensors, and how each is filled."""
     names = [f.name for f in ROW_FIELDS]
     members = "".join(f"  const int64_t* {name};\n" for name in names)
     visits = "".join(
@@ -202,7 +202,7 @@ def _type(part: ArenaPart) -> str:
 
 
 def _rows(part: ArenaPart) -> str:
-    """Rows of a part as an expression."""
+    """Return the rows of a part as an expression."""
     rows = [str(n) if isinstance(n, int) else f"s.{n}" for n in part.rows]
     return rows[0] if len(rows) == 1 else f"std::max({', '.join(rows)})"
 

@@ -1,7 +1,7 @@
 """Write the tables of faults in the guides from the catalogue of faults.
 
 A table stands between `<!-- faults: NAME -->` and `<!-- end -->`; `TABLES` has the
-names. `--check` writes nothing and exits 1 where a table is not up to date.
+names. `--check` writes nothing and exits 1 if a table is not up to date.
 """
 
 from __future__ import annotations
@@ -72,7 +72,9 @@ COLUMNS: dict[str, Callable[[Fault], str]] = {
 
 
 def view(columns: str, *places: Planted) -> Callable[[], str]:
-    """A table of the faults that act in these places; of none: that have hosts."""
+    """Return a table of the faults in these places, or of faults with hosts if there
+    are none.
+    """
     titles = columns.split(", ")
     faults = planted_in(*places).values() if places else filter(has_host, CATALOGUE)
     rows = [[COLUMNS[title](fault) for title in titles] for fault in faults]
@@ -121,7 +123,7 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def rendered(text: str) -> str:
-    """Return a page with its tables as the catalogue has them now."""
+    """Return a page with its tables updated from the catalogue."""
     return BLOCK.sub(lambda found: found[1] + TABLES[found[2]]() + found[3], text)
 
 

@@ -1,7 +1,7 @@
 """Write `docs/server_arguments.md` from the fields of `ServerArgs`, and
 `docs/sglang_flags.md` from the table of SGLang's flags.
 
-`--check` writes nothing and exits 1 where a page is not up to date.
+`--check` writes nothing and exits 1 if a page is not up to date.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _flag_row(declared: Declared) -> str:
 
 
 def _kind_name(kind: object) -> str:
-    """Return the type as the page shows it: `switch`, `int`, `list[int]`."""
+    """Return the type in the page's notation: `switch`, `int`, `list[int]`."""
     if kind is bool:
         return "switch"
     return str(kind).replace("<class '", "").replace("'>", "").replace(" | None", "")

@@ -1,12 +1,12 @@
-"""Vocabularies of published models with the token ids that are right, for tests.
+"""Vocabularies of published models with reference token ids, for tests.
 
     scripts/gguf_vocabularies.py fetch
 
 The source distribution of llama-cpp-python carries llama.cpp's vocabularies: GGUF files
 without tensors, and beside each its texts (.inp) and their token ids (.out); and its
 stock grammars (.gbnf). `fetch` has pip download it, compares its hash and keeps those
-files; `path` prints their folder. They are for tests only: they have the licences of
-their projects.
+files; `path` prints their folder. They are for tests only, under the licences of their
+projects.
 """
 
 from __future__ import annotations

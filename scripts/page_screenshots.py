@@ -1,10 +1,10 @@
-"""Makes the pictures of the server's pages: the chat, and the inspector under load.
+"""Takes pictures of the server's pages: the chat, and the inspector under load.
 
 python -m scripts.page_screenshots [FOLDER]
 
-Needs what `make test-browser` needs; fetches SmolLM2 where it is missing. Bytes of the
-inspected KV cache are flipped now and then, so that there are incidents to show.
-Writes `chat.png`, `canary_map.png` and `canary_incident.png`.
+Has the requirements of `make test-browser`; fetches SmolLM2 if missing. Bytes of the
+inspected KV cache are flipped occasionally, so that there are incidents to show. Writes
+`chat.png`, `canary_map.png` and `canary_incident.png`.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SNAPSHOTS = 150
 
 
 def ask_until(stop: threading.Event, url: str, number: int) -> None:
-    """One client, who asks again and again."""
+    """Ask repeatedly as one client."""
     random, count = Random(number), 0
     with httpx.Client(base_url=url, timeout=120) as client:
         while not stop.is_set():
@@ -83,7 +83,7 @@ def take_pictures(url: str, folder: Path) -> None:
         page.tab.set_default_timeout(300_000)
         incidents = page.tab.locator(".incident-list button")
         incidents.nth(NUM_INCIDENTS - 1).wait_for()
-        # The first of its kind is recorded, so that it can be replayed.
+        # The first incident of a kind is recorded, so that it can be replayed.
         incidents.last.click()
         shown = page.tab.locator("#incident")
         shown.locator(".timeline").wait_for()

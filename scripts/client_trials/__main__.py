@@ -3,10 +3,10 @@
     python scripts/client_trials URL [--api-key KEY] [--only WORD]
 
 Runs inside an environment of the clients and imports nothing of the product; trials of
-packages that are missing are skipped. Every call of a tool but those of the `auto`
-trials is asked for by `tool_choice`, so that a small model is enough: the trials judge
-the wire, not what the model says. Prints a line for each trial, then one line of JSON;
-exits with 1 where a trial failed. The model needs a context of 4,096 tokens or more.
+packages that are missing are skipped. Except in the `auto` trials, `tool_choice` forces
+every tool call, so a small model is enough: the trials judge the wire format, not the
+model's text. Prints a line for each trial, then one line of JSON; exits with 1 if a
+trial failed. The model needs a context of 4,096 tokens or more.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRIALS = openai_trials.TRIALS + library_trials.TRIALS + agent_trials.TRIALS
 
 
 def outcome(trial: Trial, site: Site) -> tuple[str, str]:
-    """The version of the client, and "ok", "skipped: ..." or what failed."""
+    """Return the client's version, and "ok", "skipped: ..." or the failure."""
     try:
         version = importlib.metadata.version(trial.package)
     except importlib.metadata.PackageNotFoundError:
@@ -39,7 +39,7 @@ def outcome(trial: Trial, site: Site) -> tuple[str, str]:
             trial.run(importlib.import_module(trial.module), site)
     except Skipped as reason:
         return version, f"skipped: {reason}"
-    except Exception as error:  # Whatever a client raises is the finding.
+    except Exception as error:  # Anything a client raises is a finding.
         return version, f"{type(error).__name__}: {error}"
     return version, "ok"
 

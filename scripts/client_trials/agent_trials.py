@@ -94,7 +94,7 @@ def langchain_overflow(package: ModuleType, site: Site) -> None:
 
 
 def langchain_agent(langchain: ModuleType, site: Site) -> None:
-    """`create_agent`: three calls that a middleware asks for, then a text."""
+    """`create_agent`: three calls requested by a middleware, then a text."""
     agents = importlib.import_module("langchain.agents")
     wrap = importlib.import_module("langchain.agents.middleware").wrap_model_call
 

@@ -43,7 +43,7 @@ def openai_chat(openai: ModuleType, site: Site) -> None:
         ):
             usage = chunk.usage or usage
             for choice in chunk.choices:
-                # An attribute that is no field of the client: it must be there.
+                # Not a field of the client, but it must be there.
                 check(choice.delta.reasoning_content is None, "reasoning in a chunk")
                 text += choice.delta.content or ""
                 finish = choice.finish_reason or finish
@@ -65,7 +65,7 @@ def openai_responses(openai: ModuleType, site: Site) -> None:
 
 
 def complete_message(client: Any, asked: dict[str, Any], *, is_stream: bool) -> Any:
-    """The message of a chat, as the client's own helper for streams builds it."""
+    """Return a chat's message, as built by the client's own stream helper."""
     if not is_stream:
         return client.chat.completions.create(**asked).choices[0].message
     with client.chat.completions.stream(**asked) as stream:
@@ -77,7 +77,8 @@ def complete_message(client: Any, asked: dict[str, Any], *, is_stream: bool) -> 
 def openai_loop(
     client: Any, site: Site, choices: Iterable[Any], *, is_stream: bool | None = None
 ) -> list[str]:
-    """Call after call, each with one of `choices`, then a last text: what was called.
+    """Make one call after another, each with one of `choices`, then a final text;
+    returns the calls.
 
     is_stream None streams every other one.
     """
@@ -88,7 +89,7 @@ def openai_loop(
         streams = bool(number % 2) if is_stream is None else is_stream
         message = complete_message(client, asked, is_stream=streams)
         check(message.tool_calls, f"turn {number} has no call")
-        # As the documentation has it: the message goes back as it came.
+        # As documented, the message is sent back unchanged.
         messages.append(message)
         for call in message.tool_calls:
             result = run_tool(call.function.name, call.function.arguments)
@@ -119,7 +120,7 @@ def openai_agent(openai: ModuleType, site: Site) -> None:
 
 
 def openai_auto(openai: ModuleType, site: Site) -> None:
-    """The model may call or not: the shapes of both are right."""
+    """The model may or may not call a tool; both shapes must be right."""
     asked: dict[str, Any] = {"model": site.model, "messages": ASKED} | CALL
     with openai_client(openai, site) as client:
         for is_stream in (False, True):

@@ -1,4 +1,4 @@
-"""The server, what a model may call, and what a trial is."""
+"""The server under trial, the tools a model may call, and the type of a trial."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NO_KEY = "none"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """The server. `url` has no path; `key` is any text where none is asked for."""
+    """The server. `url` has no path; `key` is any text if none is required."""
 
     url: str
     key: str
@@ -39,7 +39,7 @@ class Site:
             return json.load(answer)
 
     def wait_idle(self) -> None:
-        """Until nothing is in flight, as after a client has left."""
+        """Wait until nothing is in flight, for example after a client has left."""
         deadline = time.monotonic() + IDLE_SECONDS
         while self.get("/get_server_info")["num_in_flight"]:
             check(time.monotonic() < deadline, "a request goes on without its client")
@@ -51,7 +51,7 @@ class Failed(Exception):
 
 
 class Skipped(Exception):
-    """A trial that this server leaves no room for."""
+    """A trial that does not apply to this server."""
 
 
 Trialled = Callable[[ModuleType, Site], None]
@@ -62,7 +62,7 @@ def check(holds: object, what: str) -> None:
         raise Failed(what)
 
 
-# What the model may call, in the forms that clients take.
+# Tools that the model may call, in the forms that clients accept.
 
 
 def get_place() -> str:
@@ -122,12 +122,12 @@ ASKED: list[Any] = [
 ]
 TOO_LONG = [{"role": "user", "content": "word " * 60_000}]
 SHORT: dict[str, Any] = {"temperature": 0, "max_tokens": 24}
-# A call may take white space before it is whole.
+# A call may contain white space before it is complete.
 CALL: dict[str, Any] = {"temperature": 0, "max_tokens": 400}
 
 
 def run_tool(name: str, arguments: str | dict[str, Any]) -> str:
-    """What the tool returns, as text; raises Failed where the call is none."""
+    """Return the tool's result as text; raises Failed if the call is invalid."""
     check(name in FUNCTIONS, f"a call of {name!r}")
     values = json.loads(arguments) if isinstance(arguments, str) else arguments
     return FUNCTIONS[name](**values)
@@ -142,7 +142,7 @@ def joined(pieces: Iterable[str | None]) -> str:
 
 
 def refused(error: type[Exception], ask: Callable[[], Any]) -> Any:
-    """The error of the type `error` that `ask` ends in."""
+    """Return the error of type `error` that `ask` raises."""
     try:
         ask()
     except error as caught:
@@ -152,7 +152,7 @@ def refused(error: type[Exception], ask: Callable[[], Any]) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """What a client does. `package` is the distribution, `module` what is imported."""
+    """What a client does. `package` is the distribution, `module` the import name."""
 
     name: str
     package: str

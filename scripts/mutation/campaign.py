@@ -27,7 +27,7 @@ from scripts.mutation.runs import run_world
 from scripts.mutation.targets import REPO, TESTS, Area, references_of, short_path
 from scripts.mutation.worlds import ModelFolders, World, worlds_for
 
-# A world may run with the canary and then without it, on a busy machine.
+# A world may run with and then without the canary, on a busy machine.
 SILENCE = 6
 Expected = dict[tuple[str, int], dict[str, tuple[int, int]]]
 OnRow = Callable[[dict[str, Any]], None]
@@ -45,7 +45,7 @@ class Limits:
 def promise_run(
     faults: Sequence[Fault], *, seeds: Sequence[int], limits: Limits, on_row: OnRow
 ) -> None:
-    """Plant each fault in running engines; `on_row` gets what became of it."""
+    """Plant each fault in running engines; `on_row` gets the outcome."""
     with tempfile.TemporaryDirectory() as folder:
         folders = ModelFolders(Path(folder))
         expected = undamaged(folders, seeds=seeds, limits=limits)
@@ -61,10 +61,11 @@ def promise_run(
 def undamaged(
     folders: ModelFolders, *, seeds: Sequence[int], limits: Limits
 ) -> Expected:
-    """Verified and accepted tokens of each request without a fault, by world and seed.
+    """Return verified and accepted tokens of each request without a fault, by world and
+    seed.
 
     Raises:
-        RuntimeError: a world is not right without a fault, so that nothing can be said.
+        RuntimeError: a world is wrong without a fault, so results would be meaningless.
     """
     places = [(world, seed) for world in worlds_for("both") for seed in seeds]
 
@@ -117,7 +118,7 @@ def in_world(
     expected: dict[str, tuple[int, int]],
     seconds: float,
 ) -> WorldRow:
-    """The outcome, in one world, of the fault that is planted now."""
+    """Return the outcome of the currently planted fault in one world."""
     run = partial(
         run_world, world, folders, seed=seed, expected=expected, seconds=seconds
     )
@@ -167,7 +168,7 @@ def test_run(faults: Sequence[Fault], *, limits: Limits, on_row: OnRow) -> None:
     """Run each fault's tests; `on_row` gets killed, survived or timeout.
 
     Raises:
-        RuntimeError: tests fail without a fault, so that nothing can be said.
+        RuntimeError: tests fail without a fault, so results would be meaningless.
     """
     areas = list({fault.area.name: fault.area for fault in faults}.values())
     controls: list[Work] = [partial(_tests_of, area) for area in areas]

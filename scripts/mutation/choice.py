@@ -1,4 +1,6 @@
-"""Which faults are planted: all, some by name, or a sample over areas and operators."""
+"""Chooses the faults to plant: all, some by name, or a sample over areas and
+operators.
+"""
 
 from __future__ import annotations
 
@@ -14,14 +16,14 @@ from scripts.mutation.targets import Area, path_of
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """A mutant and the area that it lies in."""
+    """A mutant and its area."""
 
     area: Area
     mutant: Mutant
 
 
 def all_faults(areas: Sequence[Area]) -> list[Fault]:
-    """The faults of all modules of these areas, in source order."""
+    """Return the faults of all modules in these areas, in source order."""
     return [
         Fault(area=area, mutant=mutant)
         for area in areas
@@ -31,7 +33,9 @@ def all_faults(areas: Sequence[Area]) -> list[Fault]:
 
 
 def only(faults: Sequence[Fault], place: str) -> list[Fault]:
-    """Those of `module` or `module:line`; a module may be named by its last part."""
+    """Return the faults of `module` or `module:line`; the last part of a module's name
+    is enough.
+    """
     module, _, line = place.partition(":")
     return [
         fault
@@ -42,8 +46,9 @@ def only(faults: Sequence[Fault], place: str) -> list[Fault]:
 
 
 def sample(faults: Sequence[Fault], *, count: int, seed: int) -> list[Fault]:
-    """About `count` of them: equally many of each area, where it has enough, and in it
-    one operator after the other, so that frequent ones do not crowd out the rest."""
+    """Return about `count` faults: equally many of each area, if it has enough, taking
+    operators in turn so that frequent ones do not crowd out the rest.
+    """
     rng = random.Random(seed)
     by_area: dict[str, list[Fault]] = defaultdict(list)
     for fault in faults:
@@ -58,7 +63,7 @@ def sample(faults: Sequence[Fault], *, count: int, seed: int) -> list[Fault]:
 
 
 def _in_turn(faults: list[Fault], rng: random.Random) -> list[Fault]:
-    """The faults in the order in which `pop` shall give them."""
+    """Return the faults in the order for `pop`."""
     by_operator: dict[str, list[Fault]] = defaultdict(list)
     for fault in faults:
         by_operator[fault.mutant.operator].append(fault)

@@ -1,5 +1,5 @@
-"""Traffic of the promise run. Every request streams, so that the tokens that clients
-have seen are known when an engine stops; the mock oracle says which of them are right.
+"""Traffic of the promise run. Every request streams, so the tokens that clients have
+seen are known when an engine stops; the mock oracle says which of them are right.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Asked:
 
 
 class Clients:
-    """Traffic by a seed: shared prefixes, aborts, new requests while others run."""
+    """Seeded traffic: shared prefixes, aborts, new requests while others run."""
 
     def __init__(self, harness: EngineHarness, *, seed: int, total: int) -> None:
         self._harness = harness
@@ -81,7 +81,7 @@ class Clients:
         self._left -= 1
 
     def receive(self) -> None:
-        """Take in the messages since the last call."""
+        """Process the messages since the last call."""
         responses = self._harness.io.responses
         for message in responses[self._read :]:
             for output in getattr(message, "outputs", ()):
@@ -90,7 +90,7 @@ class Clients:
                 asked.messages_after_end += asked.reason is not None
                 asked.output += output.output_ids
                 if len(asked.output) != output.completion_tokens:
-                    # As `RequestState.receive`.
+                    # Like `RequestState.receive`.
                     raise RuntimeError(f"tokens of {output.rid} are missing")
                 asked.verified = (output.spec_verify_ct, output.spec_accept_tokens)
                 if output.finish_reason is not None:
@@ -100,7 +100,7 @@ class Clients:
 
 
 def wrong_tokens(asked: Asked) -> int:
-    """Tokens that a client received and that do not follow from those before them."""
+    """Count tokens received by a client that do not follow from the preceding ones."""
     if not asked.output:
         return 0
     predicted = next_tokens(asked.prompt + asked.output, vocab_size=VOCAB)

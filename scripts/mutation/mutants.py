@@ -10,7 +10,7 @@ from scripts.mutation.operators import OPERATORS
 from scripts.mutation.sites import Module, Mutant, sites
 
 MAX_BEFORE = 110
-# As tables show `permuted`.
+# The form of `permuted` in tables.
 FLIPPED = re.compile(r"^\((.+)\.flip\(0\) if hasattr.*$", re.DOTALL)
 
 
@@ -44,7 +44,7 @@ def mutants(name: str, source: str) -> list[Mutant]:
 
 
 def _is_known(node: ast.AST, replacement: str, source: str) -> bool:
-    """Whether a field written for another exists, as far as the module tells."""
+    """Whether a replacement field exists, as far as the module shows."""
     owner, _, name = replacement.rpartition(".")
     if not isinstance(node, ast.Attribute) or not name.isidentifier():
         return True

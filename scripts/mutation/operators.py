@@ -1,4 +1,4 @@
-"""One-line faults as a person would make them in the bookkeeping of a KV cache.
+"""One-line faults that a person might make in the bookkeeping of a KV cache.
 
 An operator gets a site and yields the replacements of its node.
 """
@@ -33,7 +33,7 @@ COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
 
 
 def _number(node: ast.AST) -> int | None:
-    """The value of an integer literal, a minus sign included."""
+    """Return the value of an integer literal, including a minus sign."""
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
         inner = _number(node.operand)
         return None if inner is None else -inner
@@ -55,7 +55,7 @@ def constants(site: Site) -> Iterator[Edit]:
     is_index = isinstance(parent, ast.Subscript) and parent.slice is node
     assert isinstance(node, ast.expr)
     if is_index:
-        # The last for the first, and the other way round.
+        # The last instead of the first, and vice versa.
         yield node, str({0: -1, -1: 0}.get(value, value - 1))
     if is_here or is_index:
         yield node, str(value + 1)
@@ -115,7 +115,7 @@ def connectives(site: Site) -> Iterator[Edit]:
 
 
 def extremes(site: Site) -> Iterator[Edit]:
-    """The smaller for the larger of two, and the other way round."""
+    """The smaller instead of the larger of two, and vice versa."""
     pairs = {"min": "max", "maximum": "minimum"}
     pairs |= {after: before for before, after in pairs.items()}
     node = site.node
@@ -150,7 +150,7 @@ def _is_super(node: ast.Call) -> bool:
 
 
 def swapped(site: Site) -> Iterator[Edit]:
-    """Two neighbouring arguments of one role, or a pair by keyword, exchanged."""
+    """Two adjacent arguments of one role, or a keyword pair, swapped."""
     node = site.node
     if not isinstance(node, ast.Call):
         return
@@ -173,7 +173,7 @@ def swapped(site: Site) -> Iterator[Edit]:
 
 
 def _role(node: ast.expr) -> str:
-    """The name by which a reader takes an argument for another one."""
+    """Return the name by which an argument is mistaken for another."""
     if isinstance(node, ast.Attribute):
         return node.attr
     return node.id if isinstance(node, ast.Name) else ""
@@ -200,7 +200,7 @@ def attributes(site: Site) -> Iterator[Edit]:
 
 
 def permuted(site: Site) -> Iterator[Edit]:
-    """Rows of a batch in the opposite order, where a tensor is handed on."""
+    """Rows of a batch in reverse order, where a tensor is passed on."""
     node, parent = site.node, site.parent
     if not isinstance(node, ast.Name | ast.Attribute):
         return

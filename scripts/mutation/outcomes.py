@@ -1,5 +1,5 @@
-"""The outcome of a fault: of one run with the canary and, where that stopped, one
-without it; then of the fault in all worlds.
+"""The outcome of a fault: of one run with the canary and, if that stopped, one without
+it; then of the fault in all worlds.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from typing import Any
 
 from scripts.mutation.runs import Run
 
-# Of one world, or of a fault; the first that applies to any world is the fault's.
+# Outcomes of a world or a fault; the first one that applies to any world is the
+# fault's.
 NEVER = "never"
 AFTER = "after"
 BEFORE = "before"
@@ -23,7 +24,7 @@ GUARD = "guard"
 HANG = "hang"
 ENDS = "ends"
 NONE = "none"
-# Within what the fault changes: tokens, drafts, neither.
+# Ordered within what the fault changes: tokens, drafts, neither.
 ORDER = {
     "tokens": (NEVER, AFTER, BEFORE, STOPPED),
     "drafts": (DRAFTS_UNSEEN, DRAFTS_NAMED, STOPPED),
@@ -51,10 +52,10 @@ class WorldRow:
     """One fault in one world.
 
     Fields:
-        changes: what the fault changes there: tokens, drafts or other. Without the
-            canary, where that stopped the engine before it showed.
-        end, detail: of the run with the canary.
-        unwatched: end of the run without it; empty: there was no need.
+        changes: what the fault changes there: tokens, drafts or other; determined
+            without the canary if the canary stopped the engine first. end, detail: end
+            of the run with the canary.
+        unwatched: end of the run without it, or empty if not needed.
     """
 
     world: str
@@ -70,7 +71,7 @@ class WorldRow:
 
 
 def needs_unwatched(watched: Run) -> bool:
-    """Whether the run does not show itself what the fault changes."""
+    """Whether the run alone does not show what the fault changes."""
     return not watched.wrong_sent and watched.end in ("violation", "error", "leak")
 
 
@@ -81,7 +82,7 @@ def changes_of(run: Run) -> str:
 
 
 def classify(world: str, seed: int, watched: Run, unwatched: Run | None) -> WorldRow:
-    """The outcome in one world."""
+    """Return the outcome in one world."""
     changes = changes_of(unwatched or watched)
     return WorldRow(
         world=world,
@@ -117,7 +118,7 @@ def _outcome(watched: Run, changes: str) -> str:
 
 
 def lost(world: str, seed: int, detail: str) -> WorldRow:
-    """A world whose process had to be killed, or died."""
+    """Return the row of a world whose process died or had to be killed."""
     is_late = detail == "killed"
     return WorldRow(
         world=world,
@@ -133,7 +134,9 @@ def lost(world: str, seed: int, detail: str) -> WorldRow:
 
 
 def worst(rows: Sequence[WorldRow]) -> WorldRow:
-    """The row that speaks for the fault: by what it changes, then by its outcome."""
+    """Return the row that represents the fault: by what it changes, then by its
+    outcome.
+    """
     for changes, outcomes in ORDER.items():
         for outcome in outcomes:
             for row in rows:

@@ -1,5 +1,5 @@
-"""Plants a fault in a module that is imported already, by exchanging the code of one
-function; whoever holds the function runs the fault.
+"""Plants a fault in an imported module by replacing the code of one function; every
+holder of the function then runs the fault.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from scripts.mutation.sites import Mutant
 
 
 class NotPlantableError(Exception):
-    """The running function cannot take the code."""
+    """The running function cannot accept the code."""
 
 
 class EquivalentError(Exception):
-    """The fault compiles to the code that runs already."""
+    """The fault compiles to the code that is already running."""
 
 
 @contextmanager
 def planted(mutant: Mutant, *, references: Sequence[str] = ()) -> Iterator[None]:
-    """Scope in which the fault is there.
+    """Scope in which the fault is planted.
 
     Args:
         references: modules whose ops run their torch references meanwhile.
@@ -48,11 +48,13 @@ def planted(mutant: Mutant, *, references: Sequence[str] = ()) -> Iterator[None]
 
 
 def running_function(module: str, qualname: str) -> FunctionType:
-    """The function of that name in the imported module, without its wrappers."""
+    """Return the function with that name in the imported module, without its
+    wrappers.
+    """
     found: Any = importlib.import_module(module)
     for name in qualname.split("."):
         found = vars(found).get(name)
-    # Decorators keep what they wrap under one of these names.
+    # Decorators keep the wrapped function under one of these names.
     for _ in range(8):
         if isinstance(found, FunctionType) and found.__module__ == module:
             wrapped = getattr(found, "__wrapped__", None)
@@ -75,7 +77,7 @@ def _inner(wrapper: Any) -> Any:
 
 
 def compiled(mutant: Mutant, before: CodeType) -> CodeType:
-    """The code object that takes the place of `before`."""
+    """Return the code object that replaces `before`."""
     module = compile(mutant.source, before.co_filename, "exec", dont_inherit=True)
     codes = [module]
     for name in mutant.qualname.split("."):
@@ -92,7 +94,7 @@ def _inside(code: CodeType) -> list[CodeType]:
 
 
 def _meaning(code: CodeType) -> tuple[object, ...]:
-    """All that the interpreter looks at; line numbers are not."""
+    """Return everything the interpreter uses, without line numbers."""
     consts = tuple(
         _meaning(c) if isinstance(c, CodeType) else (type(c), repr(c))
         for c in code.co_consts

@@ -1,4 +1,4 @@
-"""Tables of what became of the faults."""
+"""Tables of the faults' outcomes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LISTED = (NEVER, AFTER, DRAFTS_UNSEEN, HANG, "survived", "timeout")
 
 
 def counts(rows: Sequence[Row], command: str) -> dict[str, Any]:
-    """The numbers of a run, for its last line."""
+    """Return the numbers of a run for its last line."""
     of = Counter(row["outcome"] for row in rows)
     skipped = Counter(
         row["why"].partition(":")[0] for row in rows if row["outcome"] == "skipped"
@@ -54,7 +54,9 @@ def _share(part: int, whole: int) -> float | None:
 
 
 def table(rows: Sequence[Row], command: str) -> Iterator[str]:
-    """Outcomes by area, the shares, and the faults that nobody saw in time."""
+    """Return outcomes by area, the shares, and the faults that were not seen in
+    time.
+    """
     used = {row["outcome"] for row in rows}
     order = TEST_OUTCOMES if command == "tests" else OUTCOMES
     columns = [name for name in (*order, "skipped") if name in used]

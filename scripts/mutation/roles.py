@@ -1,4 +1,4 @@
-"""Names of the engine that are easily taken for each other."""
+"""Names in the engine that are easily confused."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ GROUPS = (
     ("touched", "fresh"),
     ("live", "kept"),
 )
-# A shared last word makes two names alike as well.
+# A shared last word also makes two names alike.
 SUFFIXES = ("_lens", "_len", "_indices", "_pages", "_slots", "_loc", "_rows", "_ids")
 MAX_SIBLINGS = 2
 
 
 def siblings_of(name: str, names: frozenset[str]) -> Iterator[str]:
-    """Other names of `names` that a person could write for `name`."""
+    """Yield names in `names` that a person could confuse with `name`."""
     found: list[str] = []
     for group in GROUPS:
         if name in group:
@@ -49,14 +49,14 @@ def siblings_of(name: str, names: frozenset[str]) -> Iterator[str]:
 
 
 def are_alike(first: str, second: str) -> bool:
-    """Whether two arguments are easily given in the wrong order."""
+    """Whether two arguments are easily passed in the wrong order."""
     if not first or not second or first == second:
         return False
     both = frozenset((first, second))
     return both <= ROWS or second in siblings_of(first, both)
 
 
-# Fields, each with what is written for it.
+# Fields, each with its replacement.
 ATTRIBUTES = {
     "committed_len": ("allocated_len", "cache_protected_len"),
     "allocated_len": ("committed_len",),

@@ -1,4 +1,4 @@
-"""Plants one-line faults in the engine's bookkeeping and says what becomes of each.
+"""Plants one-line faults in the engine's bookkeeping and reports the outcome of each.
 
     python scripts/mutation/run.py faults --count 120 --seed 1 --out faults.json
     python scripts/mutation/run.py tests --count 100 --only mem_cache.allocator
@@ -72,7 +72,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def chosen_faults(args: argparse.Namespace) -> list[Fault]:
-    """The faults that the options ask for.
+    """Return the faults selected by the options.
 
     Raises:
         SystemExit: there are none.

@@ -1,7 +1,8 @@
-"""A forked process for each fault, after all imports, and its rows through a pipe.
+"""Runs each fault in a process forked after all imports, and receives its rows through
+a pipe.
 
-The parent imports and chooses; it builds no engine, so that every child starts from
-the same state.
+The parent imports and chooses but builds no engine, so every child starts from the same
+state.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Child:
     """A running child.
 
     Fields:
-        job: number of its work.
-        deadline: by which the next message must come.
-        messages: of which the last one may not be whole yet.
+        job: number of its work item.
+        deadline: time by which the next message must come.
+        messages: messages so far; the last one may be incomplete.
     """
 
     job: int
@@ -41,7 +42,7 @@ class Child:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Done:
-    """A child that ended.
+    """A finished child.
 
     Fields:
         end: done, killed (too long without a message) or died.
@@ -57,7 +58,7 @@ def run_all(works: Sequence[Work], *, jobs: int, silence: float) -> Iterator[Don
     """Run each work in a child, `jobs` at a time; yield them as they end.
 
     Args:
-        silence: seconds between two messages of a child until it is killed.
+        silence: seconds without a message after which a child is killed.
     """
     pending = list(enumerate(works))
     running: dict[int, Child] = {}
@@ -86,7 +87,9 @@ def _start(job: int, work: Work, silence: float) -> Child:
 
 
 def _run_child(work: Work, writing: int) -> None:
-    """Never returns; nothing of the parent is flushed or ended twice."""
+    """Run the work in the child. Never returns, so nothing of the parent is flushed or
+    ended twice.
+    """
     code = 1
     try:
         os.setsid()
@@ -126,7 +129,7 @@ def _wait(running: dict[int, Child], silence: float) -> Iterator[Done]:
 
 def _end(child: Child, how: str) -> Done:
     if how:
-        # The child leads a process group of its own.
+        # The child leads its own process group.
         os.killpg(child.pid, signal.SIGKILL)
     _, status = os.waitpid(child.pid, 0)
     os.close(child.pipe)

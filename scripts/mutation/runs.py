@@ -1,4 +1,6 @@
-"""One engine under traffic, until it is idle or stopped, and how that ended."""
+"""Runs one engine under traffic until it is idle or stopped, and records how it
+ended.
+"""
 
 from __future__ import annotations
 
@@ -17,17 +19,19 @@ from sglang.test.harness import EngineHarness
 from sglang.test.spec_accept import AcceptRecorder, predicted_acceptance
 
 MAX_STEPS = 4000
-# Rounds in which nothing runs although there is work.
+# Maximum rounds in which nothing runs although there is work.
 MAX_IDLE_ROUNDS = 200
 
 
 class OutOfTimeError(BaseException):
-    """The limit of CPU time; no handler of the engine takes it."""
+    """The CPU time limit was reached; no handler of the engine catches this."""
 
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Scope that `OutOfTimeError` ends after so much CPU time; main thread only."""
+    """Scope that ends with `OutOfTimeError` after the given CPU time; main thread
+    only.
+    """
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise OutOfTimeError
@@ -47,15 +51,14 @@ class Run:
 
     Fields:
         end: idle, violation, leak, error, stall, steps or time.
-        detail: of an end that is not idle.
-        steps: rounds of the scheduler.
-        sent, wrong_sent: tokens that clients received, and how many differ from the
-            oracle's.
+        detail: detail of an end that is not idle.
+        steps: scheduler rounds. sent, wrong_sent: tokens that clients received, and how
+        many differ from the oracle's.
         wrong_ends: requests with too many or too few tokens, or another finish.
         verified: verifications and accepted tokens of each request.
-        wrong_drafts: requests whose accept lengths the draft's oracle does not
-            explain; asked for only where `verified` is not as expected.
-        retracted: retractions of a run that ended idle.
+        wrong_drafts: requests whose accept lengths the draft's oracle does not explain;
+            checked only if `verified` is unexpected.
+        retracted: number of retractions in a run that ended idle.
     """
 
     end: str
@@ -157,6 +160,6 @@ def _wrong_drafts(
     try:
         found = predicted_acceptance(recorder, harness, rids)
     except (AssertionError, LookupError, RuntimeError, ValueError):
-        # The oracle assumes the bookkeeping of an iteration, which the fault broke.
+        # The oracle assumes correct bookkeeping of an iteration, which the fault broke.
         return len(rids)
     return len(found.differing)

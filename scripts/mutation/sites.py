@@ -1,4 +1,4 @@
-"""The places of a module where a fault may be planted, and the edit that plants it.
+"""Finds the places in a module where a fault may be planted, and makes the edit.
 
 Reads sources with `ast`; knows no operators.
 """
@@ -20,10 +20,10 @@ class Mutant:
 
     Fields:
         module: dotted name.
-        qualname: outermost function that holds it, as `Class.method`.
+        qualname: outermost function that contains it, as `Class.method`.
         line: first line of the edit.
         before, after: the edited piece of the source, in one line each.
-        source: of the whole module with the fault.
+        source: source of the whole module with the fault.
     """
 
     module: str
@@ -43,7 +43,7 @@ class Mutant:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """A node inside of a function.
+    """A node inside a function.
 
     Fields:
         parents: from the function's statement down to the node's parent.
@@ -64,7 +64,7 @@ class Site:
 
     @property
     def statement(self) -> ast.AST:
-        """The statement that holds the node, itself included."""
+        """The statement that contains the node, which may be the node itself."""
         chain = (*self.parents, self.node)
         return next(n for n in reversed(chain) if isinstance(n, ast.stmt))
 
@@ -74,7 +74,7 @@ class Site:
 
 
 def sites(tree: ast.Module) -> Iterator[Site]:
-    """All nodes of all functions that do something, in source order."""
+    """Yield all effective nodes of all functions, in source order."""
     for qualname, function in _functions(tree, ""):
         names = _local_names(function)
         returns = _returns_value(function)
@@ -123,7 +123,9 @@ def _descend(
 
 
 def is_skipped(node: ast.AST) -> bool:
-    """Docstrings, logging, assertions, and code that only refuses."""
+    """Whether to skip a node: docstrings, logging, assertions, and code that only
+    rejects.
+    """
     if isinstance(
         node, ast.Raise | ast.Assert | ast.JoinedStr | ast.Import | ast.ImportFrom
     ):

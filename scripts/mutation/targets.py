@@ -1,4 +1,4 @@
-"""The modules in which faults are planted, by area, and the tests of each area."""
+"""The modules to plant faults in, by area, and the tests of each area."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ PLAIN, SPEC, BOTH = "plain", "spec", "both"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Area:
-    """Modules that do one part of the work: where one-line faults are planted.
+    """Modules that do one part of the work, to plant one-line faults in.
 
     Fields:
-        place: the part, as in the catalogue of faults.
-        modules: below `prefix`.
-        worlds: kinds of engines that run them; empty: none is run for a fault.
-        tests: files below `TESTS`, each within about 20 s.
+        place: name of the part in the catalogue of faults.
+        modules: names below `prefix`.
+        worlds: kinds of engines that run them; if empty, no engine is run for a fault.
+        tests: files below `TESTS`, each taking at most about 20 s.
     """
 
     place: Place
@@ -59,7 +59,7 @@ SCHEDULER_TESTS = (
     "scheduler/test_lost_grammar.py",
     "mock_model/test_canary_soak.py",
 )
-# Whoever decides otherwise replays otherwise; who is healed goes through all of it.
+# Different decisions replay differently; a healed request goes through all of it.
 AGAIN_TESTS = (
     "kv_canary/test_heal_cases.py",
     "kv_canary/test_replay.py",
@@ -241,20 +241,22 @@ AREAS = (
     ),
 )
 CANARY_REFERENCES = tuple(f"kv_canary.kernels.reference.{name}" for name in REFERENCES)
-# Where a native kernel does the work, a fault acts in the torch reference only.
+# If a native kernel does the work, a fault only acts in the torch reference.
 WITH_REFERENCES = {
     "sglang.srt.mem_cache.ops.branch_slots.op",
     "sglang.srt.draft_trees.ops.tree.op",
     "sglang.srt.draft_trees.ops.verify.op",
 }
-# The ops that call into a module, which may lie in others.
+# The ops that call into a module, which may be in other modules.
 CALLERS = dict.fromkeys(CANARY_REFERENCES, CANARY_REFERENCES) | {
     "sglang.srt.configs.draft_layout": ("sglang.srt.mem_cache.ops.branch_slots.op",),
 }
 
 
 def references_of(module: str) -> tuple[str, ...]:
-    """The modules whose ops must run their references for a fault in `module`."""
+    """Return the modules whose ops must run their references for a fault in
+    `module`.
+    """
     own = (module,) if module in WITH_REFERENCES else ()
     return own + CALLERS.get(module, ())
 
@@ -266,5 +268,5 @@ def path_of(module: str) -> Path:
 
 
 def short_path(module: str) -> str:
-    """The module's file from the root of the repository."""
+    """Return the module's file relative to the repository's root."""
     return path_of(module).relative_to(REPO).as_posix()

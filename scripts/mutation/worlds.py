@@ -1,4 +1,4 @@
-"""Engines of the promise run: small, on the mock model, under the canary."""
+"""Engines of the promise run: small, on the mock model, with the canary."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ class World:
     """One configuration of an engine.
 
     Fields:
-        draft: kind and source of the mock draft; empty: no speculation.
+        draft: kind and source of the mock draft, or empty without speculation.
         tree: top-k, steps and nodes.
-        slots: few enough to evict and to retract.
+        slots: number of KV slots, small enough to force evictions and retractions.
     """
 
     name: str
