@@ -1,12 +1,12 @@
-"""Runs one benchmark in two checkouts by turns, and compares what it measures.
+"""Runs one benchmark in two checkouts in turn, and compares the results.
 
 python benchmark/compare_trees.py --before DIR --rounds 3 -- \
     benchmark/e2e/bench_decode.py --batch-size 1 16
 
 The benchmark is a script of this repository whose last line is one JSON document; its
 numbers are matched by their path in the document. The order is before, after, after,
-before, ..., so that a drift of the machine meets both alike. The last line is one JSON
-document.
+before, ..., so that a drift of the machine affects both equally. The last line is one
+JSON document.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
 SOURCES = ("python", "kv-canary/python")
-# Members of a document that say which case a list element is about.
+# Members of a document that identify the case of a list element.
 CASE_NAMES = ("case", "rows", "batch", "batch_size", "tree", "name", "kernel", "shape")
 
 
 def numbers(document: Any, path: str = "") -> Iterator[tuple[str, float]]:
-    """The numbers of a document by their path; elements of lists by their case."""
+    """Return the numbers of a document by path, with list elements identified by
+    case.
+    """
     if isinstance(document, dict):
         for name, value in document.items():
             yield from numbers(value, f"{path}.{name}" if path else name)
@@ -48,10 +50,10 @@ def case_of(element: Any, index: int) -> str:
 
 
 def run(tree: Path, command: list[str]) -> dict[str, float]:
-    """The numbers of one run of `command` in `tree`.
+    """Return the numbers of one run of `command` in `tree`.
 
     Raises:
-        SystemExit: it failed, or its last line is no JSON document.
+        SystemExit: it failed, or its last line is not a JSON document.
     """
     paths = [str(tree / source) for source in SOURCES]
     inherited = os.environ.get("PYTHONPATH")

@@ -3,10 +3,10 @@
 python benchmark/cpu/bench_busy_machine.py [--rounds 5] [--batch-size 4]
 
 Two engines with the demo model stay loaded: one with its default of a thread per core,
-one with a single thread. In every round each answers the same batch alone and beside
-the busy processes, by turns. The last column is the mean number of cores that everybody
-else used meanwhile: figures of a machine that is not quiet say little. The last line is
-one JSON document.
+one with a single thread. In every round each answers the same batch, in turn alone and
+next to the busy processes. The last column is the mean number of cores that other
+processes used meanwhile: figures from a busy machine mean little. The last line is one
+JSON document.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ COLUMNS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Load:
-    """Requests of one measurement."""
+    """The requests of one measurement."""
 
     batch_size: int
     input_len: int
@@ -76,10 +76,10 @@ class Load:
 
 @dataclass(kw_only=True)
 class Case:
-    """One row of the table: an engine beside `num_busy` processes.
+    """One row of the table: an engine next to `num_busy` processes.
 
     Fields:
-        rates: tok/s of each round.
+        rates: tok/s in each round.
         foreign: cores used by others in each round.
     """
 

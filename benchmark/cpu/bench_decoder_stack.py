@@ -25,7 +25,7 @@ from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 
 BLOCK_STEPS = 8
-# At most; the model has 2,048 positions.
+# Upper bound; the model has 2,048 positions.
 TOKENS_PER_CYCLE = 4
 WARM_STEPS = 40
 PROMPT = range(5, 69)
@@ -40,7 +40,7 @@ def block_us(scheduler: Scheduler) -> float:
 
 
 def backends_of(scheduler: Scheduler) -> list[PagedAttnBackend]:
-    """Of the target and, where it drafts, of the draft."""
+    """Return the attention backends of the target and of the draft, if any."""
     worker: Any = scheduler.worker
     runners = [worker.model_runner]
     if hasattr(worker, "draft_worker"):

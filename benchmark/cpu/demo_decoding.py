@@ -1,4 +1,4 @@
-"""A scheduler on the CPU in the middle of one request of the demo model."""
+"""A CPU scheduler in the middle of a request to the demo model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPARE_STEPS = 64
 
 
 def demo_decoding(*, prompt: range, warm: int, tokens: int, **flags: Any) -> Scheduler:
-    """A scheduler `warm` steps into a request that has `tokens` left, and some more."""
+    """Return a scheduler `warm` steps into a request with more than `tokens` left."""
     io = ListIO()
     scheduler = build_scheduler(
         ServerArgs(

@@ -1,4 +1,4 @@
-"""Admission of many cached prompts at once: the host's time for it, part by part.
+"""Host time for admitting many cached prompts at once, part by part.
 
 python benchmark/e2e/bench_admission.py                        # H200, 8B shape
 python benchmark/e2e/bench_admission.py --device cpu           # mock model
@@ -39,8 +39,9 @@ from sglang.test.tiny_models import write_mock_model
 
 
 class Part(NamedTuple):
-    """A method whose time is counted under a name; what it calls under another name is
-    taken off."""
+    """A method whose time is counted under a name, without calls counted under other
+    names.
+    """
 
     name: str
     owner: type[Any]
@@ -61,7 +62,7 @@ PARTS = (
 
 
 class Stopwatch:
-    """CPU time of this process by part, each without the parts inside of it."""
+    """CPU time of this process by part, each without its inner parts."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
@@ -100,7 +101,7 @@ class Stopwatch:
 
 
 def admit(side: Side, rows: int, length: int, *, on_gpu: bool) -> dict[str, float]:
-    """Milliseconds by part of serving `rows` prompts of `length` tokens."""
+    """Return milliseconds by part for serving `rows` prompts of `length` tokens."""
     generator = torch.Generator().manual_seed(1)
     for _ in range(rows):
         side.submit(length, 1, generator)
@@ -115,7 +116,7 @@ def admit(side: Side, rows: int, length: int, *, on_gpu: bool) -> dict[str, floa
 
 
 def measure(args: argparse.Namespace, folder: Path, mode: str | None) -> Json:
-    """Medians by part; the prompts are in the cache before the first round."""
+    """Return medians by part; the prompts are cached before the first round."""
     side, on_gpu = Side(args, folder, mode), args.device == "cuda"
     admit(side, args.rows, args.input_len, on_gpu=on_gpu)
     rounds = [

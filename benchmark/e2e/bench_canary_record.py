@@ -44,7 +44,7 @@ METHODS = ("begin_round", "on_launch")
 def engine(
     model: str | None, folder: str, *, record: int, batch_size: int, steps: int
 ) -> Scheduler:
-    """A scheduler that decodes `batch_size` requests."""
+    """Return a scheduler that decodes `batch_size` requests."""
     io = ListIO()
     tokens = PROMPT_TOKENS + WARM_STEPS + steps + 64
     scheduler = build_served(
@@ -91,8 +91,9 @@ class Stopwatch:
 
 
 def direct_us(scheduler: Scheduler, steps: int) -> tuple[float, float]:
-    """(median, first quartile) of the microseconds of a step in the recorder, with the
-    journal's appends; the latter says more on a machine that others use, too."""
+    """Return (median, first quartile) of a step's microseconds in the recorder,
+    including the journal's appends. The quartile is more useful on a shared machine.
+    """
     recorder, watch, times = scheduler.recorder, Stopwatch(), []
     assert recorder is not None
     for name in METHODS:
@@ -113,7 +114,9 @@ def direct_us(scheduler: Scheduler, steps: int) -> tuple[float, float]:
 
 
 def alone_us(scheduler: Scheduler) -> float:
-    """Median microseconds of the recorder's calls of one step, nothing in between."""
+    """Return the median microseconds of a step's recorder calls, with nothing in
+    between.
+    """
     recorder, batch = scheduler.recorder, scheduler.running
     assert recorder is not None and batch is not None
     inputs, launched, times = StepInput(), batch.record(), []
@@ -133,7 +136,9 @@ def step_ms(scheduler: Scheduler) -> float:
 
 
 def paired_percent(off: Scheduler, on: Scheduler, turns: int) -> tuple[float, float]:
-    """(median step without, median difference in percent) of turns, in both orders."""
+    """Return (median step without, median difference in percent) over turns in both
+    orders.
+    """
     plain, differences = [], []
     for turn in range(turns):
         order = (off, on) if turn % 2 else (on, off)
@@ -144,7 +149,7 @@ def paired_percent(off: Scheduler, on: Scheduler, turns: int) -> tuple[float, fl
 
 
 def checkpoint_ms(scheduler: Scheduler, runs: int) -> float:
-    """Milliseconds of a checkpoint with a prefix tree of so many runs."""
+    """Return the milliseconds of a checkpoint with a prefix tree of `runs` runs."""
     cache = scheduler.cache
     assert isinstance(cache, RadixCache)
     have = sum(1 for _ in cache.iter_nodes())

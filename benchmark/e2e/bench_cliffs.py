@@ -1,5 +1,5 @@
-"""Cliffs: what a warm benchmark hides. First uses beside second ones, and the points of
-a curve beside the line through their neighbours.
+"""Cliffs that a warm benchmark hides: first uses compared with second ones, and points
+of a curve compared with the line through their neighbors.
 
 python benchmark/e2e/bench_cliffs.py                          # H200, 8B shape
 python benchmark/e2e/bench_cliffs.py --quick                  # a minute
@@ -9,7 +9,7 @@ python benchmark/e2e/bench_cliffs.py --device cpu \
     --model-path python/sglang/assets/demo_model --context-length 2048 \
     --batch-sizes 1 2 4 8 --contexts 128 256 512 --prompts 128 512 --rows 4 8
 
-A fresh engine is asked for one thing after the other, each twice with other tokens:
+A fresh engine does one thing after another, each twice with different tokens:
 
 * prompts of several lengths, alone, fresh and then found in the cache;
 * several rows at once, fresh and then cached;
@@ -71,8 +71,7 @@ OPTION_ROWS, OPTION_LENGTH, OPTION_TOKENS = 5, 150, 8
 
 
 class Use(NamedTuple):
-    """One kind of work, done twice: milliseconds, and the kernels that the first time
-    loaded."""
+    """One kind of work, done twice: milliseconds, and kernels loaded the first time."""
 
     what: str
     first: float
@@ -85,8 +84,9 @@ class Use(NamedTuple):
 
 
 class Point(NamedTuple):
-    """A decode step of `x` rows or `x` tokens; `line`: of its neighbours, None at the
-    ends. Milliseconds."""
+    """A decode step of `x` rows or `x` tokens, in milliseconds. `line` is the value on
+    its neighbors' line, or None at the ends.
+    """
 
     what: str
     x: int
@@ -99,7 +99,7 @@ class Point(NamedTuple):
 
 
 class Loads:
-    """The kernels that came since the last look."""
+    """The kernels loaded since the last call."""
 
     def __init__(self, device: str) -> None:
         self._loads = KernelLoads()
@@ -113,7 +113,7 @@ class Loads:
 
 
 def options_ms(side: Side, options: dict[str, Any], seed: int) -> float:
-    """A few requests with `options`, to their ends."""
+    """Run a few requests with `options` to the end."""
     generator = torch.Generator().manual_seed(seed)
     vocab = side.scheduler.model_config.vocab_size
     fields = {key: options[key] for key in options if key in OF_REQUEST}
@@ -141,7 +141,9 @@ def uses_of_options(side: Side, loads: Loads) -> Iterator[Use]:
 
 
 def prompts_ms(side: Side, length: int, rows: int, seed: int) -> float:
-    """From `rows` prompts that are sent at once to the last one's only token."""
+    """Return the time from sending `rows` prompts at once to the last one's only
+    token.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def serve() -> None:
@@ -155,12 +157,12 @@ def prompts_ms(side: Side, length: int, rows: int, seed: int) -> float:
 def uses_of_prompts(
     side: Side, args: argparse.Namespace, loads: Loads
 ) -> Iterator[Use]:
-    """Prompts of each length and batches of rows, fresh and cached."""
+    """Measure prompts of each length and batches of rows, fresh and cached."""
     kinds = [(n, 1, f"prompt of {n}") for n in args.prompts]
     length = min(ROW_TOKENS, args.context_length // 2)
     kinds += [(length, rows, f"{rows} prompts of {length}") for rows in args.rows]
     for i, (length, rows, what) in enumerate(kinds):
-        # Both times cached prompts come after fresh ones, for which the host waits: its
+        # Both times cached prompts follow fresh ones, for which the host waits: its
         # first work after a wait takes longer, whatever was served before.
         times = []
         for seed in (1000 + 2 * i, 1001 + 2 * i):
@@ -173,7 +175,9 @@ def uses_of_prompts(
 
 
 def decode_uses(side: Side, what: str, rows: int, length: int, loads: Loads) -> Use:
-    """Two blocks of decode steps; the first one has the first steps of its kind."""
+    """Measure two blocks of decode steps; the first one contains the first steps of its
+    kind.
+    """
     side.start_decoding(rows, length, WARM_STEPS + 2 * BLOCK + 8, warm_steps=0)
     first = side.block(BLOCK) * 1e3
     kernels = loads.take()
@@ -183,7 +187,7 @@ def decode_uses(side: Side, what: str, rows: int, length: int, loads: Loads) -> 
 
 
 def batch_ms(side: Side, requests: int, seed: int) -> float:
-    """A batch of requests of random lengths, the same for each seed, to its end."""
+    """Run a batch of requests with random lengths, fixed by the seed, to the end."""
     rng, generator = random.Random(0), torch.Generator().manual_seed(seed)
     for _ in range(requests):
         side.submit(rng.randint(100, 1024), rng.randint(100, 1024), generator)
@@ -197,7 +201,7 @@ def use_of_batch(side: Side, requests: int, loads: Loads) -> Use:
 
 
 def curve(what: str, xs: Sequence[int], times: Sequence[float]) -> list[Point]:
-    """Each point beside the line through its neighbours."""
+    """Return each point with the line through its neighbors."""
     points = []
     for i, (x, ms) in enumerate(zip(xs, times, strict=True)):
         line = None
@@ -319,7 +323,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.quick:
         vars(args).update(QUICK)
-    # Prompts are to be found in the cache.
+    # Prompts must be found in the cache.
     args.sweep_interval, args.fill_cache = 0, True
     return args
 

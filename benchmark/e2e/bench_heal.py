@@ -1,4 +1,5 @@
-"""Healing: its cost without a fault, what others notice of it, and the time it takes.
+"""Healing: its cost without a fault, its effect on other requests, and the time it
+takes.
 
 python benchmark/e2e/bench_heal.py --batch-size 64 --input-len 2000
 
@@ -33,13 +34,15 @@ from model_shapes import write_shape
 from sglang.bench_utils.launch import run_report
 from sglang.bench_utils.report import Json, format_table, provenance
 
-# Steps that are watched from a fault, or a prompt, on.
+# Steps watched after a fault or a prompt.
 WATCHED_STEPS = 24
 P99 = 0.99
 
 
 def gaps_of(side: Side, begin: Callable[[], object]) -> list[float]:
-    """Seconds between two tokens of every request that decodes, from `begin` on."""
+    """Return seconds between two tokens of every decoding request, starting with
+    `begin`.
+    """
     scheduler = side.scheduler
     running = list(scheduler.running.reqs) if scheduler.running else []
     lengths = {req.serial: len(req.tokens) for req in running}
@@ -59,7 +62,7 @@ def gaps_of(side: Side, begin: Callable[[], object]) -> list[float]:
 
 
 class Faults:
-    """Damages requests of one side, one after the other."""
+    """Damages requests of one side, one after another."""
 
     def __init__(self, side: Side) -> None:
         self._side = side
@@ -67,7 +70,7 @@ class Faults:
         self._canary = side.scheduler.worker.canary_managers()[0]
 
     def length(self) -> int:
-        """Tokens of a running request; all of them have as many."""
+        """Number of tokens of each running request; all have the same."""
         assert self._side.scheduler.running is not None
         return len(self._side.scheduler.running.reqs[0].tokens)
 
@@ -84,7 +87,9 @@ class Faults:
 
 
 def first_token_seconds(side: Side, length: int, seed: int) -> float:
-    """From the submission of a prompt to its first token, among what runs."""
+    """Return the time from submitting a prompt to its first token, among running
+    requests.
+    """
     began = time.perf_counter()
     side.submit(length, 1, torch.Generator().manual_seed(seed))
     finished = side.scheduler.stats_snapshot().num_requests_total
@@ -94,7 +99,7 @@ def first_token_seconds(side: Side, length: int, seed: int) -> float:
 
 
 def recovery_seconds(side: Side, faults: Faults) -> float:
-    """From the detection of a damage to the next token of its request."""
+    """Return the time from the detection of damage to the request's next token."""
     scheduler = side.scheduler
     recoveries = scheduler.stats_snapshot().kv_canary_recovery_seconds
     assert recoveries is not None
@@ -106,7 +111,9 @@ def recovery_seconds(side: Side, faults: Faults) -> float:
 
 
 def measure_bystanders(side: Side, args: argparse.Namespace) -> Json:
-    """Gaps beside a healing and beside one more prompt, in turns; recoveries."""
+    """Measure gaps during a healing and during one more prompt, in turn; and
+    recoveries.
+    """
     faults, healed, admitted = Faults(side), list[float](), list[float]()
     recovered, first = [], []
     for i in range(args.rounds):

@@ -1,7 +1,7 @@
-"""Honest streams beside hostile clients, and beside as many ordinary ones.
+"""Honest streams next to hostile clients, and next to as many ordinary ones.
 
 python benchmark/e2e/bench_hostile.py [--minutes 10] [--clients 11]
-Phases by turns: honest streams alone, with ordinary clients, with hostile ones. Honest
+Phases in turn: honest streams alone, with ordinary clients, with hostile ones. Honest
 answers are greedy and must not change. Prints a table; the last line is one JSON
 document.
 """
@@ -57,7 +57,7 @@ class Seen:
 
 
 class Honest:
-    """Greedy streams, one after the other, compared with the first answer."""
+    """Greedy streams, one after another, compared with the first answer."""
 
     def __init__(self, url: str, index: int) -> None:
         self._http = httpx.AsyncClient(base_url=url, timeout=120.0)
@@ -96,7 +96,7 @@ class Honest:
 async def repeat(
     until: float, seen: Seen, visits: Sequence[Visit], visitor: Visitor
 ) -> None:
-    """Visit by turns until the phase ends."""
+    """Visit in turn until the phase ends."""
     for visit in itertools.cycle(visits):
         if time.perf_counter() > until:
             return
@@ -140,7 +140,7 @@ async def turn(
     visits = others()
     guests = []
     for i in range(clients if visits else 0):
-        # Each client begins with another kind.
+        # Each client begins with a different kind.
         kinds = visits[i % len(visits) :] + visits[: i % len(visits)]
         guests.append(repeat(until, seen, kinds, Visitor(url, seed + i)))
     tasks = [asyncio.create_task(guest) for guest in guests]
@@ -223,8 +223,9 @@ def print_table(report: Json) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the flags `argv` (None: those of this process); unknown ones are the
-    server's."""
+    """Parse the flags in `argv`, which defaults to this process's arguments; unknown
+    ones are passed to the server.
+    """
     parser = argparse.ArgumentParser(
         prog="bench_hostile.py", allow_abbrev=False, description=__doc__
     )

@@ -3,9 +3,9 @@
 python benchmark/e2e/bench_inspector.py [--pairs 60] [--frames 200]
 
 `decode`: a request decodes on the demo model on the CPU, under `--kv-canary raise`;
-blocks of steps in which nobody looks and in which a page looks (a snapshot every
-quarter of a second) take turns, and the paired differences of CPU time count. Compare
-trees with `benchmark/compare_trees.py` for a page that nobody looks at.
+blocks of steps without a viewer and with one page open (a snapshot every quarter of a
+second) take turns, and the paired differences of CPU time count. Compare trees with
+`benchmark/compare_trees.py` for the cost without a viewer.
 
 `snapshot`: time of one snapshot of a pool of a million slots, pages of 1 and of 16.
 
@@ -84,7 +84,7 @@ MEDIA = {".html": "text/html", ".js": "text/javascript", ".css": "text/css"}
 
 
 class Decoding:
-    """A scheduler with one request that decodes, and a page that may look."""
+    """A scheduler with one decoding request, and a page that may be open."""
 
     def __init__(self) -> None:
         self.io = ListIO()
@@ -100,7 +100,7 @@ class Decoding:
         self.num_snapshots = 0
 
     def block(self, *, looks: bool) -> float:
-        """CPU milliseconds per step of a block."""
+        """Return CPU milliseconds per step of a block."""
         self._keep_busy()
         self._due = 0.0
         began = time.process_time()
@@ -140,7 +140,7 @@ def measure_decode(pairs: int) -> dict[str, Any]:
         for looks in order:
             (looked if looks else alone).append(decoding.block(looks=looks))
     differences = sorted(b - a for a, b in zip(alone, looked, strict=True))
-    # Of the median, with 95 % by order statistics.
+    # 95 % interval of the median, by order statistics.
     margin = int(0.98 * pairs**0.5)
     low, high = pairs // 2 - margin, min(pairs // 2 + margin, pairs - 1)
     base = statistics.median(alone)
@@ -154,7 +154,9 @@ def measure_decode(pairs: int) -> dict[str, Any]:
 
 
 def measure_snapshots(page_size: int) -> dict[str, Any]:
-    """Milliseconds of a snapshot of a large pool, all pages and changes alone."""
+    """Measure milliseconds of a snapshot of a large pool, with all pages and with
+    changes only.
+    """
     io = ListIO()
     with tempfile.TemporaryDirectory() as folder:
         model = write_mock_model(
@@ -202,7 +204,7 @@ def measure_frames(frames: int) -> dict[str, Any]:
 
 
 def _serve(route: Any) -> None:
-    """The page's files, and no server beside them."""
+    """Serve the page's files, without a server for data."""
     name = route.request.url.rpartition("/")[2]
     name = "index.html" if name == "canary" else name
     places = [folder / name for folder in page_folders("inspector")]

@@ -92,7 +92,7 @@ class Side:
 
 
 def compare(off: Side, on: Side, kind: str, pairs: int) -> dict[str, float]:
-    """Return milliseconds of a batch and the added percent, as of `paired`."""
+    """Return milliseconds of a batch and the added percent, as in `paired`."""
     for side in (off, on):
         side.run(kind, 0)
     return alternate((off, on), pairs, lambda side, i: side.run(kind, 1 + i))

@@ -1,14 +1,15 @@
-"""Decode steps and prefills of each kind of model, beside floors and with the canary.
+"""Decode steps and prefills of each kind of model, compared with floors and with the
+canary.
 
 python benchmark/e2e/bench_models.py --shape gpt-oss-20b Qwen3-30B-A3B
 
 Shapes of models with windows, experts or latents, with dummy weights, in the whole
 scheduler. Two schedulers with the same weights, one of them with `--kv-canary raise`,
-take turns as in `bench_canary.py`. The floor of a decode step is the bytes that it
-reads (weights, of the experts those chosen, and KV, of sliding layers a window) over
-the read bandwidth, that of a prefill its flops over the rate of matrix products, both
-measured in the same run. --profile adds the kernels of a step by time. A process of its
-own measures each shape; the last line is one JSON document.
+take turns as in `bench_canary.py`. The floor of a decode step is the bytes it reads
+(weights, with only the chosen experts, and KV, with only a window in sliding layers)
+over the read bandwidth; the floor of a prefill is its flops over the rate of matrix
+products. Both rates are measured in the same run. --profile adds the kernels of a step
+by time. A process of its own measures each shape; the last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -46,9 +47,9 @@ PROFILED_KERNELS = 16
 
 @contextmanager
 def same_weights(side: Side) -> Iterator[None]:
-    """Give the schedulers that are built in this scope the weights of `side`."""
+    """Give schedulers built in this scope the weights of `side`."""
     load, model = model_runner.load_model, side.scheduler.worker.model_runner.model
-    # The canary wraps the forward of the copy alone.
+    # The canary wraps only the copy's forward.
     model_runner.load_model = lambda *_args, **_kwargs: copy.copy(model)
     try:
         yield
@@ -86,8 +87,9 @@ def profiled(sides: tuple[Side, Side], steps: int, work: Any) -> list[Json]:
 
 
 def kv_share(side: Side, floors: ModelFloors, length: int) -> float:
-    """KV bytes that a decoding request of `length` tokens holds, over those without
-    window slots."""
+    """Return the KV bytes held by a decoding request of `length` tokens, relative to no
+    window slots.
+    """
     allocator = side.scheduler.cache.allocator
     side.start_decoding(1, length, WARM_STEPS + 64)
     used = allocator.size - allocator.available_size()
@@ -99,7 +101,7 @@ def kv_share(side: Side, floors: ModelFloors, length: int) -> float:
 
 
 class Report:
-    """Rows of one shape: printed as they come."""
+    """Rows of one shape, printed as they are measured."""
 
     def __init__(self, shape: str) -> None:
         self.rows: list[Json] = []

@@ -66,7 +66,7 @@ def run_case(
     """Return the seconds from the first round to the last answer.
 
     Raises:
-        RuntimeError: a request was refused.
+        RuntimeError: a request was rejected.
     """
     generator = torch.Generator().manual_seed(seed)
     vocab = scheduler.model_config.vocab_size
@@ -92,7 +92,7 @@ def run_case(
 
 
 def kernels_of(steps: int, work: Callable[[], object]) -> list[Json]:
-    """Microseconds per step of each kernel, the slowest first."""
+    """Return microseconds per step of each kernel, slowest first."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         work()

@@ -250,7 +250,7 @@ def graph_ms(run: Callable[[], None]) -> float:
 
 def weights_read(runner: ModelRunner) -> int:
     """Return the bytes of weights that a prefill reads whole: all but the embedding."""
-    # A draft head is a stack of its own, a target has one.
+    # A draft head is a stack itself, a target has one.
     model = runner.model
     embedding = getattr(model, "model", model).embed_tokens.weight
     return sum(

@@ -1,5 +1,5 @@
 """Clients that ask for as much as the server accepts, and more; each coroutine is one
-visit. Errors are answers too: only a server that stops answering is a failure."""
+visit. Errors are also answers: only a server that stops answering is a failure."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ async def unknown_fields(visitor: Visitor) -> None:
 
 
 async def slow_schemas(visitor: Visitor) -> None:
-    """Each a new one, and the client does not wait for it."""
+    """Send a new schema each time, without waiting for it."""
     parts = [{"pattern": f"^.{{{n}}}(a|b|{visitor.rng.random()})*$"} for n in range(40)]
     params = {"json_schema": json.dumps({"type": "string", "allOf": parts})}
     with suppress(httpx.TimeoutException):
@@ -154,7 +154,7 @@ HOSTILE: dict[str, Visit] = {
 
 
 async def plain_request(visitor: Visitor) -> None:
-    """An ordinary stream, as the other clients of the comparison send it."""
+    """Send an ordinary stream, like the other clients of the comparison."""
     body = {
         "messages": [{"role": "user", "content": f"say {visitor.rng.random()}"}],
         "stream": True,

@@ -1,7 +1,8 @@
-"""Least bytes of a decode step and least flops of a prefill, of any model served here.
+"""Minimum bytes of a decode step and minimum flops of a prefill, for any supported
+model.
 
-Weights are counted from the loaded model, of its experts those that the tokens choose;
-a sliding layer reads and multiplies no more than its window.
+Weights are counted from the loaded model, with only the experts that the tokens choose;
+a sliding layer reads and multiplies only its window.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _HEAD = "lm_head.weight"
 
 @dataclass(kw_only=True)
 class ChosenExperts:
-    """Distinct experts of each call of a layer's experts, while counted."""
+    """Numbers of distinct experts in each call of a layer's experts."""
 
     counts: list[int] = field(default_factory=list)
 
@@ -32,7 +33,7 @@ class ChosenExperts:
 
 @contextmanager
 def counting_experts() -> Iterator[ChosenExperts]:
-    """Count the experts of every forward that is launched here, not in a graph."""
+    """Count the experts of every forward launched in this scope outside of graphs."""
     chosen, forward = ChosenExperts(), Experts.forward
 
     def counted(self: Experts, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
@@ -47,11 +48,11 @@ def counting_experts() -> Iterator[ChosenExperts]:
 
 
 class ModelFloors:
-    """Least work of the forwards of a loaded model.
+    """Minimum work of a loaded model's forwards.
 
     Attributes:
-        slot_bytes: of KV of one token in the layers that attend everything;
-            window_bytes: in the sliding ones.
+        slot_bytes: KV bytes of one token in the layers that attend everything;
+            window_bytes: the same in sliding layers.
     """
 
     def __init__(self, model: nn.Module, config: ModelConfig) -> None:
@@ -81,13 +82,17 @@ class ModelFloors:
         self.window_bytes = (config.num_layers - full) * of_layer
 
     def decode_bytes(self, *, rows: int, context: float, experts: float) -> float:
-        """Bytes that a decode step reads; `experts`: that a layer's tokens choose."""
+        """Return the bytes that a decode step reads, with `experts` chosen by a layer's
+        tokens.
+        """
         window = min(context, self._config.sliding_window or 0)
         kv = context * self.slot_bytes + window * self.window_bytes
         return self._plain_bytes + experts * self._expert_bytes + rows * kv
 
     def prefill_flops(self, length: int) -> float:
-        """Flops of one prompt: all tokens' products, attention, one token's head."""
+        """Return the flops of one prompt: all tokens' products, attention, one token's
+        head.
+        """
         config = self._config
         channels = 2 * config.head_dim
         if config.latent is not None:
@@ -99,12 +104,12 @@ class ModelFloors:
         return 2.0 * self._weights * length + attention + head
 
     def kv_share(self, *, tokens: int, window_slots: int) -> float:
-        """KV bytes in use over those of a pool whose layers keep every token."""
+        """Return KV bytes in use relative to a pool whose layers keep every token."""
         used = tokens * self.slot_bytes + window_slots * self.window_bytes
         return used / (tokens * (self.slot_bytes + self.window_bytes))
 
 
 def attended_pairs(length: int, window: int | None) -> int:
-    """Pairs of a query and a key that it attends, of one prompt."""
+    """Return the number of attended query-key pairs of one prompt."""
     short = length if window is None else min(length, window)
     return short * (short + 1) // 2 + (length - short) * short

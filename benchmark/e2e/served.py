@@ -1,4 +1,4 @@
-"""The scheduler of a benchmark, as a server's process has it."""
+"""Builds a benchmark's scheduler like a server's process does."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from sglang.srt.server_args import ServerArgs
 
 
 def build_served(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
-    """Build it, and make this process one that serves."""
+    """Build a scheduler and tune this process for serving."""
     scheduler = build_scheduler(server_args, io)
     settle(server_args)
     return scheduler
 
 
 def free_memory() -> None:
-    """Free what a scheduler that nobody holds any more had; its objects form cycles."""
+    """Free the memory of an unreferenced scheduler, whose objects form cycles."""
     gc.unfreeze()
     gc.collect()
     if torch.cuda.is_available():

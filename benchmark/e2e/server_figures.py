@@ -154,10 +154,10 @@ def print_table(report: Json) -> None:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the flags `argv` (None: those of this process).
+    """Parse the flags in `argv`, which defaults to this process's arguments.
 
     Raises:
-        ValueError: a bad value; names the flag.
+        ValueError: a value is invalid; names the flag.
     """
     parser = argparse.ArgumentParser(
         prog="server_figures.py", allow_abbrev=False, description=__doc__

@@ -124,7 +124,9 @@ def attention_row(
 
 
 def bench_latent() -> list[Row]:
-    """Decode over latents of DeepSeek's channels, beside the time of their bytes."""
+    """Measure decode over latents with DeepSeek's channels, next to the time of their
+    bytes.
+    """
     read_gb_s = measure_bandwidth(1 << 20).read_gb_s
     return [
         latent_row(heads, batch, prefix, dtype, read_gb_s)

@@ -1,7 +1,7 @@
-"""Speed of the experts of one layer, beside the floor of the bytes that they touch.
+"""Speed of one layer's experts, compared with the floor of the bytes they touch.
 
 python benchmark/kernels/bench_moe.py [--shape qwen3-30b-a3b] [--tokens 1,16,256]
-Runs on the CUDA device where there is one, else on the CPU. Prints a table, and as the
+Runs on a CUDA device if there is one, otherwise on the CPU. Prints a table, and as the
 last line one JSON object with every measurement.
 """
 
@@ -43,7 +43,7 @@ class Shape:
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert in bfloat16."""
+        """Bytes of one expert in bfloat16."""
         return 2 * 3 * self.hidden * self.inner
 
 
@@ -74,7 +74,7 @@ def random_choices(shape: Shape, tokens: int, device: str) -> list[Choice]:
 
 
 def touched(choices: Sequence[Choice]) -> float:
-    """Experts that a call reads, on average."""
+    """Mean number of experts that a call reads."""
     return sum(len(ids.unique()) for _, ids in choices) / len(choices)
 
 
@@ -152,8 +152,9 @@ def cuda_rows(shape: Shape, tokens: Sequence[int], read_gb_s: float) -> list[Row
 
 
 def dense_us(shape: Shape, x: Tensor, weights: ExpertWeights) -> float:
-    """cuBLAS on as many rows, all with the weights of one expert: the floor of the
-    multiplications."""
+    """Measure cuBLAS on as many rows, all with one expert's weights: the floor of the
+    multiplications.
+    """
     rows = x.repeat(shape.top_k, 1)
     inner = rows.new_empty(len(rows), shape.inner)
     return graph_us(

@@ -65,8 +65,8 @@ EXTEND_CANDIDATES = [
     (64, 64, 4, 2, True),
     (64, 32, 4, 3, True),
 ]
-# The same where new K and V come from the inputs: queries, KV elements and prefix
-# elements per tile, warps, stages.
+# The same if new K and V come from the inputs: queries, KV elements and prefix elements
+# per tile, warps, stages.
 DENSE_CANDIDATES = [
     (64, 64, 64, 4, 3),
     (64, 64, 64, 4, 2),

@@ -2,9 +2,9 @@
 text that the target generated greedily.
 
 Knows drafts as matches per position; refuses to know training. The measure is exact for
-greedy chains: a draft token is accepted where it equals the target's greedy token, and
-the chain after the first difference is lost, so a chain that is fed the target's own
-text accepts the same tokens as one that is fed its own.
+greedy chains: a draft token is accepted if it equals the target's greedy token, and the
+chain after the first difference is lost, so a chain that is fed the target's text
+accepts the same tokens as one that is fed its own.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Attention of a draft chain: each query reads a causal prefix and the keys that its
-own chain has added after that prefix.
+own chain added after it.
 
 Knows the mathematics of one attention call; refuses to know heads, data and training.
 """

@@ -47,7 +47,7 @@ def write_weights(state: dict[str, Tensor], out: Path) -> None:
     for number, shard in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         save_file(shard, out / name, metadata={"format": "pt"})
-        # safetensors writes for the owner alone; package data is for everyone.
+        # safetensors writes owner-only files; package data must be readable by all.
         (out / name).chmod(0o644)
         weight_map.update(dict.fromkeys(shard, name))
     total = sum(tensor.nbytes for tensor in narrow.values())

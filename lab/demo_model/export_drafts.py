@@ -156,7 +156,7 @@ def export(draft: Draft, run: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     metrics = read_json(run / "training.json")
     shutil.copy(run / "draft.safetensors", out / "model.safetensors")
-    # safetensors writes for the owner alone; package data is for everyone.
+    # safetensors writes owner-only files; package data must be readable by all.
     (out / "model.safetensors").chmod(0o644)
     write_json(out / "config.json", draft.config())
     write_json(out / "metrics.json", metrics)

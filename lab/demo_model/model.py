@@ -189,7 +189,7 @@ class DemoModel(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         self.apply(self._init)
-        # Branches add up over the depth; their last matrices start smaller.
+        # Branches add up over the depth, so their last matrices start smaller.
         scale = 1.0 / math.sqrt(2 * config.num_hidden_layers)
         for name, weight in self.named_parameters():
             if name.endswith(("o_proj.weight", "down_proj.weight")):

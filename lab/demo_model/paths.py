@@ -1,6 +1,6 @@
 """Locations of the demo model's files: the defaults of every script.
 
-Knows nothing of the files' content.
+Knows nothing about the files' contents.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Training of the three drafts side by side on one machine within a given time: the
-target generates its text once, then each draft is trained in a process of its own.
+target generates its text once, then each draft is trained in a separate process.
 
 Knows the order and the clock, not the content of the scripts.
 """

@@ -18,7 +18,7 @@ HELDOUT_ONE_IN = 20
 MIN_TEXT_CHARS = 160
 MAX_TEXT_CHARS = 1200
 MAX_FILE_CHARS = 200_000
-# A long file has no more than these.
+# Maximum pieces taken from a long file.
 TEXTS_PER_FILE = 6
 SKIP_PARTS = frozenset({"test", "tests", "__pycache__", "_vendor", "encodings"})
 QUESTIONS = (
@@ -43,12 +43,14 @@ def digest(text: str) -> int:
 
 
 def is_heldout(path: str) -> bool:
-    """Whether a file, by its path below its root, is never trained on."""
+    """Whether a file is never trained on, decided by its path below its root."""
     return digest(path) % HELDOUT_ONE_IN == 0
 
 
 def source_files() -> list[tuple[str, Path]]:
-    """Return (path below its root, file), in an order that only the paths decide."""
+    """Return (path below its root, file), in an order that depends only on the
+    paths.
+    """
     paths = sysconfig.get_paths()
     found: dict[str, Path] = {}
     for root in (Path(paths["stdlib"]), Path(paths["purelib"])):
@@ -62,7 +64,7 @@ def source_files() -> list[tuple[str, Path]]:
 
 
 def docstrings(source: str) -> list[str]:
-    """Return the docstrings that are long enough; none of a broken module."""
+    """Return the docstrings that are long enough, or none for a broken module."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -21,7 +21,7 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer
 
 PROMPT_TOKENS = (24, 160)
 HELDOUT_PROMPTS = 64
-# Texts that a run hardly uses up.
+# More texts than a run usually uses up.
 TEXTS_PER_SEED = 2000
 # Documents whose lengths are sorted together, so that little of a batch is padding.
 POOL_BATCHES = 16
@@ -29,8 +29,9 @@ POOL_BATCHES = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Documents padded to a length: as the fields of `Document`, with a batch
-    dimension; `best` is -1 where a document has ended."""
+    """Documents padded to one length: the fields of `Document` with a batch dimension.
+    `best` is -1 after the end of a document.
+    """
 
     ids: Tensor
     aux: Tensor
@@ -39,7 +40,7 @@ class Batch:
 
 
 def encode_prompt(text: SourceText, tokenizer: Tokenizer, *, size: int) -> list[int]:
-    """Return token ids: of a chat the whole request, of a text the first `size`."""
+    """Return token ids: the whole request of a chat, or the first `size` of a text."""
     if text.kind == "chat" and tokenizer.chat_template is not None:
         ids = tokenizer.encode(text.text)[:size]
         messages = [{"role": "user", "content": tokenizer.decode(ids)}]
@@ -51,7 +52,7 @@ def encode_prompt(text: SourceText, tokenizer: Tokenizer, *, size: int) -> list[
 def training_prompts(
     tokenizer: Tokenizer, *, length: int, seed: int
 ) -> Iterator[list[int]]:
-    """Yield prompts without end; a text comes again with another cut.
+    """Yield prompts endlessly; a repeated text is cut differently.
 
     Each `seed` begins elsewhere.
     """
@@ -66,7 +67,7 @@ def training_prompts(
 
 
 def write_heldout(tokenizer: Tokenizer, path: Path) -> None:
-    """Write prompts of held-out files, one JSON object a line, one of a file."""
+    """Write prompts of held-out files, one JSON object per line, one per file."""
     taken: dict[str, dict[str, object]] = {}
     for text in read_texts(heldout=True):
         kind = "chat" if len(taken) % 2 else "text"

@@ -1,4 +1,4 @@
-"""What a served model writes, with the states that an EAGLE3 head reads: the engine
+"""Records a served model's text with the states that an EAGLE3 head reads: the engine
 generates, and a recorder keeps the states of every position as they are computed.
 
 Knows the engine and its model; refuses to know draft heads and training.
@@ -48,7 +48,7 @@ class Document:
 
 
 class Recorder:
-    """Stands before a model's layer stack and keeps its states by request.
+    """Wraps a model's layer stack and keeps its states by request.
 
     A row of the pool belongs to one request from its prefill, which begins at position
     0, to the next one's.
@@ -95,7 +95,7 @@ class Recorder:
         best = [
             self._model.lm_head(part).argmax(-1) for part in hidden.split(HEAD_SLICE)
         ]
-        # Half the memory where the model runs in float32.
+        # Halves the memory if the model runs in float32.
         self.documents.append(
             Document(
                 ids=ids,
@@ -107,7 +107,7 @@ class Recorder:
         self.num_tokens += len(ids)
 
     def close(self) -> None:
-        """Keep what unfinished requests have, and leave the model as it was."""
+        """Keep the states of unfinished requests, and restore the model."""
         with torch.inference_mode():
             self._close(list(range(1, len(self._ids))))
         self._model.forward_stack = self._stack

@@ -1,11 +1,11 @@
 """An EAGLE3 head for a model that the engine serves, from the model alone: it continues
-text that is on this machine, and the head learns from the states of that.
+text that is on this machine, and the head learns from the resulting states.
 
     python -m lab.eagle3.train --model FOLDER --device cpu --minutes 25 --out HEAD
 
 Writes HEAD/config.json, model.safetensors, training.json and heldout.jsonl, prompts of
-files that were not trained on, for `bench_spec.py model --heldout`. The recipe is that
-of the demo model's head (`lab/demo_model/train_eagle3.py`).
+files that were not trained on, for `bench_spec.py model --heldout`. The recipe is the
+same as for the demo model's head (`lab/demo_model/train_eagle3.py`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
-# Of the time of a run that the target writes; the rest is training.
+# Share of a run's time in which the target writes; the rest is training.
 WRITING_SHARE = 0.45
 WEIGHTS = "model.safetensors"
 
@@ -59,7 +59,9 @@ def batch_loss(
     unroll: int,
     batch: Batch,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The loss of a batch; `head_rows` [D, H] are those of `draft_ids`."""
+    """Return the loss of a batch; `head_rows` [D, H] are the head's rows for
+    `draft_ids`.
+    """
     logits = (batch.hidden.to(head_rows.dtype) @ head_rows.T).float()
     if logit_cap:
         logits = (logits / logit_cap).tanh() * logit_cap
@@ -92,7 +94,7 @@ def head_sizes(config: ModelConfig, args: argparse.Namespace) -> DemoConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """What a head takes of its target, fp32, and what the target wrote.
+    """What a head takes from its target, in fp32, and the text that the target wrote.
 
     Fields:
         config: the target's `ModelConfig`.
@@ -115,7 +117,7 @@ def layers_to_read(model: object, config: ModelConfig) -> tuple[int, ...]:
     """Return the layers whose inputs the head reads: the usual three.
 
     Raises:
-        SystemExit: this model has none that can be read.
+        SystemExit: this model has no layers that can be read.
     """
     if not isinstance(model, LlamaForCausalLM) or config.latent is not None:
         raise SystemExit(
@@ -134,7 +136,7 @@ def layers_to_read(model: object, config: ModelConfig) -> tuple[int, ...]:
 
 @torch.no_grad()
 def record_target(args: argparse.Namespace) -> Target:
-    """Serve the target, let it write, and keep what training needs of it."""
+    """Serve the target, let it write, and keep what training needs."""
     scheduler, io = build_target(
         args.model,
         device=args.device,
@@ -179,8 +181,8 @@ def train(
     counts = torch.zeros(target.config.vocab_size, dtype=torch.float64)
     for document in target.documents:
         counts += torch.bincount(document.best.cpu(), minlength=len(counts))
-    # Tokens that were not seen come in the order of their ids, which is that of the
-    # merges of a byte-pair vocabulary.
+    # Unseen tokens are ordered by id, which is the order of merges in a byte-pair
+    # vocabulary.
     rank = torch.arange(len(counts)) / len(counts)
     draft_ids = choose_draft_ids(counts - rank, args.draft_vocab)
     if args.resume is not None:
@@ -231,7 +233,7 @@ def save(
     draft_ids: Tensor,
     report: dict[str, object],
 ) -> None:
-    """Write the folder that --speculative-draft-model-path takes."""
+    """Write the folder for --speculative-draft-model-path."""
     own = {
         "vocab_size": target.config.vocab_size,
         "max_position_embeddings": target.config.context_len,

@@ -1,16 +1,16 @@
-"""Cost of the canary inside a stock SGLang: a decode step with it and without.
+"""Cost of the canary inside a stock SGLang: a decode step with and without it.
 
     python lab/engines/bench_sglang_plugin.py             # Llama-3.1-8B's shape
     python lab/engines/bench_sglang_plugin.py --model FOLDER --load-format auto
 
-An engine per mode, in processes of their own that stay: without `KV_CANARY`, and with
-`raise` under each `KV_CANARY_REAL_DATA` that is named. They start together and are
-measured one after the other, in another order each round; those that wait leave the GPU
-alone. All must fit it: the default three take 25 GB each.
+There is one engine per mode, each in its own persistent process: without `KV_CANARY`,
+and with `raise` for each named `KV_CANARY_REAL_DATA`. They start together and are
+measured one after another, in a different order each round; waiting engines leave the
+GPU idle. All must fit it: the default three take 25 GB each.
 
-A step is the difference of a long and a short generation of the same requests, by the
-steps in which they differ, so that prefills fall out; a mode's figure is the median of
-the rounds. The last line is one JSON document.
+A step is the difference of a long and a short generation of the same requests, divided
+by the steps in which they differ, so that prefills cancel out; a mode's figure is the
+median of the rounds. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ SHAPE: dict[str, Any] = {
     "torch_dtype": "bfloat16",
 }
 CHECKED = "the first forward is checked"
-"""Of the log, with a canary."""
+"""Pattern in the log of an engine with a canary."""
 READY = {"ready": True}
 
 
 def serve(args: argparse.Namespace) -> None:
-    """In a process of its own: a round for each line of the standard input."""
+    """Child process: run a round for each line of standard input."""
     from sglang import Engine
 
     rows = max(args.batches)
@@ -85,7 +85,9 @@ def serve(args: argparse.Namespace) -> None:
 
 
 def one_round(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds per decode step at each batch size, and a digest of the answers."""
+    """Return milliseconds per decode step at each batch size, and a digest of the
+    answers.
+    """
     digest, steps = hashlib.sha256(), {}
     short = args.output_len // 8
     for batch in args.batches:
@@ -99,7 +101,7 @@ def one_round(engine: Any, args: argparse.Namespace) -> dict[str, Any]:
 def seconds(
     engine: Any, args: argparse.Namespace, batch: int, length: int
 ) -> tuple[float, list[list[int]]]:
-    """Of a generation, and its tokens."""
+    """Return the seconds of a generation, and its tokens."""
     prompts = [
         [(7 * row + 13 * i) % 500 + 10 for i in range(args.input_len)]
         for row in range(batch)
@@ -112,7 +114,7 @@ def seconds(
 
 
 class Served:
-    """An engine in a process of its own."""
+    """An engine in a separate process."""
 
     def __init__(self, mode: str, command: Sequence[str], log: Path) -> None:
         """Args: mode: `off`, or a `KV_CANARY_REAL_DATA` under `raise`."""
@@ -143,10 +145,10 @@ class Served:
             self._process.terminate()
 
     def answer(self, key: str) -> dict[str, Any]:
-        """The next document that it prints with `key`.
+        """Return the next document it prints with `key`.
 
         Raises:
-            SystemExit: it ended.
+            SystemExit: the process ended.
         """
         assert self._process.stdout is not None
         for line in self._process.stdout:
@@ -158,7 +160,7 @@ class Served:
         )
 
     def round(self) -> dict[str, Any]:
-        """One that is measured now."""
+        """Measure one round now."""
         assert self._process.stdin is not None
         self._process.stdin.write("\n")
         self._process.stdin.flush()
@@ -174,8 +176,9 @@ class Served:
 def measured(
     engines: Sequence[Served], rounds: int, budget: float
 ) -> dict[str, list[dict[str, Any]]]:
-    """Rounds of each engine; fewer where a further one would take longer than there is
-    time until `budget`, of `time.monotonic()`."""
+    """Return rounds of each engine, stopping early if another round would not end
+    before `budget`, a time of `time.monotonic()`.
+    """
     found: dict[str, list[dict[str, Any]]] = {engine.mode: [] for engine in engines}
     for engine in engines:
         engine.answer("ready")
@@ -193,7 +196,7 @@ def measured(
 
 
 def summary(found: Mapping[str, Sequence[Mapping[str, Any]]]) -> dict[str, Any]:
-    """The document."""
+    """Return the summary document."""
     medians = {
         mode: {
             batch: round(statistics.median(one["ms"][batch] for one in rounds), 3)

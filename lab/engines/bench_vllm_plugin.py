@@ -1,11 +1,11 @@
-"""Cost of the canary inside a stock vLLM: offline throughput with it and without.
+"""Cost of the canary inside a stock vLLM: offline throughput with and without it.
 
 .engines-venv/bin/python lab/engines/bench_vllm_plugin.py --model FOLDER
 
-Each turn starts two engines, in processes of their own and one after the other: one
-with `KV_CANARY` unset, one with it. An engine serves the same greedy requests
-`--rounds` times after a warm-up; its figure is the best of them. The last line is one
-JSON document.
+Each turn starts two engines one after another in separate processes: one with
+`KV_CANARY` unset, one with it set. An engine serves the same greedy requests `--rounds`
+times after a warm-up; its figure is the best of them. The last line is one JSON
+document.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from typing import Any
 
 
 def serve(args: argparse.Namespace) -> dict[str, Any]:
-    """In this process: tokens per second, seconds of CPU time, and the answers."""
+    """Child process: measure tokens per second, seconds of CPU time, and the
+    answers.
+    """
     from vllm import LLM, SamplingParams
 
     engine = LLM(

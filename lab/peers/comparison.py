@@ -40,7 +40,7 @@ class Side:
         """Return the worker's answer after checking the lengths of its outputs.
 
         Raises:
-            RuntimeError: an output has another length than requested.
+            RuntimeError: the length of an output differs from the requested one.
         """
         answer: Json = self.worker.call(
             "generate",
@@ -107,7 +107,7 @@ class Arena:
         self._roots: dict[str, int] = {}
 
     def enter(self, worker: Worker) -> None:
-        """Watch this worker, too."""
+        """Also watch this worker."""
         self._roots[worker.name] = worker.pid
 
     def leave(self, worker: Worker) -> None:

@@ -1,7 +1,7 @@
 """The offline engine and its peers on the CPU: same weights, prompts and cores.
 
 python lab/peers/cpu_generate.py [--cores 0,1] [--rounds 5] [--server] ...
-Each side is a process of its own, pinned to the same cores with the same number of
+Each side is a separate process, pinned to the same cores with the same number of
 threads; the sides take turns. Prints tables; the last line is one JSON document with
 `ratio_b1` and `ratio_b16`. How the comparison is kept fair: README.md beside this file.
 """
@@ -29,10 +29,10 @@ MIN_ROUNDS = 5
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the flags `argv` (None: those of this process).
+    """Parse the flags in `argv`, which defaults to this process's arguments.
 
     Raises:
-        ValueError: a bad value; names the flag.
+        ValueError: a value is invalid; names the flag.
     """
     parser = argparse.ArgumentParser(
         prog="cpu_generate.py", allow_abbrev=False, description=__doc__
@@ -69,7 +69,8 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def parse_cores(text: str | None) -> list[int]:
-    """Parse core numbers such as `0,1`; None: the first two that this process may use.
+    """Parse core numbers such as `0,1`. Defaults to the first two that this process may
+    use.
 
     Raises:
         ValueError: not such a list, or a core that is not available.

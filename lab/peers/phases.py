@@ -20,7 +20,7 @@ from sglang.bench_utils.workloads import Workload
 from sglang.srt.environ import child_environment
 
 SERVER_SCRIPT = Path(__file__).resolve().parents[2] / "benchmark/e2e/server_figures.py"
-# Calibration prompts are those of a round that is never measured.
+# Calibration uses the prompts of a round that is never measured.
 CALIBRATION_ROUND = -1
 FIRST_TOKEN_LENS = (512, 32)
 FIRST_TOKEN_SAMPLES = 4  # per round

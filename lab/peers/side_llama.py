@@ -22,7 +22,7 @@ CONTEXT_PER_SEQUENCE = 512
 MAX_SEQUENCES = 16
 BATCH_TOKENS = 512
 
-# Kept alive: the library holds a bare pointer to it.
+# Kept alive, because the library holds a bare pointer to it.
 SILENCE = llama_cpp.llama_log_callback(lambda level, text, data: None)
 
 # (token, position, sequence, whether its logits are needed)
@@ -116,7 +116,7 @@ class LlamaSide:
         is_sequential: bool,
         precision: str,
     ) -> dict[str, Any]:
-        """Return seconds and tokens of all prompts, at once or one after the other."""
+        """Return seconds and tokens of all prompts, at once or one after another."""
         context = self.contexts[precision][is_sequential]
         began = time.perf_counter()
         if is_sequential:

@@ -31,7 +31,7 @@ class EngineSide:
     def generate(
         self, prompts: list[list[int]], output_lens: list[int], is_sequential: bool
     ) -> Json:
-        """Return seconds and tokens of all prompts, at once or one after the other."""
+        """Return seconds and tokens of all prompts, at once or one after another."""
         engine = self._loaded()
         params = [sampling_params(output_len) for output_len in output_lens]
         began = time.perf_counter()

@@ -65,7 +65,9 @@ class Setup:
 
     @contextmanager
     def start_drafting(self) -> Iterator[list[Side]]:
-        """Start the engine with `DEMO_DRAFTS`; none for a model without a head."""
+        """Start the engine with `DEMO_DRAFTS`, or return None for a model without a
+        head.
+        """
         if Path(self.model_path) != bundled_demo_model_path():
             yield []
             return
@@ -82,7 +84,7 @@ class Setup:
 
     @contextmanager
     def start_transformers(self) -> Iterator[list[Side]]:
-        """Start every sensible variant of `transformers`; none if not installed."""
+        """Start every sensible variant of `transformers`, or none if not installed."""
         command = [sys.executable, str(HERE / "side_transformers.py")]
         if not _can_import(sys.executable, "transformers"):
             yield []
@@ -105,7 +107,7 @@ class Setup:
 
     @contextmanager
     def start_llama(self) -> Iterator[list[Side]]:
-        """Start llama.cpp in each precision; none if it is not installed."""
+        """Start llama.cpp in each precision, or none if it is not installed."""
         if not _can_import(self.llama_python, "llama_cpp", "gguf"):
             yield []
             return

@@ -1,9 +1,8 @@
 """Stand-ins for packages that a stock SGLang imports and a text model never calls.
 
-SGLang asks at import for packages that are large, compiled, or both. With this folder
-on `PYTHONPATH` (`sitecustomize.py`) those of them that are not installed are modules
-whose every attribute is a class that cannot be called. Packages that are there stay as
-they are.
+SGLang imports packages that are large, compiled, or both. With this folder on
+`PYTHONPATH` (`sitecustomize.py`), the ones that are not installed become modules whose
+attributes are all uncallable classes. Installed packages are unchanged.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ FUNCTIONS = {
 
 
 class _Absent(type):
-    """Of the classes in place of what a package has."""
+    """Metaclass of the classes that replace a package's contents."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -81,7 +80,9 @@ class _Absent(type):
 
 
 def _any_schema(source: Any, handler: Any) -> Any:
-    """Pydantic's models have fields of these types."""
+    """Return a schema for any value, because Pydantic models have fields of these
+    types.
+    """
     return importlib.import_module("pydantic_core.core_schema").any_schema()
 
 
@@ -109,7 +110,7 @@ class _Module(types.ModuleType):
 
 
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Asked last."""
+    """The import finder of the stand-ins, asked last."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: Any = None
@@ -118,7 +119,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         parent = sys.modules.get(fullname.rpartition(".")[0])
         if parent is not None and not isinstance(parent, _Module):
-            # A part that an installed package does not have.
+            # A submodule that an installed package does not have.
             return None
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
@@ -126,7 +127,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return _Module(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to run."""
+        """Do nothing: there is no code to run."""
 
 
 def _is_absent(package: str) -> bool:
@@ -135,7 +136,7 @@ def _is_absent(package: str) -> bool:
 
 
 def stand_in() -> None:
-    """Install the finder, once."""
+    """Install the finder once."""
     for package, (variable, value) in SWITCHES.items():
         if _is_absent(package):
             os.environ.setdefault(variable, value)

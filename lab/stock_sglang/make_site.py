@@ -1,11 +1,11 @@
-"""Makes a folder from which a stock SGLang runs, small enough to be carried.
+"""Builds a folder from which a stock SGLang runs, small enough to be copied around.
 
     python make_site.py FOLDER          # FOLDER/packages, FOLDER/kernels
 
-`packages` holds SGLang and what of `packages.txt` else it imports, without its compiled
-servers and its image models; `kernels` the `sgl_kernel` of Hopper GPUs alone. Archived
-with xz both are 29 MB. For Linux and the Python that is named; torch, torchvision and
-Triton must be where the folder is used.
+`packages` contains SGLang and the other imports in `packages.txt`, without its compiled
+servers and image models; `kernels` contains the `sgl_kernel` for Hopper GPUs only.
+Archived with xz both are 29 MB. For Linux and the Python that is named; torch,
+torchvision and Triton must be where the folder is used.
 """
 
 from __future__ import annotations
@@ -26,18 +26,22 @@ _UNUSED = (
     "sglang/multimodal_gen",
     "sglang/srt/*/_core.*.so",
 )
-"""Of the packages: a server in Rust that `Engine` does without, and image models."""
+"""Parts to remove from packages: a Rust server that `Engine` does not need, and image
+models.
+"""
 _OTHER_KERNELS = (
     "sgl_kernel/flash_ops*",
     "sgl_kernel/flashmla_ops*",
     "sgl_kernel/infllm_ops*",
     "sgl_kernel/sm100/*",
 )
-"""Of other GPUs, and of attention backends other than Triton: 1.2 GB."""
+"""Kernels to remove, for other GPUs and attention backends other than Triton: 1.2
+GB.
+"""
 
 
 def make_packages(folder: Path, python: str) -> None:
-    """Install what `packages.txt` names."""
+    """Install the packages in `packages.txt`."""
     listed = Path(__file__).with_name("packages.txt")
     command = ["install", "--no-compile", "--target", str(folder), "-r", str(listed)]
     _pip(*command, *_only(python))
@@ -47,7 +51,7 @@ def make_packages(folder: Path, python: str) -> None:
 
 
 def make_kernels(folder: Path, python: str) -> None:
-    """Unpack what Hopper GPUs need of `KERNELS`."""
+    """Unpack the part of `KERNELS` for Hopper GPUs."""
     with tempfile.TemporaryDirectory() as downloads:
         _pip("download", "--dest", downloads, KERNELS, *_only(python))
         (wheel,) = Path(downloads).glob("*.whl")

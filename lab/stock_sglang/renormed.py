@@ -7,12 +7,13 @@ from torch import Tensor
 
 
 def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int) -> Tensor:
-    """Each row without all but its `top_k` most probable tokens, summing to one.
+    """Keep only the `top_k` most probable tokens of each row, renormalized to sum to
+    one.
 
     Args:
         probs: float [R, V].
-        top_k: [R], or one for all; those above V keep the whole row. Tokens as probable
-            as the last that stays all stay.
+        top_k: [R], or one value for all; values above V keep the whole row. Ties with
+            the last kept token are all kept.
     """
     counts = _of_rows(top_k, probs).long().clamp(1, probs.shape[1])
     falling = probs.sort(dim=1, descending=True).values
@@ -21,12 +22,12 @@ def top_k_renorm_probs(probs: Tensor, top_k: Tensor | int) -> Tensor:
 
 
 def top_p_renorm_probs(probs: Tensor, top_p: Tensor | float) -> Tensor:
-    """Each row with the fewest of its most probable tokens whose sum is `top_p` or
-    more, summing to one.
+    """Keep the fewest most probable tokens of each row whose sum is at least `top_p`,
+    renormalized to sum to one.
 
     Args:
         probs: float [R, V].
-        top_p: [R], or one for all.
+        top_p: [R], or one value for all.
     """
     falling, order = probs.sort(dim=1, descending=True)
     before = falling.cumsum(dim=1) - falling

@@ -1,4 +1,4 @@
-"""Found on `PYTHONPATH` by each Python process, also those that SGLang spawns."""
+"""Loaded from `PYTHONPATH` by each Python process, including those SGLang spawns."""
 
 from absent_packages import stand_in
 

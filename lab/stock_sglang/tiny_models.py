@@ -1,8 +1,8 @@
-"""Writes tiny Llamas with random weights, and drafts that agree with them now and then.
+"""Writes tiny Llamas with random weights, and drafts that sometimes agree with them.
 
-The next token is mostly a fixed permutation of the last one, as the head is the
-embedding in another order; what attention and MLP add makes it differ sometimes. The
-drafts know the permutation alone: some of their tokens are accepted, some not.
+The next token is mostly a fixed permutation of the last one, because the head is a
+reordered embedding; the contributions of attention and MLP sometimes change it. The
+drafts know only the permutation, so some of their tokens are accepted and some are not.
 
     python tiny_models.py FOLDER     # FOLDER/target, FOLDER/eagle, FOLDER/eagle3
 """
@@ -22,7 +22,7 @@ from torch import Tensor
 HIDDEN, INNER, VOCABULARY, LAYERS = 256, 512, 512, 4
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 64
 NOISE = 3.0
-"""Size of what a layer adds: 28 % of the tokens are not the permutation's."""
+"""Scale of a layer's contribution: 28 % of the tokens differ from the permutation."""
 
 _CONFIG: dict[str, Any] = {
     "model_type": "llama",
@@ -60,7 +60,7 @@ def write_models(folder: Path) -> None:
     _write(folder / "target", "LlamaForCausalLM", target)
 
     eagle = _layer("layers.0.", HIDDEN, NOISE / 10, rng)
-    # Of the embedding and the target's state only the first.
+    # Reads only the embedding, not the target's state.
     eagle["fc.weight"] = torch.cat((torch.eye(HIDDEN), torch.zeros(HIDDEN, HIDDEN)), 1)
     eagle["fc.bias"] = torch.zeros(HIDDEN)
     _write(folder / "eagle", "LlamaForCausalLMEagle", eagle, num_hidden_layers=1)
@@ -77,16 +77,18 @@ def write_models(folder: Path) -> None:
 
 
 def _eagle3(head: Tensor, rng: torch.Generator) -> dict[str, Tensor]:
-    """A draft whose attention hands each token's embedding on.
+    """Write a draft whose attention passes on each token's embedding.
 
-    The residual is the target's state, of the token before: it hardly counts. Queries
-    are keys, so that each token attends to its like, and the output undoes the values.
+    The residual is the target's state for the previous token, which hardly matters.
+    Queries equal keys, so each token attends to equal tokens, and the output inverts
+    the values.
     """
     weights = _layer("midlayer.", 2 * HIDDEN, NOISE / 10, rng)
     embedded = torch.cat((torch.ones(HIDDEN), torch.zeros(HIDDEN)))
     attention = "midlayer.self_attn."
     for name in ("k", "v"):
-        # Twice as wide an input, and half of it read: as large as of one half alone.
+        # The input is twice as wide, but only half of it is read, so scale as for one
+        # half.
         weights[f"{attention}{name}_proj.weight"] *= embedded * 2**0.5
     keys, values = (
         weights[f"{attention}{name}_proj.weight"]

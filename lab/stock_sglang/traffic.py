@@ -1,10 +1,10 @@
-"""Serves mixed traffic with the installed SGLang and prints what came of it as JSON.
+"""Serves mixed traffic with the installed SGLang and prints the outcome as JSON.
 
     KV_CANARY=raise python traffic.py MODEL --options '{"disable_cuda_graph": true}'
 
-Prompts share prefixes, are longer than a chunk, and are more than the pool holds at
-once. The digest of the greedy tokens is that of a run without the canary, or one of
-both is wrong.
+Prompts share prefixes, are longer than a chunk, and exceed the pool together. The
+digest of the greedy tokens must equal a run without the canary, or one of them is
+wrong.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _OPTIONS: dict[str, Any] = {
 
 
 def serve(model: str, waves: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Tokens, time and counters of some waves of requests."""
+    """Return tokens, time and counters of several waves of requests."""
     engine = importlib.import_module("sglang").Engine(
         **{"model_path": model, **_OPTIONS, **options}
     )
@@ -65,7 +65,9 @@ def serve(model: str, waves: int, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _prompts(rng: random.Random, wave: int) -> list[list[int]]:
-    """Of 24 requests, half of them with a prefix that all waves share."""
+    """Return the prompts of 24 requests, half of them with a prefix shared by all
+    waves.
+    """
     shared = _tokens(random.Random(1), 200)
     sizes = [rng.randrange(1, 250) for _ in range(24)]
     return [
@@ -79,7 +81,7 @@ def _tokens(rng: random.Random, count: int) -> list[int]:
 
 
 def _counters() -> dict[str, float]:
-    """Of the canary, where there is one that serves them."""
+    """Return the canary's counters, if there is a canary that provides them."""
     port = os.environ.get(METRICS, "0")
     if os.environ.get("KV_CANARY", "off") == "off" or port == "0":
         return {}

@@ -1,4 +1,4 @@
-"""Search of tiles and splits of short extends for the table `extend_table.py`.
+"""Searches tiles and splits of short extends for the table `extend_table.py`.
 
 python -m lab.sweeps.extend_split --budget 110 --out sweep_extend.json
 Compiles the variants in parallel processes, checks and times each in CUDA graphs.
@@ -254,7 +254,7 @@ def splits_of(case: Case, tile: ExtendTile, capacity: int) -> list[int]:
 
 
 def warm(task: tuple[Case, Variant]) -> str:
-    """Compile one variant in a process of its own; the disk cache keeps it."""
+    """Compile one variant in a separate process; the disk cache keeps it."""
     case, variant = task
     shape = (4096, KV_HEADS, HEAD_DIM)
     small = case._replace(rows=min(case.rows, 17), prefix=100)
@@ -306,7 +306,7 @@ def measure(world: World, variant: Variant, expected: Tensor) -> float:
         world.out.fill_(float("nan"))
         calls[0]()
         difference = (world.out.float() - expected).norm() / expected.norm()
-        # New K and V of the inputs are not those of the pool: their time alone counts.
+        # New K and V in the inputs differ from the pool's, so only their time counts.
         if variant.tile is not None and not float(difference) < MAX_ERROR:
             print(f"WRONG {world.case.name()} {variant}: {float(difference):.3g}")
             return math.inf

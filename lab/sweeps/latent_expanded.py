@@ -1,9 +1,9 @@
-"""Search of the tile of attention over expanded latents, and of where expansion pays.
+"""Searches the tile of attention over expanded latents, and where expansion pays off.
 
 python -m lab.sweeps.latent_expanded --budget 90 --heads 16
-Times the call of one layer of DeepSeek's channels with each tile, its GEMM included,
-beside the absorbed form, whose products around it are timed apart. Prints the
-TFLOP/s of the pairs of queries and elements, and as the last line one JSON object.
+Times the call of one layer with DeepSeek's channels with each tile, including its GEMM,
+next to the absorbed form, whose surrounding products are timed separately. Prints the
+TFLOP/s of query-element pairs, and as the last line one JSON object.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Case(NamedTuple):
     new: int
 
     def tflop(self, heads: int) -> float:
-        """Of the pairs in the expanded form."""
+        """TFLOP of the pairs in the expanded form."""
         pairs = self.new * self.prefix + self.new * (self.new + 1) // 2
         return 2e-12 * self.rows * heads * pairs * (NOPE + ROPE + VALUE)
 
@@ -136,7 +136,7 @@ def expand(world: World) -> None:
 
 
 def absorb(world: World, workspace: Any) -> Tensor:
-    """Products with the projections and attention over latents; the results."""
+    """Compute the products with the projections and attention over latents."""
     keys, values = world.expansion.weight.view(
         world.q.shape[1], -1, RANK
     ).split_with_sizes([NOPE, VALUE], dim=1)
@@ -155,7 +155,7 @@ def absorb(world: World, workspace: Any) -> Tensor:
 
 
 def warm(task: tuple[TileChoice, int]) -> str:
-    """Compile the launches of a tile in a process of its own; the cache keeps them."""
+    """Compile the launches of a tile in a separate process; the cache keeps them."""
     tile, heads = task
     latent_expanded_table.HALF_TILES[CHANNELS] = tile
     try:
@@ -172,7 +172,7 @@ def measure(call: Callable[[], object]) -> float:
 
 
 def sweep_case(case: Case, heads: int) -> dict[str, float]:
-    """Microseconds of a layer by tile, and of the absorbed form."""
+    """Return microseconds of a layer by tile, and of the absorbed form."""
     world = make_world(case, heads)
     workspace = extend_workspace(head_dim=RANK, max_context=1 << 17, device="cuda")
     expected = absorb(world, workspace).float()

@@ -1,4 +1,4 @@
-"""Search of configurations of the few-row product for the table `gemm_table.py`.
+"""Searches configurations of the few-row product for the table `gemm_table.py`.
 
 python -m lab.sweeps.triton_gemm --budget 120 --out sweep.json
 Prints per weight shape and row count the best configurations and cuBLAS, in us.
@@ -47,7 +47,7 @@ MODELS: dict[str, dict[str, tuple[int, int, bool]]] = {
     },
 }
 SHAPES = dict(MODELS["Llama-3.1-8B"])
-"""Of the model that is swept."""
+"""Shapes of the swept model."""
 
 # Columns of a tile of the one-row kernel -> rows of it and warps.
 GEMV_TILES = {
@@ -130,7 +130,7 @@ def run(config: GemmConfig, x: Any, weight: Any, gated: bool, out: Any = None) -
 
 
 def warm(task: tuple[GemmConfig, int, int, bool]) -> str:
-    """Compile one variant in a process of its own; the disk cache keeps it."""
+    """Compile one variant in a separate process; the disk cache keeps it."""
     config, rows, k, gated = task
     x = torch.zeros(rows, k, device="cuda", dtype=torch.bfloat16)
     weight = torch.zeros(256, k, device="cuda", dtype=torch.bfloat16)

@@ -74,7 +74,7 @@ class Spec:
 def make_target(seed: int = 0) -> DemoModel:
     torch.manual_seed(seed)
     model = DemoModel(SMALL)
-    # Larger weights than for training, so that the greedy choice is no tie.
+    # Larger weights than for training, so that the greedy choice is not a tie.
     for weight in model.parameters():
         weight.data.mul_(4.0 if weight.dim() > 1 else 1.0)
     return model.eval().requires_grad_(False)
@@ -309,7 +309,7 @@ def test_the_schedule_warms_up_and_ends_low() -> None:
 
 
 def write_head(folder: Path, architecture: str, head: DraftHead) -> None:
-    """As export_drafts.py does, at the sizes of the test."""
+    """Write a head like export_drafts.py, at the sizes of the test."""
     state = dict(head.state_dict())
     config = HEAD.to_transformers() | {
         "architectures": [f"LlamaForCausalLM{architecture.capitalize()}"],

@@ -95,7 +95,7 @@ def test_the_engine_drafts_with_a_trained_head(
     command += ["--max-tokens", "600", "--max-steps", "2", "--rows", "8"]
     command += ["--draft-vocab", "512", "--unroll", "3", "--intermediate-size", "64"]
     train.main([*command, "--out", str(head)])
-    # A second run goes on from the first.
+    # A second run continues the first.
     further = tmp_path / "further"
     train.main([*command, "--out", str(further), "--resume", str(head), "--seed", "1"])
     assert json.loads((further / "training.json").read_text())["steps"] == 2

@@ -194,7 +194,7 @@ def _endpoint_problem(endpoint: str) -> str | None:
         if not path.startswith("/"):
             return "must name a file by its full path, such as ipc:///run/kv-events"
         if len(path.encode()) > _MAX_IPC_BYTES:
-            return f"is longer than a socket's path may be,  {_MAX_IPC_BYTES} bytes"
+            return f"is longer than a socket's path may be, {_MAX_IPC_BYTES} bytes"
         return None
     address = tcp_address(endpoint)
     if address is None:
