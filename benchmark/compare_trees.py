@@ -37,12 +37,12 @@ def numbers(document: Any, path: str = "") -> Iterator[tuple[str, float]]:
             yield from numbers(value, f"{path}.{name}" if path else name)
     elif isinstance(document, list):
         for i, element in enumerate(document):
-            yield from numbers(element, f"{path}[{case_of(element, i)}]")
+            yield from numbers(element, f"{path}[{case_name(element, i)}]")
     elif isinstance(document, (int, float)) and not isinstance(document, bool):
         yield path, float(document)
 
 
-def case_of(element: Any, index: int) -> str:
+def case_name(element: Any, index: int) -> str:
     if not isinstance(element, dict):
         return str(index)
     named = [f"{name}={element[name]}" for name in CASE_NAMES if name in element]

@@ -19,7 +19,7 @@ from sglang.srt.arg_groups.arg_parser import Declared, declared_fields  # noqa: 
 from sglang.srt.arg_groups.upstream_flags import (  # noqa: E402
     UPSTREAM_VERSION,
     UpstreamFlag,
-    class_of,
+    flag_class,
     upstream_flags,
 )
 from sglang.srt.environ import Envs, EnvVar  # noqa: E402
@@ -108,7 +108,7 @@ def render_upstream() -> str:
         flags = [
             flag
             for flag in upstream_flags().values()
-            if class_of(flag, ServerArgs) == name
+            if flag_class(flag, ServerArgs) == name
         ]
         page += head.format(count=len(flags), flags=_flag_names(flags))
         if name != "works":

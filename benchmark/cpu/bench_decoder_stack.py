@@ -39,7 +39,7 @@ def block_us(scheduler: Scheduler) -> float:
     return (time.process_time_ns() - began) / BLOCK_STEPS / 1e3
 
 
-def backends_of(scheduler: Scheduler) -> list[PagedAttnBackend]:
+def find_backends(scheduler: Scheduler) -> list[PagedAttnBackend]:
     """Return the attention backends of the target and of the draft, if any."""
     worker: Any = scheduler.worker
     runners = [worker.model_runner]
@@ -65,7 +65,7 @@ def main() -> None:
         * (TOKENS_PER_CYCLE if args.drafting else 1),
         **(DEMO_DRAFTS if args.drafting else {}),
     )
-    backends = backends_of(scheduler)
+    backends = find_backends(scheduler)
     ops = [backend.stack_op for backend in backends]
     whole, layers = [], []
     for _ in range(args.pairs):

@@ -39,7 +39,7 @@ WATCHED_STEPS = 24
 P99 = 0.99
 
 
-def gaps_of(side: Side, begin: Callable[[], object]) -> list[float]:
+def measure_gaps(side: Side, begin: Callable[[], object]) -> list[float]:
     """Return seconds between two tokens of every decoding request, starting with
     `begin`.
     """
@@ -118,9 +118,9 @@ def measure_bystanders(side: Side, args: argparse.Namespace) -> Json:
     recovered, first = [], []
     for i in range(args.rounds):
         generator = torch.Generator().manual_seed(1000 + i)
-        healed += gaps_of(side, faults.plant)
+        healed += measure_gaps(side, faults.plant)
         length = faults.length()
-        admitted += gaps_of(side, partial(side.submit, length, 1, generator))
+        admitted += measure_gaps(side, partial(side.submit, length, 1, generator))
         recovered.append(recovery_seconds(side, faults))
         first.append(first_token_seconds(side, faults.length(), 2000 + i))
     return {

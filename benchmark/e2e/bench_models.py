@@ -28,7 +28,7 @@ from typing import Any
 import torch
 from bench_canary import WARM_STEPS, Side, alternate
 from bench_decode import read_bandwidth
-from bench_prefill import kernels_of, matrix_rate
+from bench_prefill import matrix_rate, profile_kernels
 from model_floors import ModelFloors, counting_experts
 from model_shapes import SHAPES, write_shape
 
@@ -78,7 +78,9 @@ def experts_of_a_step(side: Side) -> float:
 
 def profiled(sides: tuple[Side, Side], steps: int, work: Any) -> list[Json]:
     """The slowest kernels without the canary, and what it launches."""
-    plain, checked = (kernels_of(steps, lambda side=side: work(side)) for side in sides)
+    plain, checked = (
+        profile_kernels(steps, lambda side=side: work(side)) for side in sides
+    )
     calls = {row["kernel"]: row["calls"] for row in plain}
     added = [row for row in checked if row["calls"] > calls.get(row["kernel"], 0)]
     for row in added:

@@ -91,7 +91,7 @@ def run_case(
     return seconds
 
 
-def kernels_of(steps: int, work: Callable[[], object]) -> list[Json]:
+def profile_kernels(steps: int, work: Callable[[], object]) -> list[Json]:
     """Return microseconds per step of each kernel, slowest first."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
@@ -172,7 +172,7 @@ def main() -> None:
         )
         if args.profile:
             again = partial(run_case, scheduler, io, rows, length, seed=1000)
-            results[-1]["kernels"] = kernels_of(1, again)
+            results[-1]["kernels"] = profile_kernels(1, again)
             print_kernels(results[-1]["kernels"])
     document = {
         "benchmark": "bench_prefill",

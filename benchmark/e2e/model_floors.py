@@ -76,7 +76,7 @@ class ModelFloors:
             self._weights += config.moe.top_k * self._expert_bytes // itemsize
         halves = 1 if config.latent is not None else 2
         of_layer = halves * config.num_kv_heads * config.head_dim * itemsize
-        self._windows = [config.window_of(i) for i in range(config.num_layers)]
+        self._windows = [config.layer_window(i) for i in range(config.num_layers)]
         full = self._windows.count(None)
         self.slot_bytes = full * of_layer
         self.window_bytes = (config.num_layers - full) * of_layer

@@ -238,7 +238,7 @@ def phrase(cut: Cut, rng: random.Random) -> str:
     return rng.choice(VERB_REQUESTS).format(**fields)
 
 
-def samples_of(text: str, rng: random.Random) -> Iterator[ChatSample]:
+def iter_samples(text: str, rng: random.Random) -> Iterator[ChatSample]:
     """Yield up to `VARIANTS_PER_FUNCTION` different requests per usable function."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -276,7 +276,7 @@ def main() -> None:
             for line in reader:
                 item = json.loads(line)
                 rng = random.Random(item["sha256"])
-                for sample in samples_of(item["text"], rng):
+                for sample in iter_samples(item["text"], rng):
                     both = f"{sample.user}\0{sample.assistant}".encode()
                     digest = hashlib.sha256(both).hexdigest()
                     if digest not in seen:

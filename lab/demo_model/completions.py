@@ -39,7 +39,7 @@ class Cut:
     is_closed: bool
 
 
-def cases_of(path: str, text: str) -> Iterator[PromptCase]:
+def iter_cases(path: str, text: str) -> Iterator[PromptCase]:
     """Yield one case per function or method whose body has enough lines."""
     lines = text.split("\n")
     with warnings.catch_warnings():
@@ -69,7 +69,7 @@ def choose_cases(
     The files are taken in turn, so that long ones do not dominate.
     """
     rng = random.Random(seed)
-    queues = [list(cases_of(path, text)) for path, text in files]
+    queues = [list(iter_cases(path, text)) for path, text in files]
     for queue in queues:
         rng.shuffle(queue)
     chosen: list[PromptCase] = []

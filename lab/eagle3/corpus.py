@@ -76,7 +76,7 @@ def docstrings(source: str) -> list[str]:
     return [text for text in found if text and len(text) >= MIN_TEXT_CHARS]
 
 
-def texts_of(path: str, source: str) -> Iterator[SourceText]:
+def iter_texts(path: str, source: str) -> Iterator[SourceText]:
     """Yield requests about docstrings, docstrings and pieces of code, in turn."""
     docs = sorted(set(docstrings(source)), key=digest)[: TEXTS_PER_FILE - 1]
     for doc in docs:
@@ -105,7 +105,7 @@ def read_texts(*, heldout: bool) -> Iterator[SourceText]:
             continue
         if len(source) > MAX_FILE_CHARS:
             continue
-        for text in texts_of(path, source):
+        for text in iter_texts(path, source):
             mark = digest(text.text)
             if mark not in seen:
                 seen.add(mark)

@@ -227,7 +227,7 @@ def baselines(case: Case) -> list[Variant]:
     return found
 
 
-def tiles_of(case: Case) -> list[ExtendTile]:
+def candidate_tiles(case: Case) -> list[ExtendTile]:
     queries = case.new * GROUP
     if queries > 64:
         # Trees decide; causal extends of this length mostly take the inputs.
@@ -244,7 +244,7 @@ def base_programs(case: Case, tile: ExtendTile) -> int:
     return case.rows * -(-case.new // (tile.block_m // GROUP)) * KV_HEADS
 
 
-def splits_of(case: Case, tile: ExtendTile, capacity: int) -> list[int]:
+def candidate_splits(case: Case, tile: ExtendTile, capacity: int) -> list[int]:
     base = base_programs(case, tile)
     most = min(
         -(-case.total // tile.block_n), capacity // (case.rows * case.new * Q_HEADS), 64
@@ -336,18 +336,20 @@ def sweep_case(world: World) -> dict[Variant, float]:
                 found[variant] = measure(world, variant, expected)
 
     capacity = world.workspace.lse.numel()
-    options = {tile: splits_of(case, tile, capacity) for tile in tiles_of(case)}
+    options = {
+        tile: candidate_splits(case, tile, capacity) for tile in candidate_tiles(case)
+    }
     run(baselines(case))
     for tile, splits in options.items():
         wanted = (132 if tile.block_m > 64 else 264) / base_programs(case, tile)
         run([Variant(tile, min(splits, key=lambda n: abs(math.log(n / wanted))))])
-    best = sorted(options, key=lambda tile: best_of(found, tile))[:5]
+    best = sorted(options, key=lambda tile: best_time(found, tile))[:5]
     for tile in best:
         run(Variant(tile, splits) for splits in options[tile])
     return found
 
 
-def best_of(found: dict[Variant, float], tile: ExtendTile) -> float:
+def best_time(found: dict[Variant, float], tile: ExtendTile) -> float:
     return min(
         us
         for variant, us in found.items()
@@ -355,7 +357,7 @@ def best_of(found: dict[Variant, float], tile: ExtendTile) -> float:
     )
 
 
-def copies_of(case: Case) -> int:
+def num_copies(case: Case) -> int:
     kv_bytes = case.rows * case.total * KV_HEADS * HEAD_DIM * 4
     return max(4, min(24, -(-COLD_BYTES // kv_bytes)))
 
@@ -435,8 +437,8 @@ def main() -> None:
             *baselines(case),
             *(
                 Variant(tile, splits)
-                for tile in tiles_of(case)
-                for splits in splits_of(case, tile, capacity.lse.numel())
+                for tile in candidate_tiles(case)
+                for splits in candidate_splits(case, tile, capacity.lse.numel())
             ),
         )
     ]
@@ -452,7 +454,7 @@ def main() -> None:
         if time.time() - begin > arguments.budget:
             print("budget spent before", case.name())
             break
-        found = sweep_case(make_world(case, pool, copies_of(case)))
+        found = sweep_case(make_world(case, pool, num_copies(case)))
         everything[case] = found
         show(case, found)
     lines = suggest(everything)

@@ -14,17 +14,17 @@ from lab.demo_model.build_corpus import clean, is_heldout, is_skipped
 from lab.demo_model.chat_samples import (
     base_verb,
     first_sentence,
+    iter_samples,
     name_to_sentence,
-    samples_of,
     third_person,
 )
 from lab.demo_model.completions import (
     PromptCase,
-    cases_of,
     choose_cases,
     cut_completion,
     distinct_ratio,
     does_parse,
+    iter_cases,
     pooled_distinct_ratio,
 )
 from lab.demo_model.data import Split, cut_windows, epoch_windows, join
@@ -67,7 +67,9 @@ def count_items(values, key):
 
 
 def case_named(name: str) -> PromptCase:
-    return next(c for c in cases_of("a.py", SOURCE) if f"def {name}" in c.prompt[-200:])
+    return next(
+        c for c in iter_cases("a.py", SOURCE) if f"def {name}" in c.prompt[-200:]
+    )
 
 
 def test_corpus_keeps_source_and_drops_the_rest() -> None:
@@ -105,7 +107,7 @@ def test_requests_come_from_docstrings_and_names() -> None:
 
 
 def test_chat_samples_ask_for_what_they_answer() -> None:
-    samples = list(samples_of(SOURCE, random.Random(0)))
+    samples = list(iter_samples(SOURCE, random.Random(0)))
     answers = {sample.assistant for sample in samples}
     assert not any("def short" in a or "def close" in a for a in answers)
     counted = [s for s in samples if s.assistant.startswith("def count_items(")]
@@ -121,12 +123,12 @@ def test_cases_end_behind_the_docstring() -> None:
     case = case_named("lines")
     assert case.prompt.endswith('closed.\n        """\n')
     assert case.reference.endswith("return found\n")
-    assert len(list(cases_of("a.py", SOURCE))) == 2
+    assert len(list(iter_cases("a.py", SOURCE))) == 2
     assert len(choose_cases([("a.py", SOURCE)], count=9, seed=0)) == 2
 
 
 def test_the_original_text_is_cut_at_the_end_of_its_function() -> None:
-    for case in cases_of("a.py", SOURCE):
+    for case in iter_cases("a.py", SOURCE):
         rest = SOURCE[len(case.prompt) :]
         for is_truncated in (False, True):
             if rest == case.reference and is_truncated:

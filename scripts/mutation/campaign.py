@@ -24,7 +24,7 @@ from scripts.mutation.outcomes import (
 from scripts.mutation.planting import EquivalentError, NotPlantableError, planted
 from scripts.mutation.runner import Done, Send, Work, run_all
 from scripts.mutation.runs import run_world
-from scripts.mutation.targets import REPO, TESTS, Area, references_of, short_path
+from scripts.mutation.targets import REPO, TESTS, Area, find_references, short_path
 from scripts.mutation.worlds import ModelFolders, World, worlds_for
 
 # A world may run with and then without the canary, on a busy machine.
@@ -97,7 +97,7 @@ def _in_worlds(
 ) -> None:
     mutant = fault.mutant
     try:
-        with planted(mutant, references=references_of(mutant.module)):
+        with planted(mutant, references=find_references(mutant.module)):
             for world in worlds_for(fault.area.worlds):
                 for seed in seeds:
                     send({"begin": world.name, "seed": seed})
@@ -171,7 +171,7 @@ def test_run(faults: Sequence[Fault], *, limits: Limits, on_row: OnRow) -> None:
         RuntimeError: tests fail without a fault, so results would be meaningless.
     """
     areas = list({fault.area.name: fault.area for fault in faults}.values())
-    controls: list[Work] = [partial(_tests_of, area) for area in areas]
+    controls: list[Work] = [partial(_run_area_tests, area) for area in areas]
     for done in run_all(controls, jobs=limits.jobs, silence=limits.tests):
         if not done.messages or done.messages[0]["code"]:
             name = areas[done.job].name
@@ -197,7 +197,7 @@ class FirstFailure:
             self.name = report.nodeid
 
 
-def _tests_of(area: Area, send: Send) -> None:
+def _run_area_tests(area: Area, send: Send) -> None:
     os.chdir(REPO)
     failure = FirstFailure()
     files = [TESTS + name for name in area.tests]
@@ -209,7 +209,7 @@ def _tests_of(area: Area, send: Send) -> None:
 def _under_tests(fault: Fault, send: Send) -> None:
     try:
         with planted(fault.mutant):
-            _tests_of(fault.area, send)
+            _run_area_tests(fault.area, send)
     except NotPlantableError as error:
         send({"skipped": f"not plantable: {error}"})
     except EquivalentError:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from scripts.mutation.mutants import mutants
 from scripts.mutation.sites import Mutant
-from scripts.mutation.targets import Area, path_of
+from scripts.mutation.targets import Area, module_path
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,7 +28,7 @@ def all_faults(areas: Sequence[Area]) -> list[Fault]:
         Fault(area=area, mutant=mutant)
         for area in areas
         for module in area.names
-        for mutant in mutants(module, path_of(module).read_text(encoding="utf-8"))
+        for mutant in mutants(module, module_path(module).read_text(encoding="utf-8"))
     ]
 
 

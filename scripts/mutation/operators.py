@@ -15,7 +15,7 @@ from scripts.mutation.roles import (
     NO_DROP,
     ROWS,
     are_alike,
-    siblings_of,
+    find_siblings,
 )
 from scripts.mutation.sites import FUNCTIONS, Site
 
@@ -187,7 +187,7 @@ def siblings(site: Site) -> Iterator[Edit]:
     if isinstance(site.parent, ast.Call) and site.parent.func is node:
         return
     bound = frozenset(n for n, line in site.names.items() if line < node.lineno)
-    for other in siblings_of(node.id, bound):
+    for other in find_siblings(node.id, bound):
         yield node, other
 
 

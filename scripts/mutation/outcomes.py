@@ -75,7 +75,7 @@ def needs_unwatched(watched: Run) -> bool:
     return not watched.wrong_sent and watched.end in ("violation", "error", "leak")
 
 
-def changes_of(run: Run) -> str:
+def classify_changes(run: Run) -> str:
     if run.wrong_sent:
         return "tokens"
     return "drafts" if run.wrong_drafts else "other"
@@ -83,7 +83,7 @@ def changes_of(run: Run) -> str:
 
 def classify(world: str, seed: int, watched: Run, unwatched: Run | None) -> WorldRow:
     """Return the outcome in one world."""
-    changes = changes_of(unwatched or watched)
+    changes = classify_changes(unwatched or watched)
     return WorldRow(
         world=world,
         seed=seed,

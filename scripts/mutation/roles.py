@@ -32,7 +32,7 @@ SUFFIXES = ("_lens", "_len", "_indices", "_pages", "_slots", "_loc", "_rows", "_
 MAX_SIBLINGS = 2
 
 
-def siblings_of(name: str, names: frozenset[str]) -> Iterator[str]:
+def find_siblings(name: str, names: frozenset[str]) -> Iterator[str]:
     """Yield names in `names` that a person could confuse with `name`."""
     found: list[str] = []
     for group in GROUPS:
@@ -53,7 +53,7 @@ def are_alike(first: str, second: str) -> bool:
     if not first or not second or first == second:
         return False
     both = frozenset((first, second))
-    return both <= ROWS or second in siblings_of(first, both)
+    return both <= ROWS or second in find_siblings(first, both)
 
 
 # Fields, each with its replacement.

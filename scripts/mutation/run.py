@@ -47,7 +47,7 @@ import torch  # noqa: E402
 
 from scripts.mutation import campaign, report  # noqa: E402
 from scripts.mutation.choice import Fault, all_faults, only, sample  # noqa: E402
-from scripts.mutation.targets import AREAS, path_of  # noqa: E402
+from scripts.mutation.targets import AREAS, module_path  # noqa: E402
 
 
 def parse_args() -> argparse.Namespace:
@@ -97,7 +97,7 @@ def chosen_faults(args: argparse.Namespace) -> list[Fault]:
 
 
 def diff(fault: Fault) -> str:
-    path = path_of(fault.mutant.module)
+    path = module_path(fault.mutant.module)
     before = path.read_text(encoding="utf-8").splitlines()
     after = fault.mutant.source.splitlines()
     parts = difflib.unified_diff(before, after, str(path), "fault", n=2, lineterm="")

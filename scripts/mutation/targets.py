@@ -253,7 +253,7 @@ CALLERS = dict.fromkeys(CANARY_REFERENCES, CANARY_REFERENCES) | {
 }
 
 
-def references_of(module: str) -> tuple[str, ...]:
+def find_references(module: str) -> tuple[str, ...]:
     """Return the modules whose ops must run their references for a fault in
     `module`.
     """
@@ -261,7 +261,7 @@ def references_of(module: str) -> tuple[str, ...]:
     return own + CALLERS.get(module, ())
 
 
-def path_of(module: str) -> Path:
+def module_path(module: str) -> Path:
     spec = find_spec(module)
     assert spec is not None and spec.origin is not None, module
     return Path(spec.origin)
@@ -269,4 +269,4 @@ def path_of(module: str) -> Path:
 
 def short_path(module: str) -> str:
     """Return the module's file relative to the repository's root."""
-    return path_of(module).relative_to(REPO).as_posix()
+    return module_path(module).relative_to(REPO).as_posix()

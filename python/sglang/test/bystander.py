@@ -15,7 +15,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from sglang.test.server_process import ServerProcess, children_of
+from sglang.test.server_process import ServerProcess, find_children
 
 # Ends a test that hangs. A slow machine needs far less.
 PATIENCE_SECONDS = 120.0
@@ -149,7 +149,7 @@ class Resources:
         scheduler = server.scheduler_pid()
         leading = {"front": server.process.pid, "scheduler": scheduler}
         children = server.children()
-        family = [server.process.pid, *children, *children_of(scheduler)]
+        family = [server.process.pid, *children, *find_children(scheduler)]
         side = sum(memory_mib(pid, "VmRSS") for pid in set(children) - {scheduler})
         found = cls(
             processes=len(family),

@@ -142,7 +142,7 @@ class Stopped:
     said: dict[str, Finished]
     last_messages: int
 
-    def launch_of(self, violation: dict[str, Any]) -> int:
+    def find_launch(self, violation: dict[str, Any]) -> int:
         """Return the index of the launch with a violation's forward."""
         forward, pool = violation["forward"], violation["worker"]
         places = range(len(self.launches))
@@ -296,6 +296,6 @@ def check_named(name: str, stopped: Stopped) -> None:
     due = stopped.next_launch() if is_next else stopped.planted
     # With overlap the host processes a result after the next batch was launched.
     earliest = due - (fault.bound is Bound.HOST)
-    assert earliest <= min(map(stopped.launch_of, found)) <= due, stopped.text
+    assert earliest <= min(map(stopped.find_launch, found)) <= due, stopped.text
     assert stopped.last_messages == 0
     assert wrong_tokens(stopped.asked, stopped.said) == 0

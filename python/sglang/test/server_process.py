@@ -76,7 +76,7 @@ class ServerProcess:
 
     def children(self) -> list[int]:
         """Return the processes that the front has started and that still run."""
-        found = children_of(self.process.pid)
+        found = find_children(self.process.pid)
         if isinstance(self.process, forked_process.ForkedProcess):
             found += self.process.children()
         return found
@@ -114,7 +114,7 @@ class ServerProcess:
         self._ready.set()
 
 
-def children_of(pid: int) -> list[int]:
+def find_children(pid: int) -> list[int]:
     """Return the children of a process; empty if it has exited."""
     try:
         tasks = [*Path(f"/proc/{pid}/task").iterdir()]

@@ -13,7 +13,7 @@ import pytest
 from sglang.srt.arg_groups.arg_parser import Arg, declared_fields
 from sglang.srt.arg_groups.upstream_flags import (
     UpstreamFlag,
-    class_of,
+    flag_class,
     upstream_flags,
     without_upstream,
 )
@@ -24,7 +24,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 register_cpu_ci(est_time=4, suite="cpu")
 
 FLAGS = list(upstream_flags().values())
-OTHERS = [flag for flag in FLAGS if class_of(flag, ServerArgs) != "works"]
+OTHERS = [flag for flag in FLAGS if flag_class(flag, ServerArgs) != "works"]
 ASKS = {"switch": True, "int": 77, "float": 0.77, "list": ["x"]}
 """Values that ask for something; of texts "something"."""
 
@@ -52,8 +52,8 @@ def test_a_field_makes_its_flag_work() -> None:
     works = {flag.dest for flag in FLAGS} - {flag.dest for flag in OTHERS}
     assert {"model_path", "tp_size", "page_size", "cuda_graph_bs_decode"} <= works
     dp_size = upstream_flags()["dp_size"]
-    assert class_of(dp_size, ServerArgs) == "refused"
-    assert class_of(dp_size, Wider) == "works"
+    assert flag_class(dp_size, ServerArgs) == "refused"
+    assert flag_class(dp_size, Wider) == "works"
     assert without_upstream({"dp_size": 2}, Wider) == {"dp_size": 2}
     own = {n for d in declared_fields(ServerArgs) for n in (d.flag, *d.arg.aliases)}
     for flag in FLAGS:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang.srt.utils.kernels_ahead import PACKAGES, CompiledMark, code_of
+from sglang.srt.utils.kernels_ahead import PACKAGES, CompiledMark, digest_code
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=2, suite="cpu")
@@ -58,7 +58,7 @@ def test_a_folder_that_cannot_be_written_keeps_none(
 
 
 def test_the_packages_have_code() -> None:
-    assert code_of(PACKAGES) != code_of(PACKAGES[:1]) != code_of([])
+    assert digest_code(PACKAGES) != digest_code(PACKAGES[:1]) != digest_code([])
 
 
 if __name__ == "__main__":

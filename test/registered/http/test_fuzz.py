@@ -32,7 +32,7 @@ from sglang.test.fuzz.attack import (
     tracebacks,
 )
 from sglang.test.fuzz.cases import LEFT_OUT, Cases, Manner, Shot
-from sglang.test.fuzz.shooter import Failure, Shooter, shot_of, verdict
+from sglang.test.fuzz.shooter import Failure, Shooter, parse_shot, verdict
 from sglang.test.fuzz.values import Literal, Pairs, encode
 from sglang.test.fuzz.watch import Bystander, HealthProber
 from sglang.test.fuzz.wire import Answer
@@ -377,7 +377,7 @@ def test_a_request_that_spoils_the_next_one_is_seen() -> None:
 def test_failures_can_be_sent_again() -> None:
     shot = Shot(method="PUT", path="/x", body=bytes(range(256)), part=0.25)
     line = json.dumps(Failure(reason="5xx", shot=shot).as_dict())
-    assert shot_of(json.loads(line)) == shot
+    assert parse_shot(json.loads(line)) == shot
 
 
 def test_a_bystander_sees_another_answer() -> None:
@@ -471,7 +471,7 @@ def test_the_command_ends_with_json(
     assert [one["requests"] for one in report["configs"]] == [10, 10]
     (line,) = saved.read_text().splitlines()
     assert json.loads(line)["config"] == "eagle3"
-    assert shot_of(json.loads(line)) == SHOT
+    assert parse_shot(json.loads(line)) == SHOT
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def test_layers_are_those_of_transformers(tmp_path: Path, name: str) -> None:
     for layer, layer_type in enumerate(theirs.layer_types):
         is_sliding = layer_type == SLIDING
         window = theirs.sliding_window if is_sliding else None
-        assert config.window_of(layer) == window
+        assert config.layer_window(layer) == window
     scalar = getattr(theirs, "query_pre_attn_scalar", config.head_dim)
     assert config.attention_scale == pytest.approx(scalar**-0.5)
     for ours, key in (
@@ -173,7 +173,7 @@ def test_a_window_without_more_is_that_of_all_layers(tmp_path: Path) -> None:
     for given, window in (({"sliding_window": 9}, 9), ({}, 4096)):
         config = ModelConfig.from_path(write_config(tmp_path, **mistral, **given))
         assert config.layer_types == (SLIDING,) * 3
-        assert config.sliding_window == config.window_of(2) == window
+        assert config.sliding_window == config.layer_window(2) == window
     folder = write_config(tmp_path, **mistral, sliding_window=None)
     config = ModelConfig.from_path(folder)
     assert config.layer_types == (FULL,) * 3 and config.sliding_window is None

@@ -110,7 +110,7 @@ def test_an_empty_pool(
         return
     req = make_req(prompt_of(length), new=new)
     adder = make_adder(cache, reserve=reserve)
-    need = adder.need_of(req)
+    need = adder.slot_need(req)
     assert (need.slots, need.reserved) == (needed * page_size, 0)
     assert need.usable == (needed + spare) * page_size
     outcome = adder.add(req)
@@ -187,7 +187,7 @@ def test_its_own_prefix_is_neither_needed_nor_evictable(
     evictable = cache.evictable_size()
     req = make_req(tokens)
     adder = make_adder(cache)
-    need = adder.need_of(req)
+    need = adder.slot_need(req)
     assert (need.cached, need.slots) == (found, needed * page_size - found)
     assert cache.protected_size() == 0
     assert (adder.add(req) is Admission.ADDED) == (spare == 0)
@@ -215,7 +215,7 @@ def test_running_requests_are_expected_to_need_slots(
         make_cache(total + spare, page_size), running=running, ratio=ratio
     )
     req = make_req(prompt_of(40))
-    assert adder.need_of(req).reserved == reserved
+    assert adder.slot_need(req).reserved == reserved
     assert (adder.add(req) is Admission.ADDED) == (spare == 0)
 
 
@@ -245,7 +245,7 @@ def test_the_rest_of_a_prompt_that_was_begun(page_size: int, spare: int) -> None
     adder.add_chunked(begun)
     assert adder.extend_lens == [52] and adder.chunked is None
     req = make_req(prompt_of(30, start=400))
-    assert adder.need_of(req).reserved == own * page_size
+    assert adder.slot_need(req).reserved == own * page_size
     small = make_req(prompt_of(8, start=400))  # no page of the chunk is left for more
     assert (adder.add(small) is Admission.ADDED) == (page_size == 1)
     roomy = make_adder(cache, chunk=128)

@@ -8,7 +8,7 @@ from kv_canary.faults.fault import Place
 from scripts.mutation.choice import Fault, only, sample
 from scripts.mutation.mutants import mutants
 from scripts.mutation.sites import Mutant
-from scripts.mutation.targets import AREAS, REPO, TESTS, Area, path_of
+from scripts.mutation.targets import AREAS, REPO, TESTS, Area, module_path
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="cpu")
@@ -159,7 +159,7 @@ def test_faults_are_found_by_module_and_line(found: list[Mutant]) -> None:
 
 def test_every_target_and_its_tests_exist() -> None:
     for area in AREAS:
-        assert all(path_of(name).is_file() for name in area.names)
+        assert all(module_path(name).is_file() for name in area.names)
         assert area.tests
         assert all((REPO / TESTS / name).is_file() for name in area.tests)
 

@@ -24,7 +24,7 @@ from scripts.mutation.report import counts, table
 from scripts.mutation.runner import Send, run_all
 from scripts.mutation.runs import Run, run_world
 from scripts.mutation.sites import Mutant
-from scripts.mutation.targets import path_of
+from scripts.mutation.targets import module_path
 from scripts.mutation.worlds import WORLDS, ModelFolders
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -40,7 +40,7 @@ def fault(
     module: str, qualname: str, before: str, after: str, *, operator: str = ""
 ) -> Mutant:
     """The fault of the catalogue with these words; the first of several."""
-    source = path_of(module).read_text(encoding="utf-8")
+    source = module_path(module).read_text(encoding="utf-8")
     return next(
         mutant
         for mutant in mutants(module, source)
@@ -51,7 +51,7 @@ def fault(
 
 def by_hand(module: str, qualname: str, before: str, after: str) -> Mutant:
     """A fault that replaces text which occurs once."""
-    source = path_of(module).read_text(encoding="utf-8")
+    source = module_path(module).read_text(encoding="utf-8")
     assert source.count(before) == 1, before
     return Mutant(
         module=module,
@@ -98,7 +98,7 @@ def test_a_planted_fault_acts_and_is_gone_afterwards() -> None:
 )
 def test_the_function_is_found_below_its_wrappers(module: str, qualname: str) -> None:
     function = running_function(module, qualname)
-    assert function.__code__.co_filename == str(path_of(module))
+    assert function.__code__.co_filename == str(module_path(module))
     assert function.__code__.co_name == qualname.rpartition(".")[2]
 
 

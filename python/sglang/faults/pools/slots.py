@@ -14,7 +14,7 @@ import torch
 from kv_canary.faults import pool
 from kv_canary.records import POISON_WORD
 from sglang.faults.pools.scene import STALE, Damage, Scene
-from sglang.faults.pools.tables import places_of, repoint
+from sglang.faults.pools.tables import repoint, slot_places
 from sglang.srt.draft_trees.draft_input import EagleDraftInput
 from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.kv_canary.kernels import move_records, poison
@@ -77,7 +77,7 @@ def early_free(scene: Scene) -> Damage | None:
         freed, first = victim.read_slots, victim.first_read
         slots = torch.tensor(freed)
         poison(scene.state, slots.to(scene.state.head.device))
-        return replace(victim.damage_at(first), places=places_of(freed, first))
+        return replace(victim.damage_at(first), places=slot_places(freed, first))
     return None
 
 
@@ -103,7 +103,7 @@ def phantom_prefix(scene: Scene) -> Damage | None:
     head, other = first.slots[:common], second.slots[:common]
     first.slots = np.concatenate((other, first.slots[common:]))
     second.slots = np.concatenate((head, second.slots[common:]))
-    places = places_of(head.tolist()) | places_of(other.tolist())
+    places = slot_places(head.tolist()) | slot_places(other.tolist())
     return Damage(prompt=first.elements.tolist(), places=places)
 
 

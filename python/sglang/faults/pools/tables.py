@@ -9,7 +9,7 @@ import torch
 from sglang.faults.pools.scene import Damage, Scene, Victim
 
 
-def places_of(slots: Sequence[int], first: int = 0) -> frozenset[tuple[int, int]]:
+def slot_places(slots: Sequence[int], first: int = 0) -> frozenset[tuple[int, int]]:
     """(slot, position) of the positions from `first` on."""
     return frozenset((slot, position) for position, slot in enumerate(slots, first))
 
@@ -18,7 +18,7 @@ def seen_places(row: Sequence[int], page_size: int) -> frozenset[tuple[int, int]
     """(slot, position) that paged attention reads of a row with these entries: of each
     page it looks at the first one."""
     firsts = range(0, len(row), page_size)
-    return places_of(
+    return slot_places(
         [row[first] + i for first in firsts for i in range(page_size)][: len(row)]
     )
 

@@ -103,7 +103,7 @@ def upstream_flags() -> dict[str, UpstreamFlag]:
     return {flag.dest: flag for flag in flags}
 
 
-def class_of(flag: UpstreamFlag, cls: type) -> Class:
+def flag_class(flag: UpstreamFlag, cls: type) -> Class:
     """Return the class of a flag, given the fields of the dataclass `cls`."""
     return "works" if flag.name in _own_names(cls) else flag.class_
 
@@ -111,7 +111,7 @@ def class_of(flag: UpstreamFlag, cls: type) -> Class:
 def add_upstream_flags(parser: argparse.ArgumentParser, cls: type) -> None:
     """Add SGLang's flags that the dataclass `cls` lacks, hidden from --help."""
     for flag in upstream_flags().values():
-        if class_of(flag, cls) == "works":
+        if flag_class(flag, cls) == "works":
             continue
         options: dict[str, Any] = {}
         if flag.takes == "switch":

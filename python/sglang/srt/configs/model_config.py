@@ -148,7 +148,7 @@ class ModelConfig:
         """Number of channels of the heads that `ropes` describe."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
-    def window_of(self, layer: int) -> int | None:
+    def layer_window(self, layer: int) -> int | None:
         """Number of positions that a token of this layer attends, including its own, or
         None for all.
         """

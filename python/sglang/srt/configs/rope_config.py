@@ -64,7 +64,7 @@ def rope_configs(
         ValueError: a value is missing or impossible; names the file and the key.
     """
     return {
-        layer_type: _rope_of(values, layer_type, head_dim)
+        layer_type: _read_rope(values, layer_type, head_dim)
         for layer_type in sorted(set(layer_types))
     }
 
@@ -76,7 +76,7 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
 
-def _rope_of(values: ConfigValues, layer_type: str, head_dim: int) -> RopeConfig:
+def _read_rope(values: ConfigValues, layer_type: str, head_dim: int) -> RopeConfig:
     theta, native = values.get("rope_theta"), values.get("max_position_embeddings")
     local_theta = values.get("rope_local_base_freq")
     if layer_type != SLIDING:

@@ -108,7 +108,7 @@ class FairQueue(Generic[Item]):
         self._changed.notify()
 
     def _next_client(self) -> str | None:
-        return self._clock.next_of(
+        return self._clock.pick_next(
             c for c in self._queues if self._held[c] < self._share
         )
 

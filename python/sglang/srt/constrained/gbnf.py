@@ -79,7 +79,7 @@ class SpecialToken(Node):
     text: str
 
 
-def parts_of(node: Node) -> tuple[Node, ...]:
+def child_parts(node: Node) -> tuple[Node, ...]:
     """Return the child parts of a part."""
     match node:
         case Sequence():

@@ -23,9 +23,9 @@ from sglang.srt.constrained.gbnf import (
     Repeat,
     Sequence,
     SpecialToken,
+    child_parts,
     normal_ranges,
     parse_gbnf,
-    parts_of,
 )
 from sglang.srt.constrained.gbnf_space import with_bounded_space
 from sglang.srt.constrained.lexeme_meetings import Meetings
@@ -128,7 +128,7 @@ class Lexemes:
             size = self._inlined.get(node.name)
             found = (size[0], size[1] + 1) if size else None
         elif not isinstance(node, SpecialToken):
-            parts = [self._measure(part) for part in parts_of(node)]
+            parts = [self._measure(part) for part in child_parts(node)]
             sizes = [part for part in parts if part is not None]
             if len(sizes) == len(parts):
                 depth = 1 + max((depth for _, depth in sizes), default=0)
@@ -188,7 +188,7 @@ def _regex(node: Node, rules: Mapping[str, Node]) -> str:
             return f"(?:{_regex(node.item, rules)}){_counts(node)}"
         case Choice():
             return f"(?:{'|'.join(_regex(one, rules) for one in node.options)})"
-    return "".join(_regex(part, rules) for part in parts_of(node))
+    return "".join(_regex(part, rules) for part in child_parts(node))
 
 
 def _counts(node: Repeat) -> str:
@@ -226,4 +226,4 @@ def _walk(node: Node) -> Iterator[Node]:
     while todo:
         one = todo.pop()
         yield one
-        todo += parts_of(one)
+        todo += child_parts(one)

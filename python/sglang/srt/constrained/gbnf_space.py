@@ -12,7 +12,7 @@ from sglang.srt.constrained.gbnf import (
     Reference,
     Repeat,
     Sequence,
-    parts_of,
+    child_parts,
 )
 
 MAX_SPACE = 32
@@ -47,7 +47,7 @@ def _is_space(node: Node) -> bool:
             high - low < len(_SPACE) and set(range(low, high + 1)) <= _SPACE
             for low, high in node.ranges
         )
-    parts = parts_of(node) if isinstance(node, Sequence | Choice) else ()
+    parts = child_parts(node) if isinstance(node, Sequence | Choice) else ()
     return bool(parts) and all(map(_is_space, parts))
 
 

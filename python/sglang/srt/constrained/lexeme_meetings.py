@@ -18,7 +18,7 @@ from sglang.srt.constrained.gbnf import (
     Repeat,
     Sequence,
     SpecialToken,
-    parts_of,
+    child_parts,
 )
 from sglang.srt.constrained.lexeme_automaton import (
     Alphabet,
@@ -75,7 +75,7 @@ class Meetings:
         self._rule_follow = dict.fromkeys(self._reached, 0)
         self._find_firsts()
         self._find_follow()
-        self._first_chars = [self._begin_of(one) for one in self._automata]
+        self._first_chars = [self._start_chars(one) for one in self._automata]
         self._chars_after: dict[int, int] = {}
 
     def faulty(self) -> set[int]:
@@ -106,7 +106,7 @@ class Meetings:
                     self._index[id(node)] = len(self._nodes)
                     self._nodes.append(node)
                 elif not isinstance(node, Reference):
-                    parts += parts_of(node)
+                    parts += child_parts(node)
                 elif node.name not in reached:
                     reached[node.name] = None
                     todo.append(node.name)
@@ -132,7 +132,7 @@ class Meetings:
         self._spend(len(made.follow) + sum(map(len, made.follow.values())))
         return made
 
-    def _begin_of(self, automaton: Automaton | None) -> int:
+    def _start_chars(self, automaton: Automaton | None) -> int:
         chars = 0
         for position in automaton.first if automaton else ():
             chars |= self._builder.masks[position]
@@ -165,7 +165,7 @@ class Meetings:
             for first, _ in parts:
                 places |= first
             return places, any(is_nullable for _, is_nullable in parts)
-        for part in parts_of(node):
+        for part in child_parts(node):
             first, is_nullable = self._first(part)
             places |= first
             if isinstance(node, Repeat):
@@ -200,7 +200,7 @@ class Meetings:
             again = self._first(node.item)[0] if node.high != 1 else 0
             return self._push(node.item, after | again)
         changed = False
-        for part in reversed(parts_of(node)):
+        for part in reversed(child_parts(node)):
             changed = self._push(part, after) or changed
             if isinstance(node, Sequence):
                 first, is_nullable = self._first(part)
@@ -260,7 +260,7 @@ class Meetings:
                 _, so_far = grouped.get(id(automaton), (automaton, 0))
                 grouped[id(automaton)] = automaton, so_far | 1 << place
         return [
-            _Lexeme(automaton, same, self._chars_of(self._after(same)))
+            _Lexeme(automaton, same, self._place_chars(self._after(same)))
             for automaton, same in grouped.values()
         ]
 
@@ -270,7 +270,7 @@ class Meetings:
             after |= self._follow[place]
         return after
 
-    def _chars_of(self, places: int) -> int:
+    def _place_chars(self, places: int) -> int:
         if places not in self._chars_after:
             chars = 0
             for place in _bits(places):
@@ -328,4 +328,4 @@ def _walk(node: Node) -> Iterator[Node]:
     while todo:
         one = todo.pop()
         yield one
-        todo += parts_of(one)
+        todo += child_parts(one)

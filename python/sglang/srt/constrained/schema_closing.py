@@ -69,7 +69,7 @@ class _Document:
             node = todo.pop()
             if isinstance(node, dict) and id(node) not in self.schemas:
                 self.schemas[id(node)] = node
-                self._groups[id(node)] = self._groups_of(node)
+                self._groups[id(node)] = self._combined_groups(node)
                 todo += _all_children(node)
                 if "$ref" in node:
                     todo.append(resolve(root, node["$ref"]))
@@ -117,7 +117,7 @@ class _Document:
                 todo += holders.get(one, [])
         return found
 
-    def _groups_of(self, schema: dict[str, Any]) -> list[list[Any]]:
+    def _combined_groups(self, schema: dict[str, Any]) -> list[list[Any]]:
         groups: list[list[Any]] = [[part] for part in _list(schema.get("allOf"))]
         groups += [_list(schema.get(keyword)) for keyword in ALTERNATIVES]
         if "$ref" in schema:

@@ -23,7 +23,7 @@ from sglang.srt.constrained.schema_rules import (
     Schema,
     is_anything,
     refused,
-    types_of,
+    schema_types,
 )
 from sglang.srt.constrained.schema_values import (
     contains_rule,
@@ -63,8 +63,8 @@ def _not(schema: Schema, value: Any, place: Place) -> bool:
     if is_anything(value):
         raise refused("not", value, "no value satisfies it")
     if isinstance(value, dict) and ASSERTIONS & value.keys() == {"type"}:
-        other = types_of(value, [])
-        given = types_of(schema, [one for one in TYPES if one != "integer"])
+        other = schema_types(value, [])
+        given = schema_types(schema, [one for one in TYPES if one != "integer"])
         if "integer" not in other or "number" in other or "number" not in given:
             excluded = [*other, *(["integer"] if "number" in other else [])]
             left = [one for one in given if one not in excluded]

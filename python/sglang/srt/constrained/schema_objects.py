@@ -12,7 +12,7 @@ from sglang.srt.constrained.schema_rules import (
     Schema,
     is_anything,
     refused,
-    types_of,
+    schema_types,
 )
 from sglang.srt.constrained.schema_values import is_annotation
 
@@ -86,12 +86,12 @@ def _is_true_of_texts(schema: Any) -> bool:
     }
     if rest == {"format"} and is_annotation(schema["format"]):
         rest = set()
-    return not rest and "string" in types_of(schema, ["string"])
+    return not rest and "string" in schema_types(schema, ["string"])
 
 
 def _name_pattern(names: Schema) -> str | None:
     """Return the single pattern that names must match, or None if there is none."""
-    if "string" not in types_of(names, ["string"]):
+    if "string" not in schema_types(names, ["string"]):
         return None
     asked = ASSERTIONS & names.keys() - {"type"}
     if asked <= {"pattern", "format"} and isinstance(names.get("pattern"), str):

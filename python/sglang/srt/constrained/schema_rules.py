@@ -83,7 +83,7 @@ def is_anything(schema: Any) -> bool:
     return schema is True
 
 
-def types_of(schema: Schema, default: list[str]) -> list[Any]:
+def schema_types(schema: Schema, default: list[str]) -> list[Any]:
     kinds = schema.get("type")
     if kinds is None:
         return default

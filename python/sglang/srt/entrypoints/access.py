@@ -142,7 +142,7 @@ def _is_open(scope: Scope) -> bool:
     return path in OPEN_PATHS or path.startswith(_OPEN_FOLDERS)
 
 
-def owner_of(request: Request) -> str | None:
+def request_owner(request: Request) -> str | None:
     """Return the owner whose requests the sender's rids refer to, or None for all
     owners.
 

@@ -78,7 +78,9 @@ class BodyLevel:
         return bool(value)
 
 
-def kind_of(value: Any, where: str, known: Sequence[str], *, default: str = "") -> str:
+def read_kind(
+    value: Any, where: str, known: Sequence[str], *, default: str = ""
+) -> str:
     """Return the `type` of an object, one of `known`.
 
     Args:
@@ -118,7 +120,7 @@ def joined_texts(
         return content
     texts = []
     for part, path in entries(content, where):
-        kind = kind_of(part, path, kinds)
+        kind = read_kind(part, path, kinds)
         field = kind if kind == REFUSAL else "text"
         level = BodyLevel(
             part, path, read=("type", field), neutral=dict.fromkeys(ignored, ANY)

@@ -192,7 +192,7 @@ class InspectorApi:
         self._check_on()
         require_admin(request)
         args = self._front.server_args
-        slot, page_size = self._slot_of(request), args.page_size
+        slot, page_size = self._requested_slot(request), args.page_size
         assert page_size is not None
         found: list[dict[str, Any]] = []
         if args.kv_canary != "none":
@@ -206,7 +206,7 @@ class InspectorApi:
             )
         )
 
-    def _slot_of(self, request: Request) -> int:
+    def _requested_slot(self, request: Request) -> int:
         limits, page_size = self._manager.limits, self._front.server_args.page_size
         if limits is None:
             raise Unavailable(f"the server is {self._manager.phase.value}")

@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute
 
 from sglang.srt.arg_groups.kv_events_hook import describe_kv_events
-from sglang.srt.entrypoints.access import owner_of, require_admin
+from sglang.srt.entrypoints.access import request_owner, require_admin
 from sglang.srt.entrypoints.answers import (
     Generated,
     HealthShown,
@@ -277,7 +277,7 @@ class NativeRoutes:
             raise BadRequest("set rid or abort_all", param="rid")
         if body.abort_all:
             require_admin(request)
-        owner = None if body.abort_all else owner_of(request)
+        owner = None if body.abort_all else request_owner(request)
         self._manager.abort(body.rid or "", abort_all=body.abort_all, owner=owner)
         return Response()
 

@@ -228,7 +228,7 @@ class ToolCallDetector(TextParser[str | CallDelta]):
 def _merged(pieces: list[str | CallDelta]) -> list[str | CallDelta]:
     """Join consecutive pieces of text, and of the arguments of one call."""
     out: list[str | CallDelta] = []
-    for _, run in groupby(pieces, _run_of):
+    for _, run in groupby(pieces, _merge_key):
         first, *others = run
         if not others:
             out.append(first)
@@ -242,7 +242,7 @@ def _merged(pieces: list[str | CallDelta]) -> list[str | CallDelta]:
     return out
 
 
-def _run_of(piece: str | CallDelta) -> object:
+def _merge_key(piece: str | CallDelta) -> object:
     """Return a key that is equal for pieces that can be joined."""
     if isinstance(piece, str):
         return ""

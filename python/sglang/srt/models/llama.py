@@ -132,7 +132,7 @@ class DecoderAttention(Module):
             head_dim=config.head_dim,
             layer_id=layer_id,
             scaling=config.attention_scale,
-            sliding_window=config.window_of(layer_id),
+            sliding_window=config.layer_window(layer_id),
             logit_cap=config.attention_logit_cap,
             sinks=self.sinks if traits.sinks else None,
             cos_sin_cache=cos_sin_cache,

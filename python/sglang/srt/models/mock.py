@@ -93,7 +93,7 @@ class MockForCausalLM(StackedModel):
         mock_math.check_shape(config)
         self.config = config
         self.vocab_size = config.vocab_size
-        self.windows = [config.window_of(i) for i in range(mock_math.NUM_LAYERS)]
+        self.windows = [config.layer_window(i) for i in range(mock_math.NUM_LAYERS)]
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size)
         self.attn = MockAttention(windows=self.windows)

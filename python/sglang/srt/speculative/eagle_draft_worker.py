@@ -491,7 +491,7 @@ class EagleDraftWorker:
         rows = batch.starting_rows
         if not self._lead or not len(rows):
             return
-        self.workspace.begin(batch.identity_of(rows))
+        self.workspace.begin(batch.gather_identity(rows))
         # A graph's padding too, which has no KV.
         views = self.workspace.rows(self.workspace.max_rows)
         idx = views.identity[0]

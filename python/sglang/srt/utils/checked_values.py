@@ -83,7 +83,7 @@ class ConfigValues:
             return key.default
         if key.kind is int and isinstance(value, float) and value.is_integer():
             value = int(value)
-        if not _is_of(value, key.kind):
+        if not _has_kind(value, key.kind):
             raise self.wrong(name, f"must be {_KINDS[key.kind]}")
         if key.kind in (int, float) and not key.low <= value <= key.high:
             raise self.wrong(name, f"must be from {key.low:g} to {key.high:g}")
@@ -94,7 +94,7 @@ class ConfigValues:
     def _check_elements(self, name: str, kind: type, key: Key) -> None:
         for index, element in enumerate(self._raw[name]):
             rule = None
-            if not _is_of(element, kind):
+            if not _has_kind(element, kind):
                 rule = f"must be {_KINDS[kind]}"
             elif kind in (int, float) and not key.low <= element <= key.high:
                 rule = f"must be from {key.low:g} to {key.high:g}"
@@ -127,7 +127,7 @@ class ConfigValues:
         return found
 
 
-def _is_of(value: Any, kind: type) -> bool:
+def _has_kind(value: Any, kind: type) -> bool:
     admitted = (int, float) if kind is float else kind
     # In Python true is also an integer.
     return isinstance(value, admitted) and (kind is bool or not isinstance(value, bool))

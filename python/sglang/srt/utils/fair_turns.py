@@ -42,7 +42,7 @@ class FairClock:
         if len(self._had) > 2 * sum(had > self._now for had in self._had.values()):
             self._had = {c: had for c, had in self._had.items() if had > self._now}
 
-    def next_of(self, clients: Iterable[str]) -> str | None:
+    def pick_next(self, clients: Iterable[str]) -> str | None:
         """Return the client that has had the least (the first of equals), or None
         without clients.
         """
@@ -131,7 +131,7 @@ class FairTurns(Generic[Place]):
             for client, waiters in self._waiters.items()
             if (first := next((w for w in waiters if w.cost <= most), None))
         }
-        client = self._clock.next_of(firsts)
+        client = self._clock.pick_next(firsts)
         return None if client is None else firsts[client]
 
     def _remove(self, waiter: _Waiter[Place]) -> None:

@@ -87,7 +87,7 @@ def compiled_ahead() -> Iterator[None]:
     before = runtime.jit_cache_hook
 
     def note(*, key: Any, fn: Any, compile: dict[str, Any], **about: Any) -> bool:
-        jobs.append(_job_of(fn.jit_function, compile))
+        jobs.append(_make_job(fn.jit_function, compile))
         kernels = fn.jit_function.device_caches[compile["device"]][0]
         kernels[key] = _LeftOut()  # for the next launches; the hook is slow
         noted.append((kernels, key))
@@ -106,7 +106,7 @@ def compiled_ahead() -> Iterator[None]:
     _compile(jobs)
 
 
-def _job_of(kernel: Any, about: dict[str, Any]) -> _Job:
+def _make_job(kernel: Any, about: dict[str, Any]) -> _Job:
     options = json.loads(about["specialization_data"])["options"]
     return _Job(
         kernel=kernel,
@@ -142,7 +142,7 @@ def _compile(jobs: Sequence[_Job]) -> None:
     logger.info("Compiled %d kernels in %.1f s", len(jobs), seconds)
 
 
-def code_of(packages: Sequence[str]) -> str:
+def digest_code(packages: Sequence[str]) -> str:
     """Return a digest of the Python code of `packages`."""
     digest = hashlib.sha256()
     for name in packages:
@@ -168,7 +168,7 @@ class CompiledMark:
         import triton
 
         device = torch.cuda.get_device_name()
-        versions = [triton.__version__, torch.__version__, code_of(packages)]
+        versions = [triton.__version__, torch.__version__, digest_code(packages)]
         about = [configuration, device, *versions]
         text = json.dumps(about, sort_keys=True, default=str)
         digest = hashlib.sha256(text.encode()).hexdigest()[:32]

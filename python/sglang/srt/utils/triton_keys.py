@@ -35,7 +35,7 @@ def make_keys_stable() -> None:
         _ = func.cache_key  # which finds its constants It may have been hashed before
         # this function was here.
         func.used_global_vals = {
-            (name, _place_of(found[1])): found
+            (name, _module_name(found[1])): found
             for (name, _), found in func.used_global_vals.items()
         }
         update(self, func)
@@ -46,12 +46,12 @@ def make_keys_stable() -> None:
         record(self, val, var_dict, name)
         found = self.used_global_vals.pop((name, id(var_dict)), None)
         if found is not None:
-            self.used_global_vals[name, _place_of(var_dict)] = found
+            self.used_global_vals[name, _module_name(var_dict)] = found
 
     DependenciesFinder._update_hash = update_hash
     DependenciesFinder.record_reference = record_reference
 
 
-def _place_of(variables: dict[str, Any]) -> str:
+def _module_name(variables: dict[str, Any]) -> str:
     """Return the module of variables; empty for a closure's variables."""
     return str(variables.get("__name__", id(variables)))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from sglang.test.fuzz.attack import Attack, Outcome
-from sglang.test.fuzz.shooter import shot_of
+from sglang.test.fuzz.shooter import parse_shot
 from sglang.test.server_process import ServerProcess
 
 # A small context keeps runs short that have no limit of their own.
@@ -66,7 +66,7 @@ def attack(
         if replay is None:
             return asyncio.run(one.run())
         lines = replay.read_text(encoding="utf-8").splitlines()
-        shots = [shot_of(entry) for entry in map(json.loads, lines)]
+        shots = [parse_shot(entry) for entry in map(json.loads, lines)]
         return asyncio.run(one.replay(shots))
     finally:
         server.stop()

@@ -57,7 +57,7 @@ class Failure:
         }
 
 
-def shot_of(failure: dict[str, Any]) -> Shot:
+def parse_shot(failure: dict[str, Any]) -> Shot:
     """Return the request in a `Failure.as_dict`."""
     return Shot(
         method=failure["method"],

@@ -10,7 +10,7 @@ from sglang.srt.entrypoints.body_level import (
     BodyLevel,
     entries,
     joined_texts,
-    kind_of,
+    read_kind,
 )
 from sglang.srt.entrypoints.chat_turns import ChatTurns
 from sglang.srt.entrypoints.neutral_fields import ANY, EMPTY, NOTHING, OFF, Neutral
@@ -118,7 +118,7 @@ def _add_message(turns: ChatTurns, role: str, content: Any, where: str) -> None:
     between = BETWEEN_MESSAGES
     adders = _BLOCKS[role]
     for block, path in entries(content, where):
-        kind = kind_of(block, path, tuple(adders))
+        kind = read_kind(block, path, tuple(adders))
         if kind == "text":
             level = BodyLevel(block, path, read=("type", "text"), neutral=_TEXT_FIELDS)
             if role == "assistant":
@@ -192,7 +192,7 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         return None
     nested = []
     for tool, where in entries(tools, "tools"):
-        kind_of(tool, where, ("custom",), default="custom")
+        read_kind(tool, where, ("custom",), default="custom")
         level = BodyLevel(
             tool,
             where,
@@ -217,7 +217,7 @@ def _tool_choice(choice: dict[str, Any] | None) -> tuple[Any, bool | None]:
     """Return the choice in chat form, and whether calls may be parallel."""
     if choice is None:
         return None, None
-    kind = kind_of(choice, "tool_choice", (*_CHOICES, "tool"))
+    kind = read_kind(choice, "tool_choice", (*_CHOICES, "tool"))
     level = BodyLevel(
         choice, "tool_choice", read=("type", "name", "disable_parallel_tool_use")
     )
@@ -235,7 +235,7 @@ def _thinking(thinking: dict[str, Any] | None) -> dict[str, Any]:
     """
     if thinking is None:
         return {}
-    kind = kind_of(thinking, "thinking", tuple(THINKING_TYPES))
+    kind = read_kind(thinking, "thinking", tuple(THINKING_TYPES))
     BodyLevel(
         thinking,
         "thinking",
@@ -257,7 +257,7 @@ def _response_format(body: Conversation) -> dict[str, Any] | None:
         form, where = body.output_format, "output_format"
     if form is None:
         return None
-    kind_of(form, where, ("json_schema",))
+    read_kind(form, where, ("json_schema",))
     level = BodyLevel(form, where, read=("type", "schema"))
     schema = {"name": "output", "schema": level.get("schema")}
     return {"type": "json_schema", "json_schema": schema}

@@ -104,7 +104,7 @@ class ParseRoutes:
     async def parse_function_call(self, request: Request) -> Response:
         body = await read_body(request, ParseFunctionCallRequest)
         name = body.tool_call_parser or self._args.tool_call_parser
-        parser = _parser_of(body.text, CALL_DETECTORS, tool_call_parser=name)
+        parser = _named_parser(body.text, CALL_DETECTORS, tool_call_parser=name)
         tools = read_tools(body.tools or ())
         raw = await self._manager.side_work.call(
             "parse_calls", field="text", text=body.text, parser=parser, tools=tools
@@ -119,7 +119,7 @@ class ParseRoutes:
     async def separate_reasoning(self, request: Request) -> Response:
         body = await read_body(request, SeparateReasoningRequest)
         name = body.reasoning_parser or self._args.reasoning_parser
-        parser = _parser_of(body.text, REASONING_DETECTORS, reasoning_parser=name)
+        parser = _named_parser(body.text, REASONING_DETECTORS, reasoning_parser=name)
         raw = await self._manager.side_work.call(
             "split_reasoning", field="text", text=body.text, parser=parser
         )
@@ -128,7 +128,7 @@ class ParseRoutes:
         return json_response(answer)
 
 
-def _parser_of(text: str, known: Iterable[str], **given: str | None) -> str:
+def _named_parser(text: str, known: Iterable[str], **given: str | None) -> str:
     """Return the parser named by the field in `given`; checks it and `text`."""
     ((field, name),) = given.items()
     if name is None or name not in known:

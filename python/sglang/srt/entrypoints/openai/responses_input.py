@@ -12,7 +12,7 @@ from sglang.srt.entrypoints.body_level import (
     BodyLevel,
     entries,
     joined_texts,
-    kind_of,
+    read_kind,
 )
 from sglang.srt.entrypoints.chat_turns import ChatTurns
 from sglang.srt.entrypoints.neutral_fields import (
@@ -153,7 +153,7 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
     if not body.input:
         raise BadRequest("input must not be empty", param="input")
     for item, where in entries(body.input, "input"):
-        kind = kind_of(item, where, tuple(_ITEMS), default="message")
+        kind = read_kind(item, where, tuple(_ITEMS), default="message")
         _ITEMS[kind](turns, item, where)
     return turns.messages
 
@@ -236,7 +236,7 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
         return None
     nested = []
     for tool, where in entries(tools, "tools"):
-        kind_of(tool, where, ("function",))
+        read_kind(tool, where, ("function",))
         BodyLevel(
             tool,
             where,
@@ -256,14 +256,14 @@ def _tool_choice(choice: Any) -> Any:
     """Return the choice in chat form: names inside `function`."""
     if not isinstance(choice, dict):
         return choice
-    kind = kind_of(choice, "tool_choice", ("function", "allowed_tools"))
+    kind = read_kind(choice, "tool_choice", ("function", "allowed_tools"))
     if kind == "function":
         level = BodyLevel(choice, "tool_choice", read=("type", "name"))
         return _named(level)
     level = BodyLevel(choice, "tool_choice", read=("type", "mode", "tools"))
     named = []
     for tool, where in entries(level.get("tools"), "tool_choice.tools"):
-        kind_of(tool, where, ("function",))
+        read_kind(tool, where, ("function",))
         named.append(_named(BodyLevel(tool, where, read=("type", "name"))))
     allowed = {"mode": level.text("mode", default="auto"), "tools": named}
     return {"type": "allowed_tools", "allowed_tools": allowed}

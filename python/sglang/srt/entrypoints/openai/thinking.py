@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.entrypoints.body_level import BodyLevel, kind_of
+from sglang.srt.entrypoints.body_level import BodyLevel, read_kind
 from sglang.srt.entrypoints.neutral_fields import ANY, Neutral
 
 if TYPE_CHECKING:
@@ -71,6 +71,6 @@ def shows_reasoning(body: ChatRequest) -> bool:
 def _thinking_type(thinking: bool | dict[str, Any]) -> bool:
     if isinstance(thinking, bool):
         return thinking
-    kind = kind_of(thinking, "thinking", tuple(THINKING_TYPES))
+    kind = read_kind(thinking, "thinking", tuple(THINKING_TYPES))
     BodyLevel(thinking, "thinking", read=("type",), neutral=_THINKING_FIELDS)
     return THINKING_TYPES[kind]

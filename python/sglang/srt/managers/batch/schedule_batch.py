@@ -366,7 +366,7 @@ class ScheduleBatch:
         """int64 [4, R] on the device, the fields of `RowIdentity`."""
         return torch.cat((self.req_pool_indices[None], self._identity))
 
-    def identity_of(self, rows: IntArray) -> torch.Tensor:
+    def gather_identity(self, rows: IntArray) -> torch.Tensor:
         """The identity of these rows, [4, len(rows)]."""
         return self.identity().index_select(1, self._upload(rows))
 

@@ -284,12 +284,12 @@ class Viewer:
                 self._seen_incidents = incidents
                 return NAMES[Incidents], msgspec.json.encode(incidents)
             if latest is not None and latest is not self._seen:
-                data = self._data_of(latest)
+                data = self._encode_event(latest)
                 if data is not None:
                     return NAMES[type(latest)], data
             await news.wait()
 
-    def _data_of(self, latest: Event) -> bytes | None:
+    def _encode_event(self, latest: Event) -> bytes | None:
         if not isinstance(latest, Snapshot):
             self._seen = latest
             return msgspec.json.encode(latest)

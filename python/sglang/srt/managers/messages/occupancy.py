@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 SPARE_SHARE = 16
 
 
-def spare_of(limit: int) -> int:
+def spare_room(limit: int) -> int:
     """Return how much a client that holds little may use beyond a limit that others
     have reached, so that no client keeps all others out.
     """
@@ -80,7 +80,7 @@ class Occupancy:
         Unavailable: they do not fit now.
         """
         self.check_count(count)
-        limit, spare = self._max_requests, spare_of(self._max_queued_requests)
+        limit, spare = self._max_requests, spare_room(self._max_queued_requests)
         if self._requests_of[client] + count <= spare:
             limit += spare
         if self._num_requests + count > limit:
@@ -100,8 +100,8 @@ class Occupancy:
                 "be in flight (--max-queued-tokens); split the request"
             )
         limit = self._max_tokens
-        if self._tokens_of[client] + count <= spare_of(limit):
-            limit += spare_of(limit)
+        if self._tokens_of[client] + count <= spare_room(limit):
+            limit += spare_room(limit)
         if self._num_tokens + count > limit:
             raise Unavailable(
                 f"the prompts in flight have {self._num_tokens} tokens, of at most "

@@ -218,7 +218,7 @@ class BatchSelector:
         requests.
         """
         adder = self._new_adder()
-        return [adder.need_of(req) for req in self.waiting[:limit]]
+        return [adder.slot_need(req) for req in self.waiting[:limit]]
 
     def _new_adder(self) -> PrefillAdder:
         running = [] if self.running is None else self.running.reqs

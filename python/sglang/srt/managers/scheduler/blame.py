@@ -32,7 +32,7 @@ _ANYWHERE = reasons_where(lambda check: check.blames is Blames.FORWARD)
 _OF_TOKENS = reasons_where(lambda check: check.severity is Severity.TOKENS)
 
 
-def severity_of(pool: int, reasons: int) -> Severity:
+def rate_severity(pool: int, reasons: int) -> Severity:
     """Return what damage in a pool puts in doubt; pool 0 belongs to the target."""
     is_draft = pool > 0 and not reasons & _OF_TOKENS
     return Severity.DRAFTS if is_draft else Severity.TOKENS
@@ -123,12 +123,12 @@ class _Books:
         held = (i for i, req in enumerate(self.reqs) if req.req_pool_idx == row)
         return next(held, None)
 
-    def node_of(self, page: int) -> TreeNode | None:
+    def page_node(self, page: int) -> TreeNode | None:
         """Return the cached run that a page belongs to."""
         index = int(self._node_at[page])
         return None if index < 0 else self.nodes[index]
 
-    def cached_nodes_of(self, pages: IntArray) -> list[TreeNode]:
+    def page_nodes(self, pages: IntArray) -> list[TreeNode]:
         """Return the cached runs of these pages, each once."""
         found = self._node_at[pages]
         return [self.nodes[i] for i in dict.fromkeys(found[found >= 0].tolist())]
@@ -155,7 +155,7 @@ class _Books:
 
     def holds(self, index: int, page: int) -> bool:
         """Whether a page is in the row of a request."""
-        node = self.node_of(page)
+        node = self.page_node(page)
         if node is not None and index in self.reliers(node):
             return True
         return index in self.claimants(page)
@@ -195,7 +195,7 @@ class _Walk:
         self._nodes: dict[int, tuple[TreeNode, Severity]] = {}
         self._due: list[Callable[[], None]] = []
 
-    def index_of(self, serial: int) -> int | None:
+    def find_request(self, serial: int) -> int | None:
         """Index of the request that holds memory under this serial."""
         return self._index.get(serial)
 
@@ -206,7 +206,7 @@ class _Walk:
         for node in self._books.nodes:
             self.node(node, Severity.TOKENS)
 
-    def all_pages_of(self, index: int, severity: Severity) -> None:
+    def touch_all_pages(self, index: int, severity: Severity) -> None:
         """Touch every page that a request reads."""
         for page in self._books.own[index].tolist():
             self.page(page, severity)
@@ -225,7 +225,7 @@ class _Walk:
         if severity <= self._pages.get(page, 0):
             return
         self._pages[page] = severity
-        node = self._books.node_of(page)
+        node = self._books.page_node(page)
         if node is not None:
             self.node(node, severity)
         for index in self._books.claimants(page):
@@ -246,7 +246,7 @@ class _Walk:
         # Records that give a page to two holders are damaged themselves.
         for other in books.shared_claims(books.own[index]):
             self.request(other, severity)
-        for node in books.cached_nodes_of(books.own[index]):
+        for node in books.page_nodes(books.own[index]):
             self.node(node, severity)
         req, path = books.reqs[index], books.paths[index]
         # The step computed its new KV from doubtful slots.
@@ -288,7 +288,7 @@ def find_blame(
         rows: rows of requests that got wrong tokens of this step from the host.
     """
     ended = [
-        (row, severity_of(pool, reasons))
+        (row, rate_severity(pool, reasons))
         for pool, verdicts in enumerate(damage.verdicts)
         for row, reasons in enumerate(verdicts)
         if reasons and launched.reqs[row].is_finished
@@ -351,7 +351,7 @@ def _follow_rows(
     walk: _Walk, damage: Damage, launched: LaunchRecord, rows: Sequence[int]
 ) -> None:
     flagged = [
-        (index, severity_of(pool, reasons), reasons)
+        (index, rate_severity(pool, reasons), reasons)
         for pool, verdicts in enumerate(damage.verdicts)
         for row, reasons in enumerate(verdicts)
         if reasons and (index := _live_index(walk, launched, row)) is not None
@@ -368,25 +368,25 @@ def _follow_rows(
         # The former owner of the slots is unknown.
         walk.everything()
     for index, severity, _ in flagged:
-        walk.all_pages_of(index, severity)
+        walk.touch_all_pages(index, severity)
 
 
 def _live_index(walk: _Walk, launched: LaunchRecord, row: int) -> int | None:
     req = launched.reqs[row]
     is_live = not req.is_finished and req.serial not in launched.dropped
-    return walk.index_of(req.serial) if is_live else None
+    return walk.find_request(req.serial) if is_live else None
 
 
 def _follow_fact(
     walk: _Walk, books: _Books, fact: Fact, launched: LaunchRecord
 ) -> None:
-    severity = severity_of(fact.pool, fact.reasons)
-    index = walk.index_of(fact.serial)
+    severity = rate_severity(fact.pool, fact.reasons)
+    index = walk.find_request(fact.serial)
     if index is not None:
         walk.request(index, severity)
     if fact.reasons & _ANYWHERE:
         for row in launched.live_rows():
-            other = walk.index_of(launched.reqs[row].serial)
+            other = walk.find_request(launched.reqs[row].serial)
             if other is not None:
                 walk.request(other, severity)
     page = fact.slot // books.page_size

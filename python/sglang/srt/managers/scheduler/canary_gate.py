@@ -234,7 +234,7 @@ class CanaryGate:
             sighting.found, dropped=sighting.dropped, outcome=outcome
         )
 
-    def error_of(self, sighting: Sighting) -> CanaryViolation:
+    def report_violation(self, sighting: Sighting) -> CanaryViolation:
         """Report damage that is not healed and return its error."""
         self.manager.reporter.publish(sighting.found, dropped=sighting.dropped)
         with_tokens = self.manager.config.report_tokens

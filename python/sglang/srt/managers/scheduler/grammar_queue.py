@@ -136,7 +136,7 @@ class GrammarQueue:
         for decision in decisions:
             req = self._waiting.pop(decision.rid)
             if decision.error is None:
-                req.take_grammar(self._grammar_of(req, is_fresh=decision.is_fresh))
+                req.take_grammar(self._make_grammar(req, is_fresh=decision.is_fresh))
                 ready.append(req)
             else:
                 req.abort(decision.error, status_code=decision.status_code)
@@ -144,7 +144,7 @@ class GrammarQueue:
         self._library.trim()
         return ready, failed
 
-    def _grammar_of(self, req: Req, *, is_fresh: bool) -> Grammar:
+    def _make_grammar(self, req: Req, *, is_fresh: bool) -> Grammar:
         key = req.params.grammar_key
         assert key is not None
         compiled = self._compiled.pop(req.rid, None)

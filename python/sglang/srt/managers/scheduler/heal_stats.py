@@ -23,7 +23,7 @@ ELSEWHERE = "found elsewhere"
 """Found by another rank or in the step before; this rank has no violation."""
 
 
-def diagnosis_of(violations: Sequence[Violation]) -> str:
+def first_diagnosis(violations: Sequence[Violation]) -> str:
     """Return the label of a healing: the diagnosis of the first violation."""
     return _name(violations[0].diagnosis_name) if violations else ELSEWHERE
 
@@ -62,7 +62,7 @@ class HealStats:
         self, violations: Sequence[Violation], again: Sequence[Req], *, now: float
     ) -> None:
         """Count a healing that queued `again` again."""
-        self.heals[diagnosis_of(violations)] += 1
+        self.heals[first_diagnosis(violations)] += 1
         self.healed_tokens += sum(len(req.tokens) for req in again)
         self._last_heal = self._clock()
         for req in again:

@@ -25,7 +25,7 @@ import torch
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.managers.scheduler.blame import Blame, find_blame
 from sglang.srt.managers.scheduler.heal_check import HealCheck
-from sglang.srt.managers.scheduler.heal_stats import HealStats, diagnosis_of
+from sglang.srt.managers.scheduler.heal_stats import HealStats, first_diagnosis
 from sglang.srt.managers.scheduler.result_processor import ProcessedBatch
 from sglang.srt.mem_cache.allocator import host_array
 from sglang.srt.mem_cache.common import start_over
@@ -153,7 +153,7 @@ class Healer:
         except CanaryViolation:
             raise
         except Exception as error:
-            raise self._gate.error_of(sighting) from error
+            raise self._gate.report_violation(sighting) from error
 
     def _contain(
         self,
@@ -271,7 +271,7 @@ class Healer:
                 ": the engine stops",
                 limit,
             )
-            raise self._gate.error_of(sighting)
+            raise self._gate.report_violation(sighting)
 
     def _blame(self, sighting: Sighting, launched: LaunchRecord) -> Blame:
         return find_blame(
@@ -496,7 +496,7 @@ def _log(
     logger.warning(
         'kv_canary healed: diagnosis="%s" recomputed=%d tokens=%d ended=%d '
         "cached_tokens_cut=%d",
-        diagnosis_of(sighting.violations),
+        first_diagnosis(sighting.violations),
         len(again),
         sum(len(req.tokens) for req in again),
         len(ended),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from sglang.srt.managers.messages.occupancy import spare_of
+from sglang.srt.managers.messages.occupancy import spare_room
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -64,7 +64,7 @@ class RequestIntake:
         self._streamer = streamer
         self._stats = stats
         self._max_queued_requests = max_queued_requests
-        self._spare = spare_of(max_queued_requests)
+        self._spare = spare_room(max_queued_requests)
         self._unfinished = unfinished
         self.recorder: Recorder | None = None
 

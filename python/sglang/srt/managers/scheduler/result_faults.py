@@ -65,7 +65,9 @@ def find_result_faults(
             reason = Reason.HOST_RECORDS
             if not _is_kept(launched, result, before, row, serial, word):
                 reason |= Reason.RESULT_TOKEN
-            found.append(_entry(req, row, word, reason, forward=_forward_of(result)))
+            found.append(
+                _entry(req, row, word, reason, forward=_forward_number(result))
+            )
             continue
         is_last = serial == req.serial and word == last << HALF_BITS | tokens[last]
         is_plain = result.stride == 1 and not launched.is_chunked[row]
@@ -76,7 +78,9 @@ def find_result_faults(
             continue
         if not _is_kept(launched, result, before, row, serial, word):
             reason = Reason.RESULT_TOKEN
-            found.append(_entry(req, row, word, reason, forward=_forward_of(result)))
+            found.append(
+                _entry(req, row, word, reason, forward=_forward_number(result))
+            )
     return found
 
 
@@ -96,7 +100,7 @@ def idle_fault(*, forward: int) -> list[int]:
     return entry
 
 
-def _forward_of(result: GenerationBatchResult) -> int:
+def _forward_number(result: GenerationBatchResult) -> int:
     """Number of the target's forward that ended the step; forwards are numbered from 1
     as they end.
     """

@@ -211,7 +211,7 @@ class PrefillAdder:
         self._take(req, extend_len, cost)
         return Admission.ADDED
 
-    def need_of(self, req: Req) -> SlotNeed:
+    def slot_need(self, req: Req) -> SlotNeed:
         """Return the need that `add` compares for a waiting request; takes nothing."""
         match = self._match(req, req.cacheable_prefix_len())
         self._cache.inc_lock_ref(match.last_node)
@@ -297,7 +297,7 @@ class BatchHeads:
             return
         self._reqs.append(req)
         for count, heads in self._heads.items():
-            heads.update(_heads_of([req], count))
+            heads.update(_iter_heads([req], count))
 
     def has(self, req: Req, count: int) -> bool:
         """Whether a request of the batch has the same first `count` tokens as `req`, in
@@ -305,11 +305,11 @@ class BatchHeads:
         """
         heads = self._heads.get(count)
         if heads is None:
-            heads = self._heads[count] = set(_heads_of(self._reqs, count))
-        return bool(heads) and not heads.isdisjoint(_heads_of([req], count))
+            heads = self._heads[count] = set(_iter_heads(self._reqs, count))
+        return bool(heads) and not heads.isdisjoint(_iter_heads([req], count))
 
 
-def _heads_of(reqs: Iterable[Req], count: int) -> Iterator[tuple[str | None, bytes]]:
+def _iter_heads(reqs: Iterable[Req], count: int) -> Iterator[tuple[str | None, bytes]]:
     for req in reqs:
         if len(req.tokens) >= count:
             yield req.namespace, req.tokens[:count].tobytes()

@@ -37,10 +37,10 @@ class SlotOwners:
         if slot < allocator.page_size:
             return Owner("scratch page")
         if slot >= len(self._is_cached):
-            return self._owner_of_region(slot)
+            return self._region_owner(slot)
         is_cached = bool(self._is_cached[slot])
         is_owned = bool(allocator.owns(np.array([slot // allocator.page_size]))[0])
-        claims = self._claims_of(slot)
+        claims = self._find_claims(slot)
         holders = [f"request {json.dumps(req.rid)}" for req in dict.fromkeys(claims)]
         if is_cached:
             holders.append("prefix cache")
@@ -50,10 +50,10 @@ class SlotOwners:
             is_shared=is_cached,
             is_allocated=is_owned,
             claims=tuple(req.serial for req in claims),
-            prefix_of=frozenset(self._readers_of(slot)),
+            prefix_of=frozenset(self._find_readers(slot)),
         )
 
-    def _owner_of_region(self, slot: int) -> Owner:
+    def _region_owner(self, slot: int) -> Owner:
         """Return the owner of a slot beyond the allocator's last slot: a request
         row.
         """
@@ -67,7 +67,7 @@ class SlotOwners:
                 return Owner(text, is_allocated=True, claims=(req.serial,))
         return Owner("free (draft region)")
 
-    def _claims_of(self, slot: int) -> list[Req]:
+    def _find_claims(self, slot: int) -> list[Req]:
         """Return the running requests that hold a slot outside the prefix cache, each
         as often as its row contains the slot.
         """
@@ -75,7 +75,7 @@ class SlotOwners:
         found: list[int] = holders[slots == slot].tolist()
         return [self._running[i] for i in found]
 
-    def _readers_of(self, slot: int) -> list[int]:
+    def _find_readers(self, slot: int) -> list[int]:
         """Return serials of running requests whose prefix contains a cached slot,
         according to the cache's records rather than the requests' rows.
         """

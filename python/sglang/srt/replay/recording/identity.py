@@ -25,7 +25,7 @@ _SECRET = frozenset({"api_key", "admin_api_key", "api_key_file"})
 _HEADER_BYTES = 65536
 
 
-def models_of(server_args: ServerArgs) -> dict[str, str]:
+def digest_models(server_args: ServerArgs) -> dict[str, str]:
     """Return digests of the models by role."""
     paths = {
         "target": server_args.model_path,
@@ -54,13 +54,15 @@ def model_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-def origin_of(scheduler: RecordedScheduler, *, rank: int, has_tokens: bool) -> Origin:
+def describe_origin(
+    scheduler: RecordedScheduler, *, rank: int, has_tokens: bool
+) -> Origin:
     """Return the origin of this scheduler's records."""
     args, runner = scheduler.server_args, scheduler.worker.model_runner
     return Origin(
         version=__version__,
         torch=str(torch.__version__),
-        models=models_of(args),
+        models=digest_models(args),
         device=args.device,
         rank=rank,
         num_slots=runner.max_total_num_tokens,

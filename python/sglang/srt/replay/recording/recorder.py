@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from sglang.srt.replay.recording.checkpoint import save_checkpoint
-from sglang.srt.replay.recording.identity import origin_of
+from sglang.srt.replay.recording.identity import describe_origin
 from sglang.srt.replay.recording.log import Launch, Noted, Round
 from sglang.srt.replay.recording.record_file import Checkpoint, Origin, encode_record
 from sglang.srt.replay.recording.written import to_record
@@ -224,7 +224,7 @@ class Recorder:
     def encode(self) -> bytes:
         """Encode the current log as a file."""
         if self._origin is None:
-            self._origin = origin_of(
+            self._origin = describe_origin(
                 self._scheduler, rank=self._rank, has_tokens=self._has_tokens
             )
         older, newer = self._older, self._newer
