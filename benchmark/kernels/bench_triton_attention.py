@@ -196,8 +196,9 @@ def checked_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Ro
     req_rows = torch.arange(1, rows + 1, device="cuda")
 
     def launch(cache: CheckedCache, layers: int | None) -> Callable[[], None]:
-        """`layers` None: no bytes are compared; else the forward's number is a multiple
-        of it or not."""
+        """With `layers` None no bytes are compared; otherwise it decides whether this
+        layer has its turn.
+        """
         compared = None
         if layers is not None:
             check = Check(

@@ -98,7 +98,7 @@ PLAIN_REQUESTS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChatSample:
-    """One conversation; `system` is empty where there is no system turn."""
+    """One conversation; `system` is empty without a system turn."""
 
     system: str
     user: str

@@ -57,7 +57,7 @@ GEMV_TILES = {
     4096: ((2, 2), (2, 4), (4, 4), (2, 8), (4, 8), (8, 8)),
 }
 MAX_PADDING = 1.25
-"""Columns of whole tiles over those of the weight."""
+"""Ratio of the columns in whole tiles to the weight's columns."""
 MATRIX_TILES = ((64, 64), (64, 128), (64, 256), (128, 64), (128, 128), (32, 128))
 SHARED = 227 * 1024
 

@@ -48,7 +48,7 @@ class Site:
     Fields:
         parents: from the function's statement down to the node's parent.
         names: parameters and local names of the function, and where each is first
-            bound; those of comprehensions are left out.
+            bound, except in comprehensions.
         returns_value: whether the function returns or yields one.
     """
 

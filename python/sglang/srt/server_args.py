@@ -796,7 +796,7 @@ class ServerArgs:
 
     @classmethod
     def add_flags(cls, parser: FlagParser) -> None:
-        """Add every flag of the server, and those of SGLang, to a parser."""
+        """Add every flag of the server, and SGLang's other flags, to a parser."""
         add_fields(parser, cls)
         add_upstream_flags(parser, cls)
 

@@ -44,7 +44,7 @@ OWN_PREFIX = "SGLANG_"
 STDIN, STDOUT, STDERR = range(3)
 
 start_process: Callable[..., Any] = subprocess.Popen
-"""Starts a server of a test; `forking` replaces it, and that of schedulers."""
+"""Starts a test's server; `forking` replaces this and the schedulers' one."""
 
 
 @contextlib.contextmanager

@@ -41,9 +41,7 @@ class Ask:
 
 
 class HealTraffic:
-    """Requests, some of which share a prefix, sample, ask for logprobs, or do not
-    stream.
-    """
+    """Mixed requests: some share a prefix, sample, get logprobs, or do not stream."""
 
     def __init__(self, *, seed: int, longer_by: int = 0) -> None:
         rng = random.Random(seed)

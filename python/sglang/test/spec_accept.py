@@ -135,7 +135,7 @@ def predicted_acceptance(
 def assert_oracle(
     asks: Sequence[Ask], answers: dict[str, Finished], *, vocab_size: int
 ) -> None:
-    """Check that plain answers equal those of the mock model's oracle."""
+    """Check that plain answers equal the mock model oracle's answers."""
     for i, ask in enumerate(asks):
         if not ask.is_plain:
             continue

@@ -1,6 +1,6 @@
 """Runs a speculating engine until a planted fault is reported.
 
-Keeps its own record of what every forward of both pools reads.
+Keeps its own record of the slots that every forward of both pools reads.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def longer_for(page_size: int) -> int:
 
 
 class SpecTraffic:
-    """Requests, some of which share a prefix, with a new one in every third step.
+    """Requests with partly shared prefixes, a new one in every third step.
 
     The first ones and half of the others run until the end of a test.
 

@@ -40,8 +40,8 @@ class SpecConfig:
     """One configuration of speculative decoding.
 
     Fields:
-        nodes: number of draft tokens among those that a tree can have; None for a
-            chain.
+        nodes: number of draft tokens relative to the possible range of a tree, or None
+            for a chain.
         backend: attention backend, on a CPU.
         model: the demo model, the mock model, or random weights of an architecture.
         variant: a mock head that reads hidden states instead of its own KV; an EAGLE3

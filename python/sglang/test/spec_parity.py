@@ -26,7 +26,7 @@ LOGPROB_TOLERANCE = 1e-4
 
 @dataclass(kw_only=True)
 class Ask:
-    """One request; `options` are those of `EngineHarness.submit`."""
+    """One request, with `options` for `EngineHarness.submit`."""
 
     prompt: list[int]
     options: dict[str, Any]

@@ -49,7 +49,7 @@ class NamespacedBlockStored(BlockStored, tag="BlockStored"):
 
     Fields:
         lora_name: always None.
-        extra_keys: [n], of which the first contains the name of the namespace.
+        extra_keys: [n]; the first one contains the name of the namespace.
     """
 
     lora_name: str | None

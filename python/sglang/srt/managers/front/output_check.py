@@ -1,13 +1,13 @@
-"""Comparison of what a client is shown with what the engine sampled.
+"""Compares the output shown to a client with the tokens that the engine sampled.
 
 ```
 sampler --> request --> message --> front --> text --> answer
         marks       digest       digest   second decoding   lengths
 ```
-The KV canary compares the first step with the device's marks (`result_faults.py`). Here
-the tokens that arrive are compared with the engine's digest of them, and the text that
-is shown with a decoding of its own, before either goes on. A difference is an error of
-this request alone.
+The KV canary compares the first step with the device's marks (`result_faults.py`). This
+module compares the tokens that arrive with the engine's digest of them, and the shown
+text with a second decoding, before either is passed on. A difference is an error of
+this request only.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 
 def output_fault(rid: str, what: str) -> EngineFailure:
-    """Log that a request's answer is not what was sampled; return its error."""
+    """Log that a request's answer differs from the sampled tokens; return its error."""
     return log_failure(f"kv_canary: output of request {rid}: {what}")
 
 
 def check_shown(update: Update, *, num_chars: int) -> None:
-    """Check the text that an answer has shown of a request so far.
+    """Check the text of a request that an answer has shown so far.
 
     Raises:
-        EngineFailure: it is longer or shorter than what `OutputCheck` has seen.
+        EngineFailure: its length differs from the text seen by `OutputCheck`.
     """
     if update.text_len is not None and update.text_len != num_chars:
         raise output_fault(
@@ -45,15 +45,15 @@ def check_shown(update: Update, *, num_chars: int) -> None:
 
 
 class OutputCheck:
-    """Follows one output from the messages to the text that is shown.
+    """Follows one output from the messages to the shown text.
 
     Args:
-        tokenizer: None where no text is shown. Text of a decoder that depends on
-            neighbouring tokens is not compared.
+        tokenizer: the tokenizer, or None if no text is shown. Text of a decoder that
+            depends on neighboring tokens is not compared.
 
     Attributes:
-        digest: of the tokens that have arrived.
-        text_len: characters that have been shown.
+        digest: digest of the tokens that have arrived.
+        text_len: number of characters shown so far.
     """
 
     def __init__(
@@ -68,12 +68,13 @@ class OutputCheck:
             self._dropped = tokenizer.special_ids
         self._is_trimmed = not params.no_stop_trim
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        # Text of the tokens that is not shown yet.
+        # Text of the tokens that has not been shown yet.
         self._due = ""
 
     def take_tokens(self, output: RequestOutput) -> EngineFailure | None:
-        """Take the tokens of a message; return the error if they are not the ones that
-        the engine counts."""
+        """Add the tokens of a message; return an error if they differ from the engine's
+        tokens.
+        """
         self.digest = extend_digest(self.digest, output.output_ids)
         if output.digest is not None and output.digest != self.digest:
             return output_fault(
@@ -86,10 +87,10 @@ class OutputCheck:
         return None
 
     def take_text(self, text: str, finish: FinishReason | None) -> None:
-        """Take the next piece of text that is shown.
+        """Add the next piece of shown text.
 
         Raises:
-            EngineFailure: it is not the text of the tokens.
+            EngineFailure: the text does not match the tokens.
         """
         self.text_len += len(text)
         if self._table is None:
@@ -102,7 +103,7 @@ class OutputCheck:
         self._due = rest
 
     def _may_hide(self, rest: str, finish: FinishReason) -> bool:
-        """Whether an output that ends so may leave out the text `rest`."""
+        """Whether an output with this end may omit the text `rest`."""
         if not rest or not self._is_trimmed or finish.matched is None:
             return not rest
         if isinstance(finish.matched, str):

@@ -46,7 +46,7 @@ class Update:
         finish_reason: set in the last update of a request.
         e2e_latency: seconds since the request arrived.
         prompt_ids: token ids of the prompt, if the request keeps them.
-        text_len: characters of all text so far; None while outputs are not checked.
+        text_len: number of characters so far, or None if outputs are not checked.
     """
 
     index: int
@@ -126,9 +126,9 @@ class RequestState:
         return request
 
     def receive(self, output: RequestOutput) -> None:
-        """Keep an output of the scheduler and wake the group's reader; an output with
-        tokens that do not follow those before it fails the group instead, and none of
-        it is shown."""
+        """Keep an output of the scheduler and wake the group's reader. If its tokens do
+        not follow the earlier ones, fails the group and shows nothing of it.
+        """
         if self._is_wrong:
             self.is_finished = output.finish_reason is not None
             return
@@ -174,7 +174,7 @@ class RequestState:
         """Return everything that arrived since the last call, as one update.
 
         Raises:
-            EngineFailure: its text is not the one of its tokens.
+            EngineFailure: its text does not match its tokens.
         """
         outputs, self._outputs = self._outputs, []
         last = outputs[-1]

@@ -268,11 +268,12 @@ class StepInput(msgspec.Struct, kw_only=True, omit_defaults=True):
 class RequestOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """New output of one request since its last message.
 
-    `output_ids` is a delta and never holds tokens beyond the finish.
-    `completion_tokens` counts all tokens so far. `finish_reason` is set in the last
-    message, exactly once. `digest` is `output_digest` of all tokens so far, None while
-    the KV canary is off. `first_token_at` comes with it where nothing was sent before:
-    in seconds of the monotonic clock, which all processes of a host share.
+    `output_ids` is a delta and never contains tokens beyond the finish.
+    `completion_tokens` counts all tokens so far. `finish_reason` is set exactly once,
+    in the last message. `digest` is the `output_digest` of all tokens so far, or None
+    while the KV canary is off. `first_token_at` is set in the last message if nothing
+    was sent before, in seconds of the monotonic clock, which all processes on a host
+    share.
     """
 
     rid: str

@@ -1,7 +1,7 @@
-"""What must hold after a healing, whatever went wrong in it.
+"""Checks what must hold after a healing, whatever went wrong in it.
 
-The healer decides by the host's records, which may be what is damaged. So its work is
-compared with what was noted before it began. Where something differs the engine stops,
+The healer relies on the host's records, which may themselves be damaged. So its work is
+compared with a snapshot taken before it began. If anything differs, the engine stops
 before a token of the step is sent.
 """
 
@@ -20,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class HealingError(RuntimeError):
-    """A healing has not done what it must."""
+    """A healing did not do what it must."""
 
 
 class HealCheck:
-    """The requests of a step and of the queue as they are before it is healed.
+    """A snapshot of a step's requests and the queue before a healing.
 
     Args:
         before: the requests of the step before its result is processed.
-        reqs: all that are not finished.
+        reqs: all unfinished requests.
     """
 
     def __init__(
@@ -39,8 +39,9 @@ class HealCheck:
         self._lengths |= {req.serial: length for req, length in rows}
 
     def keep_tokens(self, reqs: Iterable[Req]) -> None:
-        """Let requests keep what they have gained: the target decides what is said, and
-        only their drafts are in doubt."""
+        """Let requests keep their new tokens: the target decides the output, and only
+        their drafts are in doubt.
+        """
         self._lengths |= {req.serial: len(req.tokens) for req in reqs}
 
     def check(
@@ -51,16 +52,16 @@ class HealCheck:
         batches: BatchSelector,
         intake: RequestIntake,
     ) -> None:
-        """Check requests that were to be recomputed or ended.
+        """Check requests that should have been recomputed or ended.
 
         Raises:
-            HealingError: one of them has gained or lost tokens, not the ones that its
-                client has, or is in no queue.
+            HealingError: a request has gained or lost tokens, lacks tokens that its
+                client has, or is not queued.
         """
         waiting = {id(req) for req in batches.waiting}
         for req in again:
             self._check_tokens(req)
-            # Without its grammar it waits for another one first.
+            # Without its grammar it first waits for another one.
             is_queued = id(req) in waiting or req.grammar_failure is not None
             if not is_queued or not intake.is_unanswered(req):
                 raise HealingError(f"request {req.rid} is not queued again")
@@ -72,10 +73,10 @@ class HealCheck:
                 raise HealingError(f"request {req.rid} has not ended")
 
     def check_withheld(self, reqs: Iterable[Req]) -> None:
-        """Check that requests have gained nothing of the step.
+        """Check that requests have gained nothing from the step.
 
         Raises:
-            HealingError: one has.
+            HealingError: a request has.
         """
         for req in reqs:
             self._check_tokens(req)

@@ -27,7 +27,7 @@ class OutputStreamer:
     A request that does not stream is sent once, when it has finished.
 
     Args:
-        has_digests: whether messages have the digests of their requests' tokens.
+        has_digests: whether messages contain digests of their requests' tokens.
     """
 
     def __init__(
@@ -86,8 +86,9 @@ class OutputStreamer:
 
 
 def _digest(req: Req) -> int:
-    """Return the digest of all tokens that count, from where the last one ended:
-    whatever slice of them is sent."""
+    """Return the digest of all tokens that count, continued from the last one and
+    independent of the slice that is sent.
+    """
     sent = req.sent
     begin = req.prompt_len + sent.num_digested
     new = req.tokens[begin : req.prompt_len + req.output_len]

@@ -77,7 +77,7 @@ logger = logging.getLogger(__name__)
 
 # An idle receive returns this often so that the process notices signals.
 IDLE_WAIT_MS = 1000
-# Of the ids of requests that got lost, so many are logged.
+# Maximum number of lost requests whose ids are logged.
 MAX_LOST_SHOWN = 16
 # Wait while a grammar is compiled and nothing else runs.
 GRAMMAR_WAIT_MS = 2
@@ -301,7 +301,7 @@ class Scheduler:
             return self._run_round(inputs)
 
     def _run_round(self, inputs: StepInput) -> bool:
-        """One round after its messages have been received; see `step`."""
+        """Run one round after its messages have been received; see `step`."""
         recorder = self.recorder
         if recorder is not None:
             self._begin_record(recorder, inputs)
@@ -351,8 +351,8 @@ class Scheduler:
         return any([launched.has_grammar for launched, _ in self.in_flight])
 
     def _resolve(self, max_in_flight: int) -> bool:
-        """Process results, oldest first, until `num_left` are left; returns whether any
-        was.
+        """Process results, oldest first, until `max_in_flight` are left; returns
+        whether any was.
         """
         did_process = False
         while len(self.in_flight) > max_in_flight:
@@ -476,8 +476,9 @@ class Scheduler:
             self.idle_checked = True
 
     def _end_lost(self) -> None:
-        """Answer requests that are in no queue and no batch, by an error of the
-        scheduler's own: nobody else would."""
+        """Answer requests that, because of a scheduler error, are in no queue and no
+        batch and would otherwise never be answered.
+        """
         lost = list(self._unfinished.values())
         logger.error(
             "%d request(s) were in no queue and no batch, and end with an error: %s",
