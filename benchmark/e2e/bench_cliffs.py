@@ -113,7 +113,7 @@ class Loads:
 
 
 def options_ms(side: Side, options: dict[str, Any], seed: int) -> float:
-    """Run a few requests with `options` to the end."""
+    """Return the milliseconds of a few requests with `options`."""
     generator = torch.Generator().manual_seed(seed)
     vocab = side.scheduler.model_config.vocab_size
     fields = {key: options[key] for key in options if key in OF_REQUEST}
@@ -141,7 +141,7 @@ def uses_of_options(side: Side, loads: Loads) -> Iterator[Use]:
 
 
 def prompts_ms(side: Side, length: int, rows: int, seed: int) -> float:
-    """Return the time from sending `rows` prompts at once to the last one's only
+    """Return the milliseconds from sending `rows` prompts at once to the last one's
     token.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -187,7 +187,7 @@ def decode_uses(side: Side, what: str, rows: int, length: int, loads: Loads) -> 
 
 
 def batch_ms(side: Side, requests: int, seed: int) -> float:
-    """Run a batch of requests with random lengths, fixed by the seed, to the end."""
+    """Return the milliseconds of a batch of random lengths, the same for each seed."""
     rng, generator = random.Random(0), torch.Generator().manual_seed(seed)
     for _ in range(requests):
         side.submit(rng.randint(100, 1024), rng.randint(100, 1024), generator)

@@ -157,7 +157,7 @@ class Stopped:
 
 
 def wrong_tokens(asked: dict[str, list[int]], said: dict[str, Finished]) -> int:
-    """Tokens received by clients that differ from the oracle's."""
+    """Count the tokens received by clients that differ from the oracle's."""
     wrong = 0
     for rid, answer in said.items():
         prompt, output = asked[rid], answer.output_ids

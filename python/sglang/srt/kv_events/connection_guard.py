@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # Maximum for all sockets together, including incomplete handshakes.
 MAX_CONNECTIONS = 256
-# This many closed connections leave holes in the heap.
+# When this many connections close, they leave holes in the heap.
 CROWD = 64
 # A peer that does not complete its handshake in this time is dropped.
 HANDSHAKE_MS = 2_000

@@ -22,7 +22,7 @@ from sglang.srt.utils.template_limits import (
 MAX_BITS = 1 << 16
 # Digits of a field width in a format: six digits are rejected.
 WIDTH_DIGITS = 6
-# Types that a template can turn into work not visible in its text.
+# Tests that can do more work than their text shows.
 COMPARING_TESTS = (
     *("eq", "equalto", "==", "ne", "!=", "in"),
     *("lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">="),

@@ -36,7 +36,7 @@ LARGE = 1 << 14
 # A job with at most this many bytes of arguments may use the process for cheap jobs:
 # some tenths of a second of work.
 CHEAP_BYTES = 1 << 18
-# CPU time of a job: enough to tokenize five times as much on a slow machine.
+# CPU time of a job, with a margin: even a slow machine tokenizes five times as much.
 BASE_CPU_SECONDS = 2.0
 BYTES_PER_CPU_SECOND = 1 << 18
 # Niceness of the process for expensive jobs.

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 # Variables that change what a replay does.
 VARIABLES = ("SGLANG_KV_CANARY_", "SGLANG_DEBUG_REVERT_PR")
-# Private flags.
+# Flags that must not be recorded.
 _SECRET = frozenset({"api_key", "admin_api_key", "api_key_file"})
 _HEADER_BYTES = 65536
 

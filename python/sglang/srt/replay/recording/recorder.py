@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Saving a tree takes about a microsecond per run, so larger trees are shared by more
-# forwards.
+# Saving a tree takes about a microsecond per run: the larger the tree, the more
+# forwards share that cost.
 RUNS_PER_FORWARD = 2
 # Maximum length of a generation that cannot be followed by another one.
 MAX_GENERATIONS = 4
