@@ -27,9 +27,9 @@ import torch
 from bench_canary import Side
 from model_shapes import SHAPES, write_shape
 
+from kv_canary.runtime.runtime import CanaryRuntime
 from sglang.bench_utils.launch import run_report
 from sglang.bench_utils.report import Json, format_table, provenance
-from sglang.srt.kv_canary.runner.due_work import DueWork
 from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler.batch_selector import BatchSelector
 from sglang.srt.managers.scheduler.request_intake import RequestIntake
@@ -55,7 +55,7 @@ PARTS = (
     Part("choose the batch", BatchSelector, "_fill_prefill_adder"),
     Part("slots, rows, tokens", ScheduleBatch, "prepare_for_extend"),
     Part("describe the forward", ScheduleBatch, "forward_batch"),
-    Part("canary's prefixes", DueWork, "settle"),
+    Part("canary's prefixes", CanaryRuntime, "settle"),
     Part(MODEL, ModelRunner, "forward"),
     Part("take the results", BatchResultProcessor, "process"),
 )

@@ -44,7 +44,7 @@ from served import build_served, free_memory
 
 from kv_canary.records import NUM_COUNTERS
 from sglang.srt.configs.draft_layout import alloc_len_per_decode
-from sglang.srt.kv_canary.runner import canary_manager
+from sglang.srt.kv_canary.runner import launch_order
 from sglang.srt.managers.messages.io_struct import AbortReq, GenerateReq
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_io import ListIO
@@ -438,9 +438,9 @@ def compare(args: argparse.Namespace) -> None:
     clock = CLOCKS[args.clock]
     if args.beside != "auto":
         is_always = args.beside == "always"
-        canary_manager.BESIDE_FROM_TOKENS = 0 if is_always else sys.maxsize
-        canary_manager.TAIL_BESIDE_HEAD = is_always
-        canary_manager.LAUNCH_BEHIND_GRAPH = is_always
+        launch_order.BESIDE_FROM_TOKENS = 0 if is_always else sys.maxsize
+        launch_order.TAIL_BESIDE_HEAD = is_always
+        launch_order.LAUNCH_BEHIND_GRAPH = is_always
     args.load_format = "auto" if args.model_path else "dummy"
     folder = Path(args.model_path or write_shape(args.shape, Path(tempfile.mkdtemp())))
     results: dict[str, dict[str, float]] = {}

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
 
 from kv_canary.layout import NO_FINGERPRINT, Fingerprint
-
-if TYPE_CHECKING:
-    from kv_canary.state import CanaryState
-    from kv_canary.view import ForwardView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,12 +47,3 @@ CHECK_NUMBERS = (
 """The numbers of `PoolChecks` that the native ops take."""
 
 check_numbers_of = attrgetter(*CHECK_NUMBERS)
-
-
-class GroupForward(NamedTuple):
-    """A forward in a second group of slots with the same rows and new tokens: that
-    group's state, with one read view, and the tables it is compared with."""
-
-    state: CanaryState
-    view: ForwardView
-    checks: PoolChecks

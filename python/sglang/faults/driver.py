@@ -11,8 +11,7 @@ from torch import Tensor
 
 from sglang.faults.pools.planters import PLANTERS
 from sglang.faults.pools.scene import Damage, Moves, Scene, When
-from sglang.faults.settings import NEXT_TOKEN_SWAP
-from sglang.srt.kv_canary.pool_patcher.api import FULL
+from sglang.faults.settings import FULL, NEXT_TOKEN_SWAP
 from sglang.srt.kv_canary.token_oracle import oracle_tokens
 
 if TYPE_CHECKING:
@@ -81,7 +80,7 @@ class PerturbDriver:
         self._settings = settings
         self._cache = cache
         self.is_draft = target.is_draft
-        self.group = settings.group if target.windows else FULL
+        self.group = settings.group if target.group(settings.group) else FULL
         self._rng = random.Random(SEED)
         self._forwards = 0
         self._armed: list[str] = []

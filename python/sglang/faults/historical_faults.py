@@ -50,7 +50,7 @@ def free_early(worker: TpModelWorker, run: Method) -> Method:
                     req.req_pool_idx, req.cache_protected_len, req.committed_len - 1
                 )
                 for manager in worker.canary_managers():
-                    manager.on_free(slots)
+                    manager.target.groups[0].free(slots)
         result: GenerationBatchResult = run(batch, sampling_info)
         return result
 

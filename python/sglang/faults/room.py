@@ -58,7 +58,7 @@ def _attach(scheduler: Scheduler, settings: PerturbSettings) -> None:
     if not managers:
         return
     target = managers[0].target
-    if settings.group != FULL and target.windows is None:
+    if settings.group != FULL and target.group(settings.group) is None:
         refuse_without_windows(envs.SGLANG_KV_CANARY_PERTURB_TARGET_GROUP)
     drivers = drivers_of(scheduler, settings)
     if target.config.use_token_oracle:

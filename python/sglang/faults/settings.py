@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from sglang.srt.kv_canary.config import CanaryConfig
     from sglang.srt.server_args import ServerArgs
 
-FULL = GROUPS[0]
+FULL, SWA = GROUPS[:2]
 # A model without window slots has only one group, whatever its name.
 DAMAGED_GROUPS = GROUPS[:2]
 

@@ -15,10 +15,9 @@ from kv_canary.faults.vllm import planters as vllm_planters
 from scripts.mutation.targets import AREAS
 from sglang.faults.fault_points import FAULT_POINTS
 from sglang.faults.pools.planters import PLANTERS as POOLS
-from sglang.faults.settings import VARIABLES
+from sglang.faults.settings import FULL, SWA, VARIABLES
 from sglang.faults.steps.planters import PLANTERS as STEPS
 from sglang.srt.environ import FAULTS_ROOM, Envs, EnvVar
-from sglang.srt.kv_canary.pool_patcher.api import FULL, SWA
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=5, suite="cpu")

@@ -11,14 +11,13 @@ import pytest
 import torch
 from forward_world import canary_of, decode_batch, findings
 
+from kv_canary import launches
 from kv_canary.evidence import Owner
 from kv_canary.records import POISON_WORD
 from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.forward.graph_capture import BreakableGraph, SideStream
 from sglang.srt.kv_canary.perturb import driver_of
-from sglang.srt.kv_canary.runner import due_work
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-from sglang.srt.kv_canary.single_forward_manager import manager as forward_manager
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
@@ -68,7 +67,7 @@ class World:
         )
         if not ON_GPU:
             main, side = NotedStream("main", self.log), NotedStream("side", self.log)
-            self.manager.side = SideStream(
+            self.manager.order.side = SideStream(
                 side, current=lambda: main, entering=lambda _: nullcontext()
             )
         self.manager.mark_init_finished()
@@ -76,10 +75,10 @@ class World:
     def note(self, patch: pytest.MonkeyPatch) -> None:
         """Log launches and replays from now on."""
         for owner, name in (
-            (forward_manager, "before_model"),
-            (forward_manager, "write_tail"),
-            (due_work, "poison"),
-            (due_work, "expect_rows"),
+            (launches, "before_model"),
+            (launches, "write_tail"),
+            (launches, "poison"),
+            (launches, "expect_rows"),
             (BreakableGraph, "replay"),
         ):
             patch.setattr(owner, name, self._noted(name, getattr(owner, name)))

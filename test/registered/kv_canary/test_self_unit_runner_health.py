@@ -146,7 +146,7 @@ def test_the_tail_runs_beside_the_head(
     forked = SideStream(side, current=lambda: main, entering=lambda _: nullcontext())
     (row,) = prefilled(harness, 9)
     one = manager._managers[0]
-    monkeypatch.setattr(manager, "side", forked)
+    monkeypatch.setattr(manager.order, "side", forked)
 
     def note(owner: object, name: str) -> None:
         function = getattr(owner, name)

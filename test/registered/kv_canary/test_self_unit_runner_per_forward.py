@@ -20,6 +20,7 @@ from forward_world import (
     with_padded_row,
 )
 
+from kv_canary import launches
 from kv_canary.checks import Reason
 from kv_canary.findings import is_clean
 from kv_canary.records import (
@@ -45,9 +46,8 @@ from sglang.srt.kv_canary.api import (
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
 from sglang.srt.kv_canary.perturb import driver_of
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
-from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-from sglang.srt.kv_canary.runner.scopes import context_tuple
-from sglang.srt.kv_canary.single_forward_manager import manager as forward_manager
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager, context_tuple
+from sglang.srt.kv_canary.runner.details import details
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
@@ -77,8 +77,8 @@ class TestManagerPerForward:
             return call
 
         for name in ("before_model", "write_tail"):
-            function = getattr(forward_manager, name)
-            monkeypatch.setattr(forward_manager, name, recorded(name, function))
+            function = getattr(launches, name)
+            monkeypatch.setattr(launches, name, recorded(name, function))
         backend = harness.runner.attn_backend
         monkeypatch.setattr(backend, "forward", recorded("layer", backend.forward))
         rows = prefilled(harness, 9, 4)
@@ -178,8 +178,12 @@ class TestManagerPerForward:
                 page_size=1,
                 rid_of={},
             )
-            details = canary_of(harness)._details(violation, harness.tokens)
-            assert details == {"first_wrong_position": position}
+            found = details(
+                violation,
+                target=canary_of(harness).target,
+                tokens_of=harness.tokens,
+            )
+            assert found == {"first_wrong_position": position}
 
     @pytest.mark.parametrize("mode", [EXTEND, DECODE], ids=lambda mode: mode.name)
     def test_an_incident_names_the_mode_of_its_forward(
@@ -349,19 +353,19 @@ class TestCanaryManagerActiveSingleForwardManagerDispatch:
         runner = harness.runner
         config = CanaryConfig(mode=CanaryMode.LOG, real_data=RealData.ALL)
         rows = runner.req_to_token_pool.size
-        buffers = attach_canary_buffers(
+        groups = attach_canary_buffers(
             pool=runner.token_to_kv_pool,
             config=config,
             device=runner.device,
             is_draft=False,
             kv_token_id_vs_position_offset=0,
-            req_rows=rows + 1,
+            req_to_token_pool=runner.req_to_token_pool,
             max_rows=rows,
             num_managers=2,
         )
         target = CanaryTarget(
             config=config,
-            buffers=buffers,
+            groups=groups,
             req_to_token_pool=runner.req_to_token_pool,
             kv_pool=runner.token_to_kv_pool,
             attn_backend=runner.attn_backend,
@@ -412,14 +416,14 @@ class TestCanaryManagerActiveSingleForwardManagerDispatch:
         row = harness.new_row([1, 2, 3, 4, 5])
         batch = harness.prepare(EXTEND, [(row, 4)])
         seen: list[list[int]] = []
-        before_model = vars(forward_manager)["before_model"]
+        before_model = vars(launches)["before_model"]
 
         def watched(*args: Any, **kwargs: Any) -> None:
             before_model(*args, **kwargs)
             seen.append(state.phase.tolist())
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(forward_manager, "before_model", watched)
+            patch.setattr(launches, "before_model", watched)
             with manager.with_ops_outside_graph(
                 single_forward_indices=[0, 1], maybe_inaccurate_forward_batch=batch
             ):

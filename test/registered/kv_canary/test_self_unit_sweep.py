@@ -49,16 +49,16 @@ def make_sweeper(
         head_dim=4,
         device="cpu",
     )
-    buffers = attach_canary_buffers(
+    (group,) = attach_canary_buffers(
         pool=pool,
         config=CanaryConfig(mode=CanaryMode.LOG, real_data=RealData.NONE),
         device="cpu",
         is_draft=False,
         kv_token_id_vs_position_offset=0,
-        req_rows=5,
+        req_to_token_pool=req_to_token_pool,
         max_rows=4,
     )
-    return cache, Sweeper(cache, buffers, budget=budget)
+    return cache, Sweeper(cache, group, budget=budget)
 
 
 def put(cache: RadixCache, tokens: list[int], namespace: str | None = None) -> None:

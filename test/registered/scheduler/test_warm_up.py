@@ -115,9 +115,7 @@ def _counted(stats: SchedulerStats) -> list[str]:
 def arenas_of(engine: EngineHarness) -> list[torch.Tensor]:
     found = []
     for manager in engine.scheduler.worker.canary_managers():
-        found.append(manager.target.buffers.state.arena)
-        if manager.target.windows is not None:
-            found.append(manager.target.windows.buffers.state.arena)
+        found += [group.state.arena for group in manager.target.groups]
     return found
 
 

@@ -44,10 +44,12 @@ _SUMMARY_FORWARDS = 10_000
 
 class Announcement(NamedTuple):
     """Rows [R] int64 that a forward continues, and `values` [len(Expected), R] int64;
-    see `launches.expect_rows`."""
+    see `launches.expect_rows`. `then`, if any, enqueues what the host does next with
+    these rows."""
 
     rows: Tensor
     values: Tensor
+    then: Callable[[], None] | None = None
 
 
 class Examined(NamedTuple):
@@ -128,16 +130,21 @@ class CanaryRuntime(Generic[GroupT]):
         """Enqueue what is due on the current stream: first frees, because a freed slot
         may have a new owner, then announcements."""
         for group in self.groups:
-            group.settle()
-        self._announce()
+            # Asked here: a call would cost a small step more than what it finds.
+            if group.freed:
+                group.settle()
+        if self._announced is not None:
+            self._announce()
 
     def _announce(self) -> None:
         if self._announced is None:
             return
         make, self._announced = self._announced, None
-        rows, values = make()
+        rows, values, then = make()
         for group in self.groups:
             group.expect(rows, values)
+        if then is not None:
+            then()
 
     def begin(self) -> None:
         """Begin a forward, in its stream."""

@@ -8,7 +8,7 @@ from types import ModuleType
 from kv_canary.faults.catalogue import DRAFT_FAULTS, POOL_FAULTS, WINDOW_FAULTS
 from sglang.faults.pools import inputs, slots, speculation, windows
 from sglang.faults.pools.scene import Planter, When
-from sglang.srt.kv_canary.pool_patcher.api import FULL, SWA
+from sglang.faults.settings import FULL, SWA
 
 _WHEN = {
     "real_kv_post_forward": When.AFTER_FORWARD,

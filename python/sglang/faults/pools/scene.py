@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kv_canary.faults.pool import flip_bytes
-from sglang.srt.kv_canary.pool_patcher.api import FULL
+from sglang.faults.settings import FULL
+from sglang.srt.kv_canary.groups import WindowGroup
 
 # Value of the KV elements in a slot whose copy was dropped.
 STALE = 0.3125
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
     from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
-    from sglang.srt.kv_canary.single_forward_manager.window_launches import WindowGroup
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.memory_pool import KVCache
@@ -139,8 +139,9 @@ class Scene:
     @property
     def windows(self) -> WindowGroup:
         """Of a scene in the group of window slots."""
-        assert self.target.windows is not None
-        return self.target.windows
+        group = self.target.group(self.group)
+        assert isinstance(group, WindowGroup)
+        return group
 
     @property
     def buffers(self) -> CanaryBuffers:

@@ -12,12 +12,12 @@ import numpy as np
 import torch
 
 from kv_canary.faults import pool
+from kv_canary.launches import move_records, poison
 from kv_canary.records import POISON_WORD
 from sglang.faults.pools.scene import STALE, Damage, Scene
 from sglang.faults.pools.tables import repoint, slot_places
 from sglang.srt.draft_trees.draft_input import EagleDraftInput
 from sglang.srt.forward.batch import ForwardMode
-from sglang.srt.kv_canary.kernels import move_records, poison
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 

@@ -60,3 +60,18 @@ class NullScopes:
 
     def on_replay(self) -> None:
         """Nothing to note."""
+
+
+def context_tuple(
+    scopes: ForwardScopes | None, *, index: int, forward_batch: ForwardBatch
+) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """Scopes (of the launch, of the forward) of forward `index` alone; without `scopes`
+    both do nothing."""
+    scopes = NullScopes() if scopes is None else scopes
+    return (
+        scopes.with_ops_outside_graph(
+            single_forward_indices=(index,),
+            maybe_inaccurate_forward_batch=forward_batch,
+        ),
+        scopes.with_active_single_forward_manager(index),
+    )

@@ -6,7 +6,6 @@ The worker that owns the runner calls it; the runner knows nothing but scopes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kv_canary.attended import SUM_BYTES, AttendedBytes, attended_bytes
@@ -15,19 +14,15 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.kv_canary.capacities import bytes_per_slot
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
-from sglang.srt.kv_canary.pool_patcher.api import (
-    CanaryBuffers,
-    attach_canary_buffers,
-)
+from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
-from sglang.srt.kv_canary.single_forward_manager.window_launches import WindowGroup
 from sglang.srt.kv_canary.token_oracle import InputOracle
-from sglang.srt.mem_cache.groups.window_slots import WindowSlots
 
 if TYPE_CHECKING:
     from torch import nn
 
+    from kv_canary.runtime.group import CanaryGroup
     from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
@@ -69,34 +64,21 @@ def install_canary(
         tree_depth = server_args.tree_shape.num_steps
     backend = model_runner.attn_backend
     keeps_sums = not is_draft and _keeps_sums(server_args, backend.capabilities)
-    attach = partial(
-        attach_canary_buffers,
+    groups = attach_canary_buffers(
+        pool=pool,
         config=config,
         device=pool.device,
         is_draft=is_draft,
         kv_token_id_vs_position_offset=token_offset,
-        req_rows=req_to_token_pool.size + 1,
+        req_to_token_pool=req_to_token_pool,
         max_rows=req_to_token_pool.size * topk,
         num_managers=num_managers,
         num_branches=req_to_token_pool.size * topk if is_draft else 0,
         keeps_sums=keeps_sums,
     )
-    attached = {g.name: attach(pool=g.tensors, group=g.name) for g in pool.groups}
-    buffers = attached[pool.groups[0].name]
-    windows: WindowGroup | None = None
-    for group in pool.groups:
-        if isinstance(group.slots, WindowSlots):
-            windows = WindowGroup(
-                buffers=attached[group.name],
-                slots=group.slots,
-                req_to_slots=req_to_token_pool.record_group(group.slots),
-            )
-    if windows is None and not is_draft:
-        config.refuse_without_windows()
-    compared = {name: _attended(own) for name, own in attached.items()}
-    if compared[pool.groups[0].name] is not None:
+    compared = {group.name: _attended(group) for group in groups}
+    if compared[groups[0].name] is not None:
         backend.compare_bytes({n: own for n, own in compared.items() if own})
-    seeds = buffers.state.expected_lineage.new_zeros(req_to_token_pool.size + 1)
     oracle = None
     if config.check_write_inputs and not is_draft:
         oracle = InputOracle(
@@ -107,7 +89,7 @@ def install_canary(
     manager = CanaryManager(
         CanaryTarget(
             config=config,
-            buffers=buffers,
+            groups=groups,
             req_to_token_pool=req_to_token_pool,
             kv_pool=pool,
             attn_backend=backend,
@@ -115,19 +97,19 @@ def install_canary(
             vocab_size=model_runner.model_config.vocab_size,
             topk=topk,
             tree_depth=tree_depth,
-            seeds=seeds if is_draft else None,
             oracle=oracle,
-            windows=windows,
         ),
         num_managers=num_managers,
         group=get_tp_group(),
         target_canary=target_canary,
     )
-    model_runner.allocator.register_on_free(manager.on_free)
-    if is_draft:
-        req_to_token_pool.register_on_region_free(manager.on_region_free)
-    if manager.windows is not None:
-        manager.windows.register()
+    if not is_draft and not manager.reports:
+        config.refuse_without_windows()
+    model_runner.allocator.register_on_free(groups[0].free)
+    for group in groups:
+        if is_draft:
+            req_to_token_pool.register_on_region_free(group.free_primary)
+        group.listen()
     _patch_model_forward(model_runner.model, manager)
     model_runner.scopes = model_runner.canary_manager = manager
     return manager
@@ -155,8 +137,8 @@ def _keeps_sums(server_args: ServerArgs, backend: AttentionBackendCapabilities) 
     return config.covers_all_bytes and is_plain and backend.compares_bytes
 
 
-def _attended(buffers: CanaryBuffers) -> AttendedBytes | None:
-    return attended_bytes(buffers.state, buffers.fingerprint)
+def _attended(group: CanaryGroup) -> AttendedBytes | None:
+    return attended_bytes(group.state, group.checks.fingerprint)
 
 
 def _patch_model_forward(model: nn.Module, manager: CanaryManager) -> None:
@@ -203,8 +185,8 @@ def _with_canary_bracketing(
         if replayed is not None or not has_all_layers():
             manager.calls.leave_out()
         if replayed is not None:
-            replayed = manager.with_launch_behind(replayed)
-        if stack is not None and manager.side is not None:
+            replayed = manager.order.with_launch_behind(replayed)
+        if stack is not None and manager.order.side is not None:
             kwargs["stack"] = manager.with_tail_after(replayed or stack)
         output = forward(*args, **kwargs)
         manager.post_ops_maybe_inside_graph(forward_batch)

@@ -8,7 +8,7 @@ graph is looked at while it is captured, and costs nothing when it is replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
 
 AttentionOp = Callable[..., None]
-LayerArgs = tuple[dict[str, Any], dict[str, Any]]
+# Arguments by name, of the layers of each group by its name.
+GroupArgs = dict[str, dict[str, Any]]
 
 
 class AttentionCalls:
@@ -36,16 +37,16 @@ class AttentionCalls:
         self._buffers = [
             kv_pool.get_kv_buffer(layer) for layer in range(kv_pool.layer_num)
         ]
-        self._is_sliding = [
-            kv_pool.layer_place(layer)[0].slots is not None
-            for layer in range(kv_pool.layer_num)
+        self._primary = kv_pool.groups[0].name
+        self._group_of = [
+            kv_pool.layer_place(layer)[0].name for layer in range(kv_pool.layer_num)
         ]
         self._is_watching = False
         self._stored = self._attended = 0
-        # Arguments of the forward that is open, of full layers and of sliding ones;
-        # None: none is open, or it is not looked at.
-        self._store_args: LayerArgs | None = None
-        self._attend_args: LayerArgs = ({}, {})
+        # Arguments of the forward that is open. None if none is open, or it is not
+        # looked at.
+        self._store_args: GroupArgs | None = None
+        self._attend_args: GroupArgs = {}
 
     def watch(self, backend: AttentionBackend) -> None:
         """See the calls of `backend`, and of all copies of it that are made later,
@@ -58,10 +59,10 @@ class AttentionCalls:
         self,
         batch: ForwardBatch,
         view: KVReadView,
-        window: WindowForward | None = None,
+        forwards: Mapping[str, WindowForward],
     ) -> None:
-        """Expect the calls of a forward over `batch` that reads `view`, and in sliding
-        layers `window`."""
+        """Expect the calls of a forward over `batch` that reads `view`, and in the
+        layers of secondary groups what `forwards` has under the group's name."""
         if not self._is_watching:
             return
         self._stored = self._attended = 0
@@ -76,17 +77,15 @@ class AttentionCalls:
             attended["prefix_lens"] = batch.prefix_lens
             attended["qo_indptr"] = batch.qo_indptr
             attended["tree_mask"] = batch.tree_mask
-        self._store_args = (stored, stored)
-        self._attend_args = (attended, attended)
-        if window is not None:
-            rows = window.rows
-            sliding = {
-                name: getattr(rows, name, value) for name, value in attended.items()
-            }
-            # Row r of the window tables is row r of the batch.
-            sliding["row_index"] = None
-            self._store_args = (stored, stored | {"out_cache_loc": window.cache_loc})
-            self._attend_args = (attended, sliding)
+        self._store_args = {self._primary: stored}
+        self._attend_args = {self._primary: attended}
+        for group, forward in forwards.items():
+            rows = forward.rows
+            own = {name: getattr(rows, name, value) for name, value in attended.items()}
+            # Row r of a group's own tables is row r of the batch.
+            own["row_index"] = None
+            self._store_args[group] = stored | {"out_cache_loc": forward.cache_loc}
+            self._attend_args[group] = own
 
     def leave_out(self) -> None:
         """Expect no calls of the forward that has begun: a graph replays them."""
@@ -150,7 +149,7 @@ class AttentionCalls:
         place: int,
         caches: tuple[Tensor, Tensor],
         args: dict[str, Any],
-        expected: LayerArgs,
+        expected: GroupArgs,
     ) -> None:
         """Raises:
         RuntimeError: the call is not that of the forward's layer `place`.
@@ -166,7 +165,7 @@ class AttentionCalls:
                 f"KV canary: layer {place} of the pool {verb} over other K or V than "
                 "its own"
             )
-        for name, value in expected[self._is_sliding[place]].items():
+        for name, value in expected[self._group_of[place]].items():
             if args[name] is not value:
                 raise RuntimeError(
                     f"KV canary: layer {place} of the pool {verb} with another {name} "

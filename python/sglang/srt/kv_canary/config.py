@@ -7,6 +7,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from kv_canary.runtime.mode import Mode
 from sglang.srt.environ import EnvVar, envs
 from sglang.srt.utils.paths import private_folder
 
@@ -14,13 +15,7 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 
-class CanaryMode(str, Enum):
-    """The reaction to a violation."""
-
-    NONE = "none"
-    LOG = "log"
-    RAISE = "raise"
-    HEAL = "heal"
+CanaryMode = Mode
 
 
 class RealData(str, Enum):

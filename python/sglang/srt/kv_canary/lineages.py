@@ -56,6 +56,16 @@ class PrefixLineages:
                 self._known[owner] = (length, value)
         return values
 
+    def announcement(
+        self, owners: Sequence[TokenOwner], lengths: Sequence[int]
+    ) -> list[list[int]]:
+        """`records.Expected` of owners who go on from their first `lengths` slots."""
+        return [
+            self.prefixes(owners, lengths),
+            [self.seed(owner) for owner in owners],
+            [owner.serial for owner in owners],
+        ]
+
     def _missing(self, owner: TokenOwner, length: int) -> TokenRun:
         """The tokens between what is known of `owner` and its first `length` slots."""
         known, value = self._known.get(owner, (0, 0))

@@ -25,10 +25,11 @@ from kv_canary.records import (
     unpack_word3,
 )
 from kv_canary.violation import POOLS
+from sglang.srt.mem_cache.groups.kv_group import FULL
 
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState
-    from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
+    from sglang.srt.kv_canary.groups import PoolGroup
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 
 _MASK64 = (1 << 64) - 1
@@ -84,28 +85,28 @@ def _clocks_of(words: NDArray[np.int64]) -> PageClocks:
 
 
 def slot_records(managers: Sequence[CanaryManager], slot: int) -> list[dict[str, Any]]:
-    """The records of a slot in all pools, and of its window slot; waits for the device.
+    """The records of a slot in all pools, and in their secondary groups; waits for the
+    device.
 
     Args:
-        slot: of the full group, no scratch.
+        slot: primary, no scratch.
     """
     found = []
     for manager in managers:
-        target = manager.target
-        found.append(_record(manager, target.buffers, slot, group="full"))
-        if target.windows is not None:
-            (window,) = target.windows.slots.map_slots(np.array([slot])).tolist()
-            if window:
-                buffers = target.windows.buffers
-                found.append(_record(manager, buffers, window, group="swa"))
+        primary, *secondary = manager.target.groups
+        found.append(_record(manager, primary, slot, group=FULL))
+        for group in secondary:
+            (own,) = group.kv.on_host(np.array([slot])).tolist()
+            if own:
+                found.append(_record(manager, group, own, group=group.name))
     return found
 
 
 def _record(
-    manager: CanaryManager, buffers: CanaryBuffers, slot: int, *, group: str
+    manager: CanaryManager, own: PoolGroup, slot: int, *, group: str
 ) -> dict[str, Any]:
     """One record as JSON; its token only where reports may hold tokens."""
-    state, sums = buffers.state, buffers.fingerprint.sums
+    state, sums = own.state, own.checks.fingerprint.sums
     head, tail = torch.stack((state.head[slot], state.tail[slot])).tolist()
     writer = unpack_word3(head[Record.WORD3])
     word = RecordWord.of(head[Record.WORD0])

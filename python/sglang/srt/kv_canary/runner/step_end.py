@@ -17,16 +17,15 @@ from kv_canary.findings import RING
 from kv_canary.records import UNKNOWN
 from sglang.srt.kv_canary.kernels import (
     finish_accepted,
+    finish_step,
     gather_findings,
     note_tokens,
     send_tokens,
 )
-from sglang.srt.kv_canary.single_forward_manager.window_launches import combine
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
     from sglang.srt.forward.batch import ForwardBatch
-    from sglang.srt.kv_canary.runner.window_canary import WindowCanary
     from sglang.srt.kv_canary.single_forward_manager.manager import (
         CanaryTarget,
         SingleForwardManager,
@@ -38,7 +37,6 @@ class StepEnd:
 
     Args:
         last: of the forward that ends a step.
-        windows: of the window slots; None: there are none.
         group: ranks that must come to the same verdicts.
     """
 
@@ -47,13 +45,13 @@ class StepEnd:
         target: CanaryTarget,
         *,
         last: SingleForwardManager,
-        windows: WindowCanary | None,
         group: TensorParallelGroup,
     ) -> None:
-        self._state = target.buffers.state
+        self._state = target.groups[0].state
+        # Findings of these groups are united with the primary group's.
+        self._others = [group.state for group in target.groups[1:]]
         self._oracle = target.oracle
         self._last = last
-        self._windows = windows
         self._group = group
 
     def finish_step(self, forward_batch: ForwardBatch) -> Tensor:
@@ -64,10 +62,9 @@ class StepEnd:
             int64 [STATUS_WORDS + R] on the device, which the next forward overwrites:
             see `kv_canary/findings.py`.
         """
-        findings = self._last.findings(forward_batch)
-        others = self._last.window_findings(forward_batch)
-        if others is not None:
-            combine(findings, others)
+        findings, *others = self._last.findings(forward_batch)
+        for other in others:
+            combine(findings, other)
         if self._group.size > 1:
             self._combine(findings)
         return findings
@@ -102,11 +99,14 @@ class StepEnd:
             findings = self.finish_step(forward_batch)
             return [tokens, findings, note_tokens(self._state, drawn).view(-1)]
         if self._group.size > 1:
-            findings, others = self.finish_step(forward_batch), None
+            findings, other = self.finish_step(forward_batch), None
         else:
-            findings = self._last.findings(forward_batch)
-            others = self._last.window_findings(forward_batch)
-        return [send_tokens(self._state, drawn, findings, others)]
+            findings, *others = self._last.findings(forward_batch)
+            # The launch unites the findings of two groups.
+            other = others[0] if others else None
+            for more in others[1:]:
+                combine(findings, more)
+        return [send_tokens(self._state, drawn, findings, other)]
 
     def finish_verify(
         self,
@@ -133,10 +133,10 @@ class StepEnd:
         sent = finish_accepted(
             self._state, draft._state, path, salts=salts, checks=True
         )
-        if self._windows is not None:
-            self._windows.finish(path.rows(salts), sent.findings)
-        if draft._windows is not None:
-            draft._windows.collect(path.req_rows, sent.draft_findings)
+        for state in self._others:
+            combine(sent.findings, finish_step(state, path.rows(salts)))
+        for state in draft._others:
+            combine(sent.draft_findings, gather_findings(state, path.req_rows))
         if self._group.size > 1:
             self._combine(sent.findings)
             self._combine(sent.draft_findings)
@@ -145,8 +145,8 @@ class StepEnd:
     def collect(self, req_rows: Tensor) -> Tensor:
         """Findings about request rows [R], as `finish_step` returns them."""
         findings = gather_findings(self._state, req_rows)
-        if self._windows is not None:
-            self._windows.collect(req_rows, findings)
+        for state in self._others:
+            combine(findings, gather_findings(state, req_rows))
         if self._group.size > 1:
             self._combine(findings)
         return findings
@@ -156,3 +156,9 @@ class StepEnd:
         every = self._group.all_gather_last_dim(findings[None])
         of_rank = every.view(self._group.size, len(findings)).unbind()
         findings[RING:].copy_(reduce(torch.bitwise_or, of_rank)[RING:])
+
+
+def combine(findings: Tensor, others: Tensor) -> None:
+    """Put the findings of another group, int64 [STATUS_WORDS + R], to `findings`, whose
+    counters stay."""
+    findings[RING:] |= others[RING:]

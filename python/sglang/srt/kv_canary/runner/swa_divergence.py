@@ -23,8 +23,8 @@ from kv_canary.records import Counter
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState
     from sglang.srt.forward.batch import ForwardBatch
+    from sglang.srt.kv_canary.groups import WindowGroup
     from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
-    from sglang.srt.kv_canary.single_forward_manager.window_launches import WindowGroup
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ MARK = "kv_canary_swa_divergence="
 
 
 class SwaDivergence:
-    """Reports every `every` launches; 0: never."""
+    """Reports every `every` launches."""
 
     def __init__(self, target: CanaryTarget, group: WindowGroup, *, every: int) -> None:
         self._target = target
@@ -42,8 +42,6 @@ class SwaDivergence:
 
     def on_launch(self, forward_batch: ForwardBatch) -> None:
         """Count a launch, before it runs; log the report if it is due."""
-        if not self._every:
-            return
         self._launches += 1
         if self._launches % self._every == 0:
             values = self.values(forward_batch)
@@ -70,7 +68,7 @@ class SwaDivergence:
         return {
             "launch": self._launches,
             "full_elements": _verified(self._target.buffers.state),
-            "swa_elements": _verified(self._group.buffers.state),
+            "swa_elements": _verified(self._group.state),
             "rows": rows,
             "inside_window": inside,
             "outside_window": outside,

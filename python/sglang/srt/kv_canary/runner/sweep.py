@@ -10,8 +10,7 @@ from kv_canary.sweep import SweepLauncher, SweepRun
 from sglang.srt.utils.hashing import hash_string
 
 if TYPE_CHECKING:
-    from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
-    from sglang.srt.mem_cache.groups.runs import GroupRuns
+    from sglang.srt.kv_canary.groups import PoolGroup
     from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.mem_cache.radix_cache import RadixCache
     from sglang.srt.mem_cache.tree_node import TreeNode
@@ -25,27 +24,26 @@ class Sweeper:
     `ceil(cached / budget)` passes while the tree does not change.
 
     Args:
-        cache: whose unlocked nodes are swept.
+        cache: whose runs are swept where only it holds them.
+        group: whose slots are swept.
         budget: slots of one pass at most.
         token_offset: slot p holds token p + this; with 1, as in the pool of a draft
             head, lineages begin with a seed.
-        group: the cache's part of a secondary group, whose slots are swept; None: the
-            primary slots are.
     """
 
     def __init__(
         self,
         cache: RadixCache,
-        buffers: CanaryBuffers,
+        group: PoolGroup,
         *,
         budget: int,
         token_offset: int = 0,
-        group: GroupRuns | None = None,
     ) -> None:
         self._token_offset = token_offset
-        self._group = group
+        self._kv = group.kv
+        self._is_idle = group.idle_runs(cache)
         self._cache = cache
-        self._launcher = SweepLauncher(buffers.state, buffers.fingerprint)
+        self._launcher = SweepLauncher(group.state, group.checks.fingerprint)
         self._budget = budget
         self._pending: deque[tuple[TreeNode, int]] = deque()
         self.passes = 0
@@ -67,7 +65,7 @@ class Sweeper:
             self._pending.extend((node, 0) for node in self._cache.iter_nodes())
         while left > 0 and self._pending:
             node, offset = self._pending.popleft()
-            if node.parent is None or self._is_read(node):
+            if node.parent is None or not self._is_idle(node):
                 continue  # evicted, or checked by the forwards of those who hold it
             slots = node.slots[offset : offset + left]
             if len(slots) == 0:
@@ -78,21 +76,13 @@ class Sweeper:
                 self._pending.appendleft((node, offset + len(slots)))
         return runs
 
-    def _is_read(self, node: TreeNode) -> bool:
-        """Whether forwards check this run, or nothing can."""
-        if self._group is None:
-            return node.lock_ref > 0
-        return not self._group.is_idle(node)
-
     def _run(self, node: TreeNode, offset: int, slots: IntArray) -> SweepRun:
         before = node.slots[offset - 1 : offset]
         if not offset and node.start:
             assert node.parent is not None
             before = node.parent.slots[-1:]
-        if self._group is not None:
-            # 0 for a predecessor that has no slot there, hence none to be read.
-            slots = self._group.slots.map_slots(slots)
-            before = self._group.slots.map_slots(before)
+        # 0 for a predecessor that has no slot there, hence none to be read.
+        slots, before = self._kv.on_host(slots), self._kv.on_host(before)
         prev_slot = int(before[0]) if len(before) else -1
         return _run(node, offset, slots, prev_slot, token_offset=self._token_offset)
 

@@ -7,7 +7,7 @@ outside. The phase word on the device notices when one is left out.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,19 +15,15 @@ import torch
 from torch import Tensor
 
 from kv_canary.findings import STATUS_WORDS
-from kv_canary.pool_checks import GroupForward, PoolChecks
 from kv_canary.records import WriterKind
+from kv_canary.runtime.forward import ForwardLaunches
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 from sglang.srt.draft_trees.draft_input import EagleDraftInput
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode
-from sglang.srt.kv_canary.kernels import before_model, write_tail
-from sglang.srt.kv_canary.single_forward_manager.window_launches import (
-    WindowGroup,
-    WindowLaunches,
-)
 
 if TYPE_CHECKING:
     from sglang.srt.kv_canary.config import CanaryConfig
+    from sglang.srt.kv_canary.groups import PoolGroup
     from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
     from sglang.srt.kv_canary.token_oracle import InputOracle
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -49,15 +45,13 @@ class CanaryTarget:
     """The state that all forwards of one worker share.
 
     Fields:
+        groups: one per KV group of the pool, the primary one first.
         topk: branches of a draft step; tree_depth: levels of a tree below its root.
-        seeds: int64 [req_rows], lineage of each request row before position 0, in a
-            draft's pool (0 but for heads); None: the target's, where it is 0.
         oracle: what inputs must be (tests), of the target; None: it is off.
-        windows: the window slots; None: the model has none.
     """
 
     config: CanaryConfig
-    buffers: CanaryBuffers
+    groups: tuple[PoolGroup, ...]
     req_to_token_pool: ReqToTokenPool
     kv_pool: KVCache
     attn_backend: AttentionBackend
@@ -65,9 +59,18 @@ class CanaryTarget:
     vocab_size: int
     topk: int = 1
     tree_depth: int = 0
-    seeds: Tensor | None = None
     oracle: InputOracle | None = None
-    windows: WindowGroup | None = None
+
+    @property
+    def buffers(self) -> CanaryBuffers:
+        """Of the primary group."""
+        return self.groups[0].buffers
+
+    @property
+    def seeds(self) -> Tensor | None:
+        """int64 [req_rows], lineage of each request row before position 0 in a draft's
+        pool (0 but for heads). None for the target's, where it is 0."""
+        return self.groups[0].seeds
 
     @property
     def is_draft(self) -> bool:
@@ -78,17 +81,9 @@ class CanaryTarget:
         """The slot of position p holds token p + this."""
         return self.buffers.kv_token_id_vs_position_offset
 
-    def checks(self) -> PoolChecks:
-        """The tables that every forward is compared with."""
-        pool = self.req_to_token_pool
-        return PoolChecks(
-            page_size=self.page_size,
-            fingerprint=self.buffers.fingerprint,
-            req_to_token=pool.req_to_token,
-            tokens=pool.token_table if self.config.check_read_tokens else None,
-            token_offset=self.token_offset,
-            published=pool.token_table,
-        )
+    def group(self, name: str) -> PoolGroup | None:
+        """The group of this name, or None if the pool has none."""
+        return next((group for group in self.groups if group.name == name), None)
 
 
 class SingleForwardManager:
@@ -102,27 +97,21 @@ class SingleForwardManager:
         self._target = target
         self.index = index
         self._is_draft = target.is_draft
-        # Of the forward that is open.
-        self._view: ForwardView | None = None
-        self._other: GroupForward | None = None
+        groups = target.groups
+        self._launches = ForwardLaunches(groups)
+        self._checks = [group.checks for group in groups]
+        self._branch_checks = [group.branch_checks for group in groups]
+        self._decode_checks = [group.decode_checks for group in groups]
         state, capacities = target.buffers.state, target.buffers.capacities
-        # Always the same memory, because graphs write it.
-        self._findings = state.counters.new_zeros(STATUS_WORDS + capacities.max_rows)
-        self._findings_of: dict[int, Tensor] = {}
+        # Of each group. Always the same memory, because graphs write it.
+        self._findings = [
+            group.state.counters.new_zeros(STATUS_WORDS + capacities.max_rows)
+            for group in groups
+        ]
+        self._findings_of: dict[int, list[Tensor]] = {}
         self._kinds = dict(_KINDS)
         if target.is_draft:
             self._kinds[ForwardMode.DECODE] = WriterKind.DRAFT
-        self._checks = target.checks()
-        self._windows: WindowLaunches | None = None
-        if target.windows is not None:
-            self._windows = WindowLaunches(
-                target.windows, checks=self._checks, findings=self._findings
-            )
-        # Where attention compares the bytes that it reads.
-        self._is_attended = target.buffers.fingerprint.sums is not None
-        self._attended_checks = dataclasses.replace(self._checks, compares_bytes=False)
-        # No table holds tokens of branches after the first step.
-        self._branch_checks = dataclasses.replace(self._checks, tokens=None)
         # After the rows of requests.
         self._branch_lineages = torch.arange(
             capacities.req_rows,
@@ -130,22 +119,16 @@ class SingleForwardManager:
             device=state.counters.device,
         )
 
-    def findings(self, forward_batch: ForwardBatch) -> Tensor:
-        """int64 [STATUS_WORDS + R] of the forward that ended last, whose live rows are
-        those of `forward_batch`; true until the next forward writes its own."""
+    def findings(self, forward_batch: ForwardBatch) -> list[Tensor]:
+        """int64 [STATUS_WORDS + R] of each group, in the forward that ended last, whose
+        live rows are those of `forward_batch`; true until the next forward writes its
+        own."""
         count = forward_batch.req_pool_indices.shape[0]
         findings = self._findings_of.get(count)
         if findings is None:
-            findings = self._findings[: STATUS_WORDS + count]
+            findings = [every[: STATUS_WORDS + count] for every in self._findings]
             self._findings_of[count] = findings
         return findings
-
-    def window_findings(self, forward_batch: ForwardBatch) -> Tensor | None:
-        """The same of the window group; None: there is none."""
-        if self._windows is None:
-            return None
-        count = forward_batch.req_pool_indices.shape[0]
-        return self._windows.findings[: STATUS_WORDS + count]
 
     def pre_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
         """Refuse, on the host, a forward that is too large to be checked whole."""
@@ -155,32 +138,19 @@ class SingleForwardManager:
         self,
         forward_batch: ForwardBatch,
         reads: Sequence[KVReadView],
-        window: WindowForward | None = None,
+        forwards: Mapping[str, WindowForward],
     ) -> None:
-        """Verify `reads` and the window slots, and write the head records, before the
-        model."""
+        """Verify `reads`, and in secondary groups what `forwards` reads; write the head
+        records: before the model."""
         is_decode = forward_batch.forward_mode.is_decode
-        view = self._view_of(forward_batch, reads)
-        self._view = view
-        is_branch = bool(self._is_draft and is_decode and self.index)
-        is_attended = self._is_attended and is_decode
-        checks = self._checks
-        if is_branch:
+        checks = self._decode_checks if is_decode else self._checks
+        if self._is_draft and is_decode and self.index:
             checks = self._branch_checks
-        elif is_attended:
-            checks = self._attended_checks
-        if self._windows is not None and window is not None:
-            self._other = self._windows.forward(
-                view,
-                window,
-                read=reads[0],
-                is_branch=is_branch,
-                is_attended=is_attended,
-            )
-        state = self._target.buffers.state
-        before_model(state, view, checks)
-        if self._other is not None:
-            before_model(*self._other)
+        view = self._view_of(forward_batch, reads)
+        self._launches.before(
+            [group.view(view, forwards) for group in self._launches.groups],
+            checks=checks,
+        )
 
     def _view_of(
         self, forward_batch: ForwardBatch, reads: Sequence[KVReadView]
@@ -221,18 +191,14 @@ class SingleForwardManager:
 
     def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:
         """Write the tail records over the bytes that the model stored."""
-        view, other, is_draft = self._view, self._other, self._is_draft
-        if view is None:
+        if not self._launches.is_open:
             raise AssertionError("KV canary: no pre_ops before these post_ops")
-        self._view = self._other = None
+        is_draft = self._is_draft
         ends_step = not is_draft and forward_batch.forward_mode in _ENDS_STEP
-        state, advance = self._target.buffers.state, is_draft or ends_step
-        findings = self._findings if ends_step else None
-        write_tail(state, view, self._checks, advance=advance, findings=findings)
-        if other is not None:
-            assert self._windows is not None
-            findings = self._windows.findings if ends_step else None
-            write_tail(*other, advance=advance, findings=findings)
+        self._launches.after(
+            advance=is_draft or ends_step,
+            findings=self._findings if ends_step else None,
+        )
 
     def post_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
         """Nothing to do on the host: findings travel with the result."""

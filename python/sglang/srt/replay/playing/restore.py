@@ -152,7 +152,7 @@ class _Refill:
 
     def _forget(self, slots: IntArray) -> None:
         for manager in self._scheduler.worker.canary_managers():
-            manager.on_free(torch.from_numpy(slots.copy()))
+            manager.target.groups[0].free(torch.from_numpy(slots.copy()))
 
     def _run(self, req: Req, begin: int, end: int, *, is_last_chunk: bool) -> None:
         """Prefill positions [begin, end); after the last chunk a token is sampled."""
