@@ -23,7 +23,7 @@ from kv_canary.faults.catalogue import (  # noqa: E402
     WRONG_RECORD_REASONS,
     planted_in,
 )
-from kv_canary.faults.fault import Engine, Fault, Planted, Serving  # noqa: E402
+from kv_canary.faults.fault import Fault, HostEngine, Planted, Serving  # noqa: E402
 from scripts.mutation.operators import OPERATORS  # noqa: E402
 from scripts.mutation.targets import AREAS  # noqa: E402
 from sglang.faults.fault_points import FAULT_POINTS  # noqa: E402
@@ -66,8 +66,8 @@ COLUMNS: dict[str, Callable[[Fault], str]] = {
     "reported as": reported_as,
     "by": lambda fault: fault.bound.value,
     "seen": lambda fault: fault.names,
-    "in vLLM": lambda fault: fault.hosts.get(Engine.VLLM, ""),
-    "in SGLang": lambda fault: fault.hosts.get(Engine.SGLANG, ""),
+    "in vLLM": lambda fault: fault.hosts.get(HostEngine.VLLM, ""),
+    "in SGLang": lambda fault: fault.hosts.get(HostEngine.SGLANG, ""),
 }
 
 

@@ -16,7 +16,7 @@ import time
 from collections.abc import Sequence
 
 from sglang.bench_utils.datasets import BenchRequest
-from sglang.bench_utils.http_load import LoadClient, Pace, run_load
+from sglang.bench_utils.http_load import LoadClient, LoadPace, run_load
 from sglang.bench_utils.launch import run_report
 from sglang.bench_utils.local_server import LocalServer
 from sglang.bench_utils.report import (
@@ -27,7 +27,7 @@ from sglang.bench_utils.report import (
     ratio,
 )
 from sglang.bench_utils.wire import BodyOptions
-from sglang.bench_utils.worker import Worker, worker_environment
+from sglang.bench_utils.worker import BenchWorker, worker_environment
 from sglang.bench_utils.workloads import CONCURRENT, Workload, Workloads
 from sglang.srt.environ import child_environment
 from sglang.srt.server_args import ServerArgs
@@ -51,7 +51,7 @@ def to_requests(workload: Workload) -> list[BenchRequest]:
 
 
 async def measure(
-    server: LocalServer, forward: Worker, workloads: Workloads, *, rounds: int
+    server: LocalServer, forward: BenchWorker, workloads: Workloads, *, rounds: int
 ) -> Json:
     """Measure all figures of a running server.
 
@@ -82,14 +82,18 @@ async def measure(
 
 async def _load(client: LoadClient, requests: Sequence[BenchRequest]) -> float:
     """Return the output tokens per second of `requests`, all at once."""
-    records, seconds = await run_load(client, requests, options=OPTIONS, pace=Pace())
+    records, seconds = await run_load(
+        client, requests, options=OPTIONS, pace=LoadPace()
+    )
     errors = [record.error for record in records if record.error is not None]
     if errors:
         raise ValueError(f"{len(errors)} request(s) failed: {errors[0]}")
     return rate(sum(record.output_tokens for record in records), seconds)
 
 
-async def _first_token(client: LoadClient, forward: Worker, workload: Workload) -> Json:
+async def _first_token(
+    client: LoadClient, forward: BenchWorker, workload: Workload
+) -> Json:
     """Measure medians in ms, through HTTP and of the bare forward, in turn."""
     through_http, bare = [], []
     requests = to_requests(workload)
@@ -123,7 +127,7 @@ def run(args: argparse.Namespace) -> Json:
     command = [sys.executable, "-m", "sglang.bench_utils.forward_worker"]
     with (
         LocalServer(flags) as server,
-        Worker("forward", command, environment=environment) as forward,
+        BenchWorker("forward", command, environment=environment) as forward,
     ):
         forward.call("load", model_path=server_args.model_path)
         figures = asyncio.run(measure(server, forward, workloads, rounds=args.rounds))

@@ -29,7 +29,7 @@ from sglang.srt.layers.ops.attention.extend import launch as extend
 from sglang.srt.layers.ops.attention.extend import table as extend_tables
 from sglang.srt.layers.ops.attention.extend_dense import launch as dense
 from sglang.srt.layers.ops.attention.extend_split.launch import extend_workspace
-from sglang.srt.layers.ops.attention.shared.args import Check, Compares
+from sglang.srt.layers.ops.attention.shared.args import ByteCheck, Compares
 
 Row = dict[str, Any]
 
@@ -201,7 +201,7 @@ def checked_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Ro
         """
         compared = None
         if layers is not None:
-            check = Check(
+            check = ByteCheck(
                 state=state_args(state),
                 sums=cache.sums,
                 slot_stride=cache.sums.stride(0),

@@ -13,9 +13,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang.bench_utils.machine_load import LoadWatch, Usage
+from sglang.bench_utils.machine_load import LoadWatch, MachineUsage
 from sglang.bench_utils.report import Json, rate, ratio
-from sglang.bench_utils.worker import Worker
+from sglang.bench_utils.worker import BenchWorker
 from sglang.bench_utils.workloads import Workload
 
 # Thread pools may spin for a moment after their last work.
@@ -32,7 +32,7 @@ class Side:
     """
 
     name: str
-    worker: Worker
+    worker: BenchWorker
     options: Json = field(default_factory=dict)
     prepare: Callable[[], object] = lambda: None
 
@@ -62,7 +62,7 @@ class Measurement:
     """One side, one round."""
 
     tok_s: float
-    usage: Usage
+    usage: MachineUsage
     answer: Json
 
 
@@ -106,11 +106,11 @@ class Arena:
         self._tries = 1 if is_quick else CALIBRATION_TRIES
         self._roots: dict[str, int] = {}
 
-    def enter(self, worker: Worker) -> None:
+    def enter(self, worker: BenchWorker) -> None:
         """Also watch this worker."""
         self._roots[worker.name] = worker.pid
 
-    def leave(self, worker: Worker) -> None:
+    def leave(self, worker: BenchWorker) -> None:
         del self._roots[worker.name]
 
     def compare(

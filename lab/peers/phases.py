@@ -15,7 +15,7 @@ from comparison import Comparison, Side, common_prefix_share
 from sides import OURS, Setup
 
 from sglang.bench_utils.report import Json, format_table, ratio
-from sglang.bench_utils.worker import Worker, worker_environment
+from sglang.bench_utils.worker import BenchWorker, worker_environment
 from sglang.bench_utils.workloads import Workload
 from sglang.srt.environ import child_environment
 
@@ -171,7 +171,7 @@ def run_first_token(setup: Setup) -> Json:
 
 
 def _first_token(
-    engine: Worker, forward: Worker, prompts: Sequence[list[int]]
+    engine: BenchWorker, forward: BenchWorker, prompts: Sequence[list[int]]
 ) -> dict[str, float | None]:
     """Measure medians in ms of engine and forward in turn, each after a pause."""
     sides: dict[str, Callable[[list[int]], float]] = {

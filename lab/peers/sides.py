@@ -13,7 +13,7 @@ from typing import Any
 
 from comparison import Arena, Side
 
-from sglang.bench_utils.worker import Worker, worker_environment
+from sglang.bench_utils.worker import BenchWorker, worker_environment
 from sglang.bench_utils.workloads import DEMO_DRAFTS, Workloads
 from sglang.srt.environ import child_environment
 from sglang.srt.utils.paths import bundled_demo_model_path
@@ -75,7 +75,7 @@ class Setup:
             yield [side]
 
     @contextmanager
-    def start_forward(self) -> Iterator[Worker]:
+    def start_forward(self) -> Iterator[BenchWorker]:
         """Start the bare model."""
         command = [sys.executable, "-m", "sglang.bench_utils.forward_worker"]
         with self._start("forward", command) as worker:
@@ -129,11 +129,11 @@ class Setup:
             ]
 
     @contextmanager
-    def _start(self, name: str, command: list[str]) -> Iterator[Worker]:
+    def _start(self, name: str, command: list[str]) -> Iterator[BenchWorker]:
         environment = worker_environment(
             child_environment(), threads=self.threads, **BOUND_THREADS
         )
-        with Worker(name, command, environment=environment) as worker:
+        with BenchWorker(name, command, environment=environment) as worker:
             self.arena.enter(worker)
             try:
                 yield worker

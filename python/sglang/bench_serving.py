@@ -21,7 +21,7 @@ from sglang.bench_utils.datasets import (
     DatasetArgs,
     make_requests,
 )
-from sglang.bench_utils.http_load import LoadClient, Pace, progress_bar, run_load
+from sglang.bench_utils.http_load import LoadClient, LoadPace, progress_bar, run_load
 from sglang.bench_utils.launch import json_object_flag, run_cli
 from sglang.bench_utils.metrics import RequestRecord, summarize
 from sglang.bench_utils.report import (
@@ -170,7 +170,7 @@ async def run_benchmark(args: BenchArgs) -> tuple[Json, list[RequestRecord]]:
         await _warm_up(client, requests[: args.warmup_requests], options)
         if args.flush_cache:
             await client.flush_cache()
-        pace = Pace(
+        pace = LoadPace(
             request_rate=args.request_rate or float("inf"),
             times=times,
             max_concurrency=args.max_concurrency,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-from kv_canary.faults.fault import Place
+from kv_canary.faults.fault import FaultPlace
 
 REPO = Path(__file__).resolve().parents[2]
 TESTS = "test/registered/"
@@ -24,7 +24,7 @@ class Area:
         tests: files below `TESTS`, each taking at most about 20 s.
     """
 
-    place: Place
+    place: FaultPlace
     modules: tuple[str, ...]
     worlds: str
     tests: tuple[str, ...]
@@ -112,7 +112,7 @@ CORE_TESTS = (
 
 AREAS = (
     Area(
-        place=Place.MEMORY,
+        place=FaultPlace.MEMORY,
         modules=(
             "mem_cache.allocator",
             "mem_cache.base_prefix_cache",
@@ -127,7 +127,7 @@ AREAS = (
         tests=MEMORY_TESTS + SCHEDULER_TESTS + WINDOW_TESTS,
     ),
     Area(
-        place=Place.BATCH,
+        place=FaultPlace.BATCH,
         modules=(
             "managers.batch.req",
             "managers.batch.schedule_batch",
@@ -137,7 +137,7 @@ AREAS = (
         tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1],
     ),
     Area(
-        place=Place.SCHEDULER,
+        place=FaultPlace.SCHEDULER,
         modules=(
             "managers.scheduler",
             "managers.scheduler.batch_selector",
@@ -148,7 +148,7 @@ AREAS = (
         tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1],
     ),
     Area(
-        place=Place.RESULTS,
+        place=FaultPlace.RESULTS,
         modules=(
             "managers.scheduler.result_processor",
             "managers.batch.forward_result",
@@ -157,13 +157,13 @@ AREAS = (
         tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1] + RESULT_TESTS,
     ),
     Area(
-        place=Place.PUBLISHING,
+        place=FaultPlace.PUBLISHING,
         modules=("managers.worker.tp_worker",),
         worlds=BOTH,
         tests=SCHEDULER_TESTS + AGAIN_TESTS + SPEC_TESTS[:1] + RESULT_TESTS,
     ),
     Area(
-        place=Place.RELAY,
+        place=FaultPlace.RELAY,
         modules=(
             "draft_trees.relay",
             "draft_trees.workspace",
@@ -179,7 +179,7 @@ AREAS = (
         ),
     ),
     Area(
-        place=Place.TREE,
+        place=FaultPlace.TREE,
         modules=(
             "speculative.eagle_utils",
             "draft_trees.buffers",
@@ -190,7 +190,7 @@ AREAS = (
         tests=TREE_TESTS[:1] + TREE_TESTS[2:3] + SPEC_TESTS + RESULT_TESTS[1:],
     ),
     Area(
-        place=Place.BRANCHES,
+        place=FaultPlace.BRANCHES,
         modules=(
             "mem_cache.ops.branch_slots.op",
             "mem_cache.draft_region",
@@ -205,7 +205,7 @@ AREAS = (
         ),
     ),
     Area(
-        place=Place.ATTENTION,
+        place=FaultPlace.ATTENTION,
         modules=("layers.attention.paged_backend", "layers.attention.branch_lists"),
         worlds=BOTH,
         tests=(
@@ -217,7 +217,7 @@ AREAS = (
         ),
     ),
     Area(
-        place=Place.CORE,
+        place=FaultPlace.CORE,
         prefix="kv_canary.",
         modules=(
             "canary",

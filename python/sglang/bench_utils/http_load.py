@@ -39,7 +39,7 @@ REQUEST_TIMEOUT_SECONDS = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pace:
+class LoadPace:
     """Arrival process of the requests.
 
     Fields:
@@ -185,7 +185,7 @@ async def run_load(
     requests: Sequence[BenchRequest],
     *,
     options: BodyOptions,
-    pace: Pace,
+    pace: LoadPace,
     on_done: Callable[[RequestRecord], None] = lambda record: None,
 ) -> tuple[list[RequestRecord], float]:
     """Send all requests; return their records in order, and the total seconds."""

@@ -23,7 +23,7 @@ _COUNTED_FIELDS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class MachineUsage:
     """Mean number of cores in use over a measurement.
 
     Fields:
@@ -52,7 +52,7 @@ class LoadWatch:
         self._busy = _busy_seconds(cores)
         self._used = _used_seconds(roots)
 
-    def usage(self, active: str) -> Usage:
+    def usage(self, active: str) -> MachineUsage:
         """Return the use since the creation; `active` is the side that was measured."""
         wall = time.perf_counter() - self._began
         busy = _busy_seconds(self._cores) - self._busy
@@ -61,7 +61,7 @@ class LoadWatch:
             for name, seconds in _used_seconds(self._roots).items()
         }
         every = sum(used.values())
-        return Usage(
+        return MachineUsage(
             active=rate(used[active], wall),
             waiting=rate(every - used[active], wall),
             foreign=rate(max(busy - every, 0.0), wall),

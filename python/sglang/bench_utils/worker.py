@@ -27,7 +27,7 @@ class WorkerError(RuntimeError):
     """The worker failed; carries its own message."""
 
 
-class Worker:
+class BenchWorker:
     """A child process that runs `serve`; a context manager that ends it.
 
     Args:
@@ -87,7 +87,7 @@ class Worker:
             self._process.wait()
         self._process.stdout.close()
 
-    def __enter__(self) -> Worker:
+    def __enter__(self) -> BenchWorker:
         return self
 
     def __exit__(

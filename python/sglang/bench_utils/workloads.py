@@ -28,7 +28,7 @@ DEMO_DRAFTS: dict[str, Any] = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
+class PromptLengths:
     """Interval of prompt lengths and of output lengths, in tokens."""
 
     prompt: tuple[int, int]
@@ -52,9 +52,9 @@ class Workload:
 
 
 # Batch 1, mixed lengths, and equal lengths, which need no padding.
-SEQUENTIAL = Lengths(prompt=(32, 64), output=(128, 128))
-MIXED = Lengths(prompt=(32, 256), output=(32, 128))
-EQUAL = Lengths(prompt=(64, 64), output=(64, 64))
+SEQUENTIAL = PromptLengths(prompt=(32, 64), output=(128, 128))
+MIXED = PromptLengths(prompt=(32, 256), output=(32, 128))
+EQUAL = PromptLengths(prompt=(64, 64), output=(64, 64))
 SHARED_PROMPT = 900
 OWN_PROMPT = 100
 SHARED_OUTPUT = 32
@@ -101,7 +101,7 @@ class Workloads:
         self,
         name: str,
         round_: int,
-        lengths: Lengths,
+        lengths: PromptLengths,
         *,
         count: int,
         is_sequential: bool = False,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager, SavedCanary
     from sglang.srt.managers.scheduler.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-    from sglang.srt.replay.recording.record_file import Record, RecordedRound
+    from sglang.srt.replay.recording.record_file import RecordedRound, RecordFile
 
 _drivers: WeakKeyDictionary[CanaryManager, PerturbDriver] = WeakKeyDictionary()
 _NOTHING = PerturbSettings()
@@ -137,7 +137,7 @@ def join_recording() -> None:
 
     def to_record_with_faults(
         *, managers: Sequence[CanaryManager], **parts: Any
-    ) -> Record:
+    ) -> RecordFile:
         record = to_record(managers=managers, **parts)
         begin = [0] * len(managers)
         if record.checkpoint is not None:

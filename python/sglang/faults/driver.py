@@ -26,7 +26,7 @@ SEED = 20_260_101
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planted:
+class ArmedFault:
     """A planted fault, and the first forward (by `CanaryState.clock`) to notice it."""
 
     name: str
@@ -87,7 +87,7 @@ class PerturbDriver:
         self._undo: list[Callable[[], None]] = []
         self._undo_step: list[Callable[[], None]] = []
         self._launched: ForwardBatch | None = None
-        self.planted: list[Planted] = []
+        self.planted: list[ArmedFault] = []
         self.asked: list[Armed] = []
         self._chances = dict(settings.chances)
         self._swap_chance = self._chances.pop(NEXT_TOKEN_SWAP, 0.0)
@@ -296,6 +296,6 @@ class PerturbDriver:
 
     def _note(self, name: str, damage: Damage, undo: list[Callable[[], None]]) -> None:
         clock = int(self._target.buffers.state.clock.item())
-        self.planted.append(Planted(name=name, clock=clock, damage=damage))
+        self.planted.append(ArmedFault(name=name, clock=clock, damage=damage))
         if damage.undo is not None:
             undo.append(damage.undo)

@@ -12,7 +12,7 @@ from unittest.mock import patch
 
 from kv_canary.reporter import CanaryViolation
 from kv_canary.sweep import SweepRun
-from sglang.faults.driver import Planted
+from sglang.faults.driver import ArmedFault
 from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.kv_canary.perturb import PerturbDriver, drivers_of
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
@@ -68,7 +68,7 @@ class Outcome:
         cached: slots that the prefix cache held at the end.
     """
 
-    planted: Planted
+    planted: ArmedFault
     violations: list[dict[str, Any]]
     forward: int
     text: str

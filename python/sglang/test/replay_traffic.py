@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.replay.playing.player import Played, Setting, play
-from sglang.srt.replay.recording.record_file import Record, decode_record
+from sglang.srt.replay.recording.record_file import RecordFile, decode_record
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_traffic import Traffic
 
@@ -28,7 +28,7 @@ def recorded_engine(model: Path, folder: Path, **server_args: Any) -> EngineHarn
     return EngineHarness(model, **(defaults | server_args))
 
 
-def record_of(harness: EngineHarness) -> Record:
+def record_of(harness: EngineHarness) -> RecordFile:
     """Return the record of an engine, as a file would contain it."""
     recorder = harness.scheduler.recorder
     assert recorder is not None
@@ -46,7 +46,7 @@ def serve(harness: EngineHarness, *, seed: int, requests: int, steps: int) -> No
             return
 
 
-def check_same(played: Played, record: Record) -> None:
+def check_same(played: Played, record: RecordFile) -> None:
     """Check that a replay is the recorded run, decision by decision."""
     assert played.error is None, played.error
     assert played.difference is None, played.difference
@@ -54,5 +54,5 @@ def check_same(played: Played, record: Record) -> None:
     assert not played.incidents
 
 
-def replayed(record: Record, **setting: Any) -> Played:
+def replayed(record: RecordFile, **setting: Any) -> Played:
     return play(record, Setting(**setting))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from unittest.mock import patch
 
 from kv_canary.reporter import CanaryViolation
-from sglang.faults.driver import Planted
+from sglang.faults.driver import ArmedFault
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode
 from sglang.srt.kv_canary.perturb import PerturbDriver, drivers_of
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
@@ -152,7 +152,7 @@ class SpecOutcome:
     """
 
     pool: str
-    planted: Planted
+    planted: ArmedFault
     violations: list[dict[str, Any]]
     text: str
     logs: dict[str, PoolLog]

@@ -19,7 +19,7 @@ from sglang.bench_utils.floor import (
     weight_bytes_per_step,
 )
 from sglang.bench_utils.forward_runner import ForwardRunner
-from sglang.bench_utils.http_load import Pace
+from sglang.bench_utils.http_load import LoadPace
 from sglang.bench_utils.launch import (
     flush_when_idle,
     import_extra,
@@ -35,7 +35,7 @@ from sglang.bench_utils.metrics import (
 )
 from sglang.bench_utils.report import format_table, print_report, rate, ratio
 from sglang.bench_utils.wire import BACKENDS, BodyOptions, WireError, sse_events
-from sglang.bench_utils.worker import Worker, WorkerError, worker_environment
+from sglang.bench_utils.worker import BenchWorker, WorkerError, worker_environment
 from sglang.bench_utils.workloads import Workloads
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
@@ -215,13 +215,13 @@ class TestDatasets:
 
 class TestPace:
     def test_all_at_once(self):
-        assert Pace().arrivals(3) == [0.0] * 3
+        assert LoadPace().arrivals(3) == [0.0] * 3
 
     def test_poisson(self):
-        times = Pace(request_rate=50.0, seed=3).arrivals(2000)
+        times = LoadPace(request_rate=50.0, seed=3).arrivals(2000)
         assert times[0] == 0.0
         assert times == sorted(times)
-        assert times == Pace(request_rate=50.0, seed=3).arrivals(2000)
+        assert times == LoadPace(request_rate=50.0, seed=3).arrivals(2000)
         gaps = [b - a for a, b in zip(times, times[1:], strict=False)]
         mean = sum(gaps) / len(gaps)
         assert mean == pytest.approx(0.02, rel=0.1)
@@ -406,7 +406,7 @@ serve({"spin": spin, "fail": fail, "leave": leave, "chatter": chatter})
 
 def child(name):
     environment = worker_environment(dict(os.environ), threads=1)
-    return Worker(name, [sys.executable, "-c", CHILD], environment=environment)
+    return BenchWorker(name, [sys.executable, "-c", CHILD], environment=environment)
 
 
 class TestWorker:

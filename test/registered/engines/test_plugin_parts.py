@@ -24,7 +24,7 @@ from kv_canary.engines import cli
 from kv_canary.engines.block_ledger import BlockLedger
 from kv_canary.engines.hooks import (
     Hook,
-    Record,
+    HookRecord,
     Refusal,
     import_failure,
     import_failures,
@@ -155,16 +155,16 @@ def hook(**changes: Any) -> Hook:
             hook(parameters=("first", "third")),
             r"method\(first, third, ...\), found \(first, second\)",
         ),
-        (Record(owner="an_engine:Message", fields=("a",), purpose="x"), None),
+        (HookRecord(owner="an_engine:Message", fields=("a",), purpose="x"), None),
         (
-            Record(owner="an_engine:Message", fields=("a", "c", "d"), purpose="x"),
+            HookRecord(owner="an_engine:Message", fields=("a", "c", "d"), purpose="x"),
             "Message with c, d, found a, b",
         ),
-        (Record(owner="an_engine:Owner", fields=(), purpose="x"), "the dataclass"),
+        (HookRecord(owner="an_engine:Owner", fields=(), purpose="x"), "the dataclass"),
     ],
 )
 def test_hooks_are_checked(
-    module: ModuleType, expected: Hook | Record, text: str | None
+    module: ModuleType, expected: Hook | HookRecord, text: str | None
 ) -> None:
     problem = problem_with(expected)
     if text is None:

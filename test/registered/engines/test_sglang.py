@@ -40,9 +40,9 @@ from kv_canary.engines.sglang.limits import LIMITS, refused_by
 from kv_canary.engines.sglang.row_registry import RowRegistry, request_salt
 from kv_canary.engines.sglang.tree import find_trees, make_chains
 from kv_canary.faults.catalogue import by_host_name
-from kv_canary.faults.fault import Engine
+from kv_canary.faults.fault import HostEngine
 from kv_canary.faults.sglang import planting, selftest
-from kv_canary.faults.sglang.planters import PLANTERS, Scene
+from kv_canary.faults.sglang.planters import PLANTERS, RunnerScene
 from kv_canary.faults.sglang.planting import is_named
 from kv_canary.records import Counter, request_lineage
 from kv_canary.reporter import CanaryViolation
@@ -211,7 +211,7 @@ def planted(name: str, seed: int, **options: Any) -> tuple[list[Any], list[Viola
         ]
         batch = world.decode_batch()
         allocator = world.runner.token_to_kv_pool_allocator
-        scene = Scene(
+        scene = RunnerScene(
             batch=batch,
             pool=world.runner.token_to_kv_pool,
             table=world.table,
@@ -531,7 +531,7 @@ def test_faults_are_planted_by_plan(
     assert [outcome["fault"] for outcome in outcomes] == list(faults)
     assert [o for o in outcomes if not o["named"]] == []
     for outcome in outcomes:
-        due = reason_labels(by_host_name(Engine.SGLANG)[outcome["fault"]].reasons)
+        due = reason_labels(by_host_name(HostEngine.SGLANG)[outcome["fault"]].reasons)
         assert any(label in line for line in outcome["found"] for label in due), outcome
 
 

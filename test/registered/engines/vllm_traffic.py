@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 
 from kv_canary.engines.settings import Mode, read_settings
-from kv_canary.faults.vllm.host import Host, random_tokens, write_model
+from kv_canary.faults.vllm.host import VllmHost, random_tokens, write_model
 from kv_canary.records import Counter
 
 AT_ONCE = 16
@@ -28,7 +28,7 @@ def main() -> None:
     rng = random.Random(0)
     prefixes = [random_tokens(rng, n) for n in (70, 40, 130, 260)]
     with tempfile.TemporaryDirectory() as folder:
-        host = Host(write_model(Path(folder), kind), **options)
+        host = VllmHost(write_model(Path(folder), kind), **options)
         began, cpu = time.monotonic(), time.process_time()
         for number in range(count):
             prompt = rng.choice(prefixes) + random_tokens(rng, rng.randrange(1, 90))

@@ -18,7 +18,7 @@ from blocks_world import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang.srt.entrypoints.chat_blocks import BlockMachine, Step
+from sglang.srt.entrypoints.chat_blocks import BlockMachine, BlockStep
 from sglang.srt.function_call.core_types import CallDelta
 from sglang.srt.managers.messages.io_struct import FinishReason, LogprobDelta
 from sglang.srt.parser.output_parser import Piece
@@ -138,8 +138,8 @@ def test_one_block_is_open_at_a_time(planted: list[Piece]) -> None:
         assert events[at : at + len(own)] == own, "the events of blocks are mixed"
         at += len(own)
         steps = [event.step for event in own]
-        grown = [Step.GROW] * (len(own) - 2)
-        assert steps == [Step.OPEN, *grown, Step.CLOSE]
+        grown = [BlockStep.GROW] * (len(own) - 2)
+        assert steps == [BlockStep.OPEN, *grown, BlockStep.CLOSE]
         assert block.text == "".join(event.text for event in own)
     kinds = [block.kind for block in machine.blocks if block.kind.value != "call"]
     assert at == len(events) and (kinds or planted)

@@ -11,7 +11,7 @@ from web_world import app_of, eventually
 
 from sglang.srt.managers.front import heartbeat
 from sglang.srt.managers.front.heartbeat import Heartbeat
-from sglang.srt.managers.front.tokenizer_manager import Phase
+from sglang.srt.managers.front.tokenizer_manager import ServerPhase
 from sglang.srt.managers.messages.io_struct import (
     GetStateReq,
     GetStateRsp,
@@ -92,13 +92,15 @@ def test_any_message_is_a_sign() -> None:
 @pytest.mark.parametrize(
     ("phase", "ready", "live"),
     [
-        (Phase.STARTING, 503, 200),
-        (Phase.READY, 200, 200),
-        (Phase.DRAINING, 503, 200),
-        (Phase.DEAD, 503, 503),
+        (ServerPhase.STARTING, 503, 200),
+        (ServerPhase.READY, 200, 200),
+        (ServerPhase.DRAINING, 503, 200),
+        (ServerPhase.DEAD, 503, 503),
     ],
 )
-def test_liveness_and_readiness_by_phase(phase: Phase, ready: int, live: int) -> None:
+def test_liveness_and_readiness_by_phase(
+    phase: ServerPhase, ready: int, live: int
+) -> None:
     async def work() -> None:
         wire = Wire(health_timeout=TIMEOUT)
         wire.manager.phase = phase

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from sglang.srt.ray.options import (
-    Host,
+    RayHost,
     Resources,
     ServeOptions,
     replica_resources,
@@ -18,7 +18,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="cpu")
 
-SMALL, LARGE = Host(cpus=2, gpus=0), Host(cpus=16, gpus=4)
+SMALL, LARGE = RayHost(cpus=2, gpus=0), RayHost(cpus=16, gpus=4)
 
 
 def test_texts_of_the_command_line_become_values() -> None:
@@ -100,7 +100,7 @@ def test_wrong_arguments_are_named(args: dict[str, Any], message: str) -> None:
     ],
 )
 def test_a_replica_takes_a_gpu_per_rank(
-    values: Mapping[str, Any], hosts: list[Host], wanted: Resources
+    values: Mapping[str, Any], hosts: list[RayHost], wanted: Resources
 ) -> None:
     assert replica_resources(ServeOptions(), values, hosts) == wanted
 
@@ -121,7 +121,7 @@ def test_a_replica_takes_a_gpu_per_rank(
     ],
 )
 def test_replicas_that_would_wait_for_ever_are_refused(
-    options: dict[str, Any], values: dict[str, Any], hosts: list[Host], message: str
+    options: dict[str, Any], values: dict[str, Any], hosts: list[RayHost], message: str
 ) -> None:
     with pytest.raises(ValueError) as error:
         replica_resources(ServeOptions(**options), values, hosts)

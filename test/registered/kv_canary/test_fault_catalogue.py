@@ -9,7 +9,7 @@ import pytest
 
 from kv_canary.faults import catalogue
 from kv_canary.faults.catalogue import CATALOGUE, by_host_name, planted_in
-from kv_canary.faults.fault import Engine, Group, Place, Planted, Serving
+from kv_canary.faults.fault import FaultPlace, HostEngine, Planted, Serving, SlotGroup
 from kv_canary.faults.sglang import planters as sglang_planters
 from kv_canary.faults.vllm import planters as vllm_planters
 from scripts.mutation.targets import AREAS
@@ -28,8 +28,8 @@ def test_every_fault_has_a_planter_and_every_planter_a_fault() -> None:
     assert set(POOLS[SWA]) == set(catalogue.WINDOW_FAULTS)
     assert set(STEPS) == set(planted_in(Planted.STEP))
     assert set(FAULT_POINTS) == set(planted_in(Planted.START))
-    assert set(sglang_planters.PLANTERS) == set(by_host_name(Engine.SGLANG))
-    assert set(vllm_planters.PLANTERS) == set(by_host_name(Engine.VLLM))
+    assert set(sglang_planters.PLANTERS) == set(by_host_name(HostEngine.SGLANG))
+    assert set(vllm_planters.PLANTERS) == set(by_host_name(HostEngine.VLLM))
     assert set(sglang_planters.IN_TREES) <= set(sglang_planters.PLANTERS)
     assert set(vllm_planters.IN_HYBRID) <= set(vllm_planters.PLANTERS)
 
@@ -37,7 +37,7 @@ def test_every_fault_has_a_planter_and_every_planter_a_fault() -> None:
 def test_names_are_unique() -> None:
     names = Counter((fault.planted, fault.name) for fault in CATALOGUE)
     assert max(names.values()) == 1
-    for engine in Engine:
+    for engine in HostEngine:
         hosts = Counter(f.hosts[engine] for f in CATALOGUE if engine in f.hosts)
         assert max(hosts.values()) == 1
 
@@ -47,7 +47,7 @@ def test_every_fault_says_what_must_name_it() -> None:
         assert fault.what and fault.groups and fault.serving, fault
         assert fault.reasons or fault.names, fault
         assert (fault.planted is not Planted.PLUGIN) or fault.hosts, fault
-    assert planted_in(Planted.DRAFT)["branch_offset"].groups is Group.DRAFT
+    assert planted_in(Planted.DRAFT)["branch_offset"].groups is SlotGroup.DRAFT
     assert planted_in(Planted.STEP)["see_all"].serving is Serving.TREE
 
 
@@ -60,7 +60,7 @@ def test_variables_belong_to_faults_and_to_the_room() -> None:
 
 
 def test_one_line_faults_have_the_same_places() -> None:
-    assert {area.place for area in AREAS} == set(Place)
+    assert {area.place for area in AREAS} == set(FaultPlace)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from kv_canary.faults.catalogue import (
     STEP_FAULTS,
     in_serving,
 )
-from kv_canary.faults.fault import Group, Serving
+from kv_canary.faults.fault import Serving, SlotGroup
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.heal_traffic import Healed, check_exact, run_healing
 from sglang.test.hole_traffic import Engine
@@ -37,7 +37,7 @@ TREES = [
     Engine(page_size=1, tree=(4, 4, 12)),
     Engine(page_size=64, tree=(8, 3, 16), overlap=True),
 ]
-MOVES = {name for name, fault in DRAFT_FAULTS.items() if Group.FULL in fault.groups}
+MOVES = {name for name, fault in DRAFT_FAULTS.items() if SlotGroup.FULL in fault.groups}
 # A chain has no branches and moves nothing.
 NEED_BRANCHES = set(DRAFT_FAULTS) - {*in_serving(DRAFT_FAULTS, Serving.CHAIN)}
 IN_BOTH = ["real_kv_used", "real_kv_post_forward", "record", "early_free"]

@@ -16,7 +16,7 @@ from sglang.srt.managers.messages.io_struct import FlushCacheReq, PauseReq
 from sglang.srt.replay.playing.bisect import bisect
 from sglang.srt.replay.playing.command import main
 from sglang.srt.replay.playing.player import Setting
-from sglang.srt.replay.recording.record_file import Record, read_record
+from sglang.srt.replay.recording.record_file import RecordFile, read_record
 from sglang.test.canary_traffic import VOCAB, canary_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.replay_traffic import (
@@ -53,12 +53,12 @@ TRAFFIC = [
 ]
 
 
-def incident_in(folder: Path) -> tuple[Path, Record]:
+def incident_in(folder: Path) -> tuple[Path, RecordFile]:
     file = next(folder.glob("*.json"))
     return file, read_record(file.with_suffix(".record"))
 
 
-def begin_of(record: Record) -> int:
+def begin_of(record: RecordFile) -> int:
     """Number of the first forward that a replay runs."""
     return record.rounds[0].launches[0].clocks[0] if record.rounds[0].launches else 0
 

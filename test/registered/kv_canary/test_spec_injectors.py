@@ -14,7 +14,7 @@ import torch
 
 from kv_canary.checks import reason_labels
 from kv_canary.faults.catalogue import DRAFT_FAULTS, POOL_FAULTS, in_serving
-from kv_canary.faults.fault import Group, Serving
+from kv_canary.faults.fault import Serving, SlotGroup
 from kv_canary.reporter import CanaryViolation
 from kv_canary.view import KVReadView
 from sglang.faults.fault_points import (
@@ -59,7 +59,7 @@ SEEDS = range(count(ci=1, full=20))
 CHAIN, FLAT = ((1, 4, 5), 4), ((4, 4, 12), 1)
 TREE, WIDE = ((4, 4, 12), 4), ((8, 3, 16), 64)
 # Those of draft steps and moves that trees alone have; the others on chains, too.
-MOVES = {name for name, fault in DRAFT_FAULTS.items() if Group.FULL in fault.groups}
+MOVES = {name for name, fault in DRAFT_FAULTS.items() if SlotGroup.FULL in fault.groups}
 NEED_BRANCHES = set(DRAFT_FAULTS) - {*in_serving(DRAFT_FAULTS, Serving.CHAIN)} - MOVES
 # Found where they are planted, by the forward's own reads or writes.
 AT_ONCE = {

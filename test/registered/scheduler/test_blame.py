@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kv_canary.checks import Reason
-from sglang.srt.managers.scheduler.blame import Blame, Damage, Fact, find_blame
+from sglang.srt.managers.scheduler.blame import Blame, Fact, StepDamage, find_blame
 from sglang.srt.mem_cache.allocator import create_allocator
 from sglang.srt.mem_cache.common import extend_rows
 from sglang.srt.mem_cache.draft_region import DraftRegion
@@ -115,7 +115,7 @@ class Scene:
         words = [(verdicts or {}).get(req.serial, 0) for req in self.reqs]
         every = [[0] * len(words), words] if pool else [words]
         return find_blame(
-            Damage(facts=facts, verdicts=every, has_overflowed=overflow),
+            StepDamage(facts=facts, verdicts=every, has_overflowed=overflow),
             launched or self.launched(),  # type: ignore[arg-type]
             requests=[req for req in self.reqs if not req.is_finished],  # type: ignore[misc]
             cache=self.cache,

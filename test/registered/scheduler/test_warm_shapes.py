@@ -38,7 +38,7 @@ from sglang.srt.layers.ops.moe.triton_sort import CHUNKS
 from sglang.srt.layers.ops.moe.triton_table import block_rows
 from sglang.srt.layers.ops.rope.triton import store_launch
 from sglang.srt.managers.scheduler.warm_up import warm_up
-from sglang.srt.managers.scheduler.warm_up_scenes import STEPS, Limits, scenes
+from sglang.srt.managers.scheduler.warm_up_scenes import STEPS, SceneLimits, scenes
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
@@ -274,7 +274,7 @@ def test_decodes_beyond_graphs_are_warm(
 
 def decoded(graph_rows: int, rows: int) -> set[int]:
     """Requests that the warm-up decodes together, more than the largest graph has."""
-    limits = Limits(
+    limits = SceneLimits(
         rows=rows,
         slots=1 << 20,
         context=CONTEXT,

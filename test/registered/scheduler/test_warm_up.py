@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from sglang.srt.managers.messages.io_struct import SchedulerStats
 from sglang.srt.managers.scheduler import build
 from sglang.srt.managers.scheduler.warm_up import is_warmed_up, warm_up
-from sglang.srt.managers.scheduler.warm_up_scenes import Limits, scenes
+from sglang.srt.managers.scheduler.warm_up_scenes import SceneLimits, scenes
 from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.memory_plan import prefill_token_counts
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -206,7 +206,7 @@ def test_the_cpu_does_not_wait_for_it(tiny: Path) -> None:
 @settings(deadline=None, max_examples=200)
 @given(
     st.builds(
-        Limits,
+        SceneLimits,
         rows=st.integers(1, 300),
         slots=st.integers(8, 4000),
         context=st.integers(8, 4000),
@@ -220,7 +220,7 @@ def test_the_cpu_does_not_wait_for_it(tiny: Path) -> None:
         has_hidden_states=st.booleans(),
     )
 )
-def test_every_request_fits(limits: Limits) -> None:
+def test_every_request_fits(limits: SceneLimits) -> None:
     for requests in scenes(limits):
         assert 0 < len(requests) <= limits.rows + 1
         for request in requests:
@@ -253,7 +253,7 @@ def test_one_thread_of_the_host_serves_beside_a_gpu(
 
 def test_full_batches_are_admitted_from_the_cache() -> None:
     """Without one these would be prefilled, all of them."""
-    limits = Limits(
+    limits = SceneLimits(
         rows=96,
         slots=1 << 20,
         context=1 << 15,
@@ -267,7 +267,7 @@ def test_full_batches_are_admitted_from_the_cache() -> None:
         has_hidden_states=False,
     )
 
-    def alike(limits: Limits) -> list[tuple[int, int]]:
+    def alike(limits: SceneLimits) -> list[tuple[int, int]]:
         """Rows and tokens of the scenes whose requests are all the same."""
         asks = [[(r.input_ids, r.extra_key) for r in each] for each in scenes(limits)]
         return [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kv_canary.faults.fault import Place
+from kv_canary.faults.fault import FaultPlace
 from scripts.mutation.choice import Fault, only, sample
 from scripts.mutation.mutants import mutants
 from scripts.mutation.sites import Mutant
@@ -136,7 +136,7 @@ def test_a_field_is_only_taken_where_the_module_knows_it() -> None:
 def test_a_sample_serves_all_areas_and_operators_alike(found: list[Mutant]) -> None:
     few, many = (
         Area(place=place, modules=(), worlds="", tests=())
-        for place in (Place.RELAY, Place.TREE)
+        for place in (FaultPlace.RELAY, FaultPlace.TREE)
     )
     faults = [Fault(area=many, mutant=m) for m in found]
     faults += [Fault(area=few, mutant=m) for m in found[:3]]

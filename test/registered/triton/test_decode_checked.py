@@ -47,7 +47,7 @@ from sglang.srt.layers.ops.attention.decode.launch import (
 from sglang.srt.layers.ops.attention.decode_hopper import launch as decode_hopper
 from sglang.srt.layers.ops.attention.decode_hopper.launch import HopperTile
 from sglang.srt.layers.ops.attention.op import decode_attention_ref
-from sglang.srt.layers.ops.attention.shared.args import Check, Compares
+from sglang.srt.layers.ops.attention.shared.args import ByteCheck, Compares
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count, sampled
 
@@ -65,7 +65,7 @@ class Checked:
 
     problem: Problem
     state: CanaryState
-    check: Check
+    check: ByteCheck
     # Whose row a batch row is; 0: padded.
     req_rows: list[int]
 
@@ -133,7 +133,7 @@ def make_checked(problem: Problem, *, req_rows: list[int] | None = None) -> Chec
     sums = torch.randint(1 << 20, (slots, LAYERS, heads), device=DEVICE)
     sums = sums.to(torch.int32)
     sums[:, LAYER] = sums_of(problem)
-    check = Check(
+    check = ByteCheck(
         state=state_args(state),
         sums=sums,
         slot_stride=sums.stride(0),

@@ -60,18 +60,18 @@ from sglang.srt.layers.ops.attention.latent_expanded.table import (
     expanded_shape,
 )
 from sglang.srt.layers.ops.attention.shared.args import (
-    Check,
+    ByteCheck,
     Compares,
     Lens,
     NewKV,
-    Pages,
+    PageArgs,
     Partials,
     Pool,
     Scale,
-    Tokens,
+    TokenArgs,
     padded_head,
 )
-from sglang.srt.layers.ops.attention.shared.launch import Launch
+from sglang.srt.layers.ops.attention.shared.launch import KernelLaunch
 from sglang.test.ahead_of_time import compile_in_a_process
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count, sampled
@@ -97,7 +97,7 @@ class Variant(NamedTuple):
     """A kernel as one launch compiles it; `itemsize` is of q, K, V and the result."""
 
     kernel: Any
-    launch: Launch
+    launch: KernelLaunch
     itemsize: int
     has_window: bool = False
     has_tree: bool = False
@@ -110,7 +110,7 @@ def arguments(variant: Variant) -> dict[str, Any]:
     """Types of the parameters, in the tuples of `args`; numbers that are not listed are
     lengths: i32. A stride of one and None are constants to the compiler."""
     element = TYPES[variant.itemsize]
-    tokens = Tokens(element, ALIGNED)
+    tokens = TokenArgs(element, ALIGNED)
     partials = Partials("*fp32", "*fp32")
     tile = variant.launch.constants.get("TILE")
     shape = variant.launch.constants.get("SHAPE")
@@ -118,7 +118,7 @@ def arguments(variant: Variant) -> dict[str, Any]:
         "q": tokens,
         "out": tokens,
         "pool": Pool(element, element, *[ALIGNED] * 4),
-        "pages": Pages("*i32", "i32", 1, "*i64"),
+        "pages": PageArgs("*i32", "i32", 1, "*i64"),
         "lens": Lens(None if variant.is_decode else "*i64", "*i64"),
         "cache": element,
         "slot_stride": ALIGNED,
@@ -151,10 +151,10 @@ def arguments(variant: Variant) -> dict[str, Any]:
     return found
 
 
-def check_types(has_window: bool) -> Check:
-    """Of `Check`, in the types of its tensors."""
+def check_types(has_window: bool) -> ByteCheck:
+    """Of `ByteCheck`, in the types of its tensors."""
     parts = [f"*i{8 * part.dtype.itemsize}" for part in ARENA_PARTS.values()]
-    return Check(
+    return ByteCheck(
         state=State(*parts, "i32", ALIGNED),
         sums="*i32",
         slot_stride=ALIGNED,
@@ -167,7 +167,7 @@ def check_types(has_window: bool) -> Check:
     )
 
 
-def has_running(launch: Launch) -> bool:
+def has_running(launch: KernelLaunch) -> bool:
     """Whether an expanded launch reads or writes results of prefixes."""
     return launch.constants["HAS_PAST"] or not launch.constants["CAUSAL"]
 

@@ -190,12 +190,12 @@ def compile_all() -> list[dict[str, Any]]:
     from sglang.srt.layers.ops.attention.extend_tree_hopper.kernels import (
         extend_tree_hopper_kernel,
     )
-    from sglang.srt.layers.ops.attention.shared.args import Pages
+    from sglang.srt.layers.ops.attention.shared.args import PageArgs
 
     types = {
         "out": "*bf16",
         "out_stride": "i32",
-        "pages": Pages("*i32", "i32", "i32", "*i64"),
+        "pages": PageArgs("*i32", "i32", "i32", "*i64"),
         "prefix_lens": "*i64",
         "tree_mask": "*u8",
         "softmax": Softmax("*bf16", "fp32"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(slots=True, kw_only=True)
-class Request:
+class LedgerRequest:
     """A request that holds blocks.
 
     Fields:
@@ -48,7 +48,7 @@ class Changes:
 
     fresh: list[list[int]]
     freed: list[list[int]]
-    rows: list[tuple[Request, int, int]] = field(default_factory=list)
+    rows: list[tuple[LedgerRequest, int, int]] = field(default_factory=list)
 
 
 class BlockLedger:
@@ -71,7 +71,7 @@ class BlockLedger:
         # With several groups a prefix cache may also hold partial blocks.
         self._knows_frees = not is_cached or len(page_sizes) == 1
         self._free_rows = list(range(num_rows, 0, -1))
-        self._requests: dict[str, Request] = {}
+        self._requests: dict[str, LedgerRequest] = {}
         self._holders: list[dict[int, set[str]]] = [{} for _ in page_sizes]
         self._next_serial = 1
         self.serials = SerialMap()
@@ -79,10 +79,10 @@ class BlockLedger:
     def __contains__(self, rid: str) -> bool:
         return rid in self._requests
 
-    def __getitem__(self, rid: str) -> Request:
+    def __getitem__(self, rid: str) -> LedgerRequest:
         return self._requests[rid]
 
-    def get(self, rid: str) -> Request | None:
+    def get(self, rid: str) -> LedgerRequest | None:
         return self._requests.get(rid)
 
     def changes(self) -> Changes:
@@ -108,7 +108,7 @@ class BlockLedger:
                 if self._knows_frees and (not self._is_cached or index >= full):
                     changes.freed[group].append(block)
 
-    def admit(self, admission: Admission, changes: Changes) -> Request:
+    def admit(self, admission: Admission, changes: Changes) -> LedgerRequest:
         """
         Raises:
             RuntimeError: there are more requests than rows.
@@ -128,7 +128,7 @@ class BlockLedger:
             )
         if not serial:
             serial, self._next_serial = self._next_serial, self._next_serial + 1
-        request = Request(
+        request = LedgerRequest(
             rid=admission.rid,
             row=self._free_rows.pop(),
             serial=serial,
@@ -142,14 +142,14 @@ class BlockLedger:
         self.extend(request, admission.blocks, changes, kept)
         return request
 
-    def _drop(self, request: Request) -> None:
+    def _drop(self, request: LedgerRequest) -> None:
         """Forget a request but not its blocks."""
         del self._requests[request.rid]
         self._free_rows.append(request.row)
 
     def extend(
         self,
-        request: Request,
+        request: LedgerRequest,
         blocks: BlockIds,
         changes: Changes,
         kept: BlockIds = (),
@@ -197,7 +197,7 @@ class BlockLedger:
             prefix_of=frozenset(r.serial for r in requests if is_shared),
         )
 
-    def _is_full(self, request: Request, group: int, block: int) -> bool:
+    def _is_full(self, request: LedgerRequest, group: int, block: int) -> bool:
         full = request.computed // self._page_sizes[group]
         return block in request.blocks[group][:full]
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from kv_canary.engines.hooks import (
     Expectation,
-    Record,
+    HookRecord,
     expected_modules,
     import_failures,
     problem_with,
@@ -129,7 +129,7 @@ def _say_what_does_not_import(host: Host) -> set[str]:
 def _say(expected: Expectation, otherwise: str) -> bool:
     """Print a line and return whether there is a problem."""
     problem = problem_with(expected)
-    verb = "reads" if isinstance(expected, Record) else "wraps"
+    verb = "reads" if isinstance(expected, HookRecord) else "wraps"
     state = f"{verb} {expected.place}: {expected.purpose}"
     print(f"  {'ok     ' if problem is None else otherwise} {problem or state}")
     return problem is not None

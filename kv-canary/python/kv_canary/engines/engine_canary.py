@@ -16,7 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kv_canary import launches
-from kv_canary.engines.block_ledger import BlockLedger, Changes, Request
+from kv_canary.engines.block_ledger import BlockLedger, Changes, LedgerRequest
 from kv_canary.engines.group_canary import RING_CAPACITY, Group, GroupCanary
 from kv_canary.engines.reporting import create_worker_reporter
 from kv_canary.records import WriterKind, request_lineage
@@ -218,7 +218,7 @@ class EngineCanary:
             blocks = request.blocks[number][begin:]
             self.groups[number].set_blocks(request.row, begin, blocks)
 
-    def _announce(self, new: Sequence[Request]) -> None:
+    def _announce(self, new: Sequence[LedgerRequest]) -> None:
         """Announce the histories that requests continue, and their rows."""
         if not new:
             return
@@ -229,7 +229,7 @@ class EngineCanary:
         self._runtime.announce(lambda: Announcement(numbers, values))
         self._runtime.settle()
 
-    def _correct(self, stale: Sequence[Request]) -> None:
+    def _correct(self, stale: Sequence[LedgerRequest]) -> None:
         """Set the histories of rows whose newest tokens were only proposed."""
         if not stale:
             return
@@ -239,7 +239,7 @@ class EngineCanary:
         for group in self.groups:
             launches.set_lineage(group.state, rows, values)
 
-    def _lineage(self, request: Request) -> int:
+    def _lineage(self, request: LedgerRequest) -> int:
         """Return the lineage of the tokens before the forward."""
         length = self._rows[request.rid].computed
         if length > len(request.tokens):

@@ -37,7 +37,7 @@ class Hook:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class HookRecord:
     """A dataclass of the engine, and those of its fields that are read."""
 
     owner: str
@@ -73,7 +73,7 @@ class AnyOf:
         return next(hook for hook in self.hooks if problem_with(hook) is None)
 
 
-Expectation = Hook | Record | AnyOf
+Expectation = Hook | HookRecord | AnyOf
 
 
 def problem_with(expected: Expectation) -> str | None:
@@ -86,7 +86,7 @@ def problem_with(expected: Expectation) -> str | None:
     except Exception as error:
         # An engine's module may raise any of these if its device is missing.
         return f"looked for {expected.owner}, found: {error}"
-    if isinstance(expected, Record):
+    if isinstance(expected, HookRecord):
         return _problem_with_fields(expected, owner)
     method = inspect.getattr_static(owner, expected.method, None)
     if method is None:
@@ -146,7 +146,7 @@ def import_failure(module: str) -> str | None:
     return None
 
 
-def _problem_with_fields(expected: Record, owner: Any) -> str | None:
+def _problem_with_fields(expected: HookRecord, owner: Any) -> str | None:
     if not dataclasses.is_dataclass(owner):
         return f"looked for the dataclass {expected.place}, found a {type(owner)}"
     names = {field.name for field in dataclasses.fields(owner)}

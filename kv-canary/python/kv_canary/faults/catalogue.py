@@ -20,13 +20,13 @@ from typing import TypeVar
 from kv_canary.checks import Reason
 from kv_canary.faults.fault import (
     Bound,
-    Engine,
     Fault,
-    Group,
+    FaultPlace,
     Harm,
-    Place,
+    HostEngine,
     Planted,
     Serving,
+    SlotGroup,
 )
 
 F = TypeVar("F", bound=Flag)
@@ -60,8 +60,8 @@ def _fault(row: dict[str, str]) -> Fault:
     return Fault(
         planted=Planted(cells["planted"]),
         name=cells["name"],
-        place=Place(cells["place"]),
-        groups=_flags(Group, cells["groups"]),
+        place=FaultPlace(cells["place"]),
+        groups=_flags(SlotGroup, cells["groups"]),
         serving=_flags(Serving, cells["serving"]),
         reasons=_flags(Reason, reasons),
         bound=Bound[cells["bound"].upper()],
@@ -70,7 +70,9 @@ def _fault(row: dict[str, str]) -> Fault:
         names=cells["names"],
         variable=more.get("variable", ""),
         upstream=tuple(upstream.split(",")) if upstream else (),
-        hosts={engine: more[engine.value] for engine in Engine if engine.value in more},
+        hosts={
+            engine: more[engine.value] for engine in HostEngine if engine.value in more
+        },
         needs_all=more.get("bytes") == "all",
     )
 
@@ -89,7 +91,7 @@ def in_serving(faults: Mapping[str, Fault], serving: Serving) -> list[str]:
     return [name for name, fault in faults.items() if fault.serving & serving]
 
 
-def by_host_name(engine: Engine) -> Mapping[str, Fault]:
+def by_host_name(engine: HostEngine) -> Mapping[str, Fault]:
     """Return the faults of a plugin's self-test, by the name that it prints."""
     return {f.hosts[engine]: f for f in CATALOGUE if engine in f.hosts}
 
@@ -102,5 +104,6 @@ START_FAULTS = planted_in(Planted.START)
 WINDOW_FAULTS = {
     fault.name: fault
     for fault in CATALOGUE
-    if fault.planted in (Planted.POOL, Planted.WINDOW) and Group.WINDOW in fault.groups
+    if fault.planted in (Planted.POOL, Planted.WINDOW)
+    and SlotGroup.WINDOW in fault.groups
 }

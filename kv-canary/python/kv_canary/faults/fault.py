@@ -30,7 +30,7 @@ class Planted(Enum):
     """In stock engines only: `kv_canary.faults.vllm`, `kv_canary.faults.sglang`."""
 
 
-class Place(Enum):
+class FaultPlace(Enum):
     """The part of an engine's work that goes wrong; one-line faults use the same
     places."""
 
@@ -46,7 +46,7 @@ class Place(Enum):
     CORE = "core"
 
 
-class Group(Flag):
+class SlotGroup(Flag):
     """Kinds of slots."""
 
     FULL = auto()
@@ -65,7 +65,7 @@ class Serving(Flag):
     ALL = PLAIN | SPECULATION
 
 
-class Engine(Enum):
+class HostEngine(Enum):
     """Stock engines whose plugin plants a fault in its self-test."""
 
     VLLM = "vllm"
@@ -114,8 +114,8 @@ class Fault:
 
     planted: Planted
     name: str
-    place: Place
-    groups: Group
+    place: FaultPlace
+    groups: SlotGroup
     serving: Serving
     reasons: Reason
     bound: Bound
@@ -124,5 +124,5 @@ class Fault:
     names: str
     variable: str
     upstream: tuple[str, ...]
-    hosts: Mapping[Engine, str]
+    hosts: Mapping[HostEngine, str]
     needs_all: bool

@@ -7,7 +7,7 @@ from types import ModuleType
 
 from kv_canary.faults.catalogue import DRAFT_FAULTS, POOL_FAULTS, WINDOW_FAULTS
 from sglang.faults.pools import inputs, slots, speculation, windows
-from sglang.faults.pools.scene import Planter, When
+from sglang.faults.pools.scene import PoolPlanter, When
 from sglang.faults.settings import FULL, SWA
 
 _WHEN = {
@@ -24,10 +24,10 @@ _WHEN = {
 }
 
 
-def _planters(names: Iterable[str], *modules: ModuleType) -> Mapping[str, Planter]:
+def _planters(names: Iterable[str], *modules: ModuleType) -> Mapping[str, PoolPlanter]:
     """Return the planters of these faults, each from the first module that has it."""
     return {
-        name: Planter(
+        name: PoolPlanter(
             apply=next(
                 vars(module)[name] for module in modules if hasattr(module, name)
             ),
@@ -37,7 +37,7 @@ def _planters(names: Iterable[str], *modules: ModuleType) -> Mapping[str, Plante
     }
 
 
-PLANTERS: Mapping[str, Mapping[str, Planter]] = {
+PLANTERS: Mapping[str, Mapping[str, PoolPlanter]] = {
     FULL: _planters((*POOL_FAULTS, *DRAFT_FAULTS), inputs, slots, speculation),
     SWA: _planters(WINDOW_FAULTS, windows, slots),
 }

@@ -217,7 +217,7 @@ class Scene:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Planter:
+class PoolPlanter:
     """Plants a fault of the catalogue.
 
     Fields:

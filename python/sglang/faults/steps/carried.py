@@ -9,11 +9,11 @@ from sglang.srt.speculative import eagle_worker_v2
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sglang.faults.steps.site import Fault, Site
+    from sglang.faults.steps.site import Fault, FaultSite
     from sglang.srt.draft_trees.buffers import DraftCandidates, VerifyResult
 
 
-def stash_nothing(site: Site) -> None:
+def stash_nothing(site: FaultSite) -> None:
     """Keep a request's old hidden state for the next iteration."""
 
     def fault(
@@ -30,7 +30,7 @@ def stash_nothing(site: Site) -> None:
     site.wrap(site.worker.draft_worker.relay, "stash", fault)
 
 
-def stash_swapped(site: Site) -> None:
+def stash_swapped(site: FaultSite) -> None:
     """Stash the candidates of two requests in each other's row."""
 
     def fault(
@@ -47,7 +47,7 @@ def stash_swapped(site: Site) -> None:
     site.wrap(site.worker.draft_worker.relay, "stash", fault)
 
 
-def gather_neighbours(site: Site) -> None:
+def gather_neighbours(site: FaultSite) -> None:
     """Start a request's iteration from another one's hidden state."""
 
     def fault(gather: Fault, rows: Tensor) -> tuple[DraftCandidates, Tensor]:
@@ -61,7 +61,7 @@ def gather_neighbours(site: Site) -> None:
     site.wrap(site.worker.draft_worker.relay, "gather", fault)
 
 
-def take_other_nodes(site: Site) -> None:
+def take_other_nodes(site: FaultSite) -> None:
     """Extend the draft with the hidden states of the nodes after the accepted ones."""
 
     def fault(gather: Fault, result: VerifyResult, **out: Any) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-from sglang.faults.steps.site import Fault, Site, changed, runs_on
+from sglang.faults.steps.site import Fault, FaultSite, changed, runs_on
 from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
 
 if TYPE_CHECKING:
@@ -38,10 +38,10 @@ def short_prefix(batch: ForwardBatch, row: int) -> dict[str, Any]:
     }
 
 
-def target_lens(mode: ForwardMode, change: Change) -> Callable[[Site], None]:
+def target_lens(mode: ForwardMode, change: Change) -> Callable[[FaultSite], None]:
     """Plant wrong lengths in a forward of the target."""
 
-    def plant(site: Site) -> None:
+    def plant(site: FaultSite) -> None:
         def forward(original: Fault, batch: ForwardBatch) -> Any:
             return original(_changed_batch(site, batch, mode, change))
 
@@ -50,10 +50,10 @@ def target_lens(mode: ForwardMode, change: Change) -> Callable[[Site], None]:
     return plant
 
 
-def draft_lens(mode: ForwardMode, change: Change) -> Callable[[Site], None]:
+def draft_lens(mode: ForwardMode, change: Change) -> Callable[[FaultSite], None]:
     """Plant wrong lengths in one branch of a draft step, or in a draft extend."""
 
-    def plant(site: Site) -> None:
+    def plant(site: FaultSite) -> None:
         def run_model(original: Fault, batch: ForwardBatch, **options: Any) -> Any:
             return original(_changed_batch(site, batch, mode, change), **options)
 
@@ -63,7 +63,7 @@ def draft_lens(mode: ForwardMode, change: Change) -> Callable[[Site], None]:
 
 
 def _changed_batch(
-    site: Site, batch: ForwardBatch, mode: ForwardMode, change: Change
+    site: FaultSite, batch: ForwardBatch, mode: ForwardMode, change: Change
 ) -> ForwardBatch:
     """The batch with a change in one row that makes a difference."""
     if batch.forward_mode is not mode:
@@ -82,18 +82,18 @@ def _changed_batch(
 # -- prompts ---------------------------------------------------------------------------
 
 
-def skip_last_token(site: Site) -> None:
+def skip_last_token(site: FaultSite) -> None:
     """Prefill a prompt without its last token."""
     _skip_end(site, lambda length: length - 1)
 
 
-def skip_last_page(site: Site) -> None:
+def skip_last_page(site: FaultSite) -> None:
     """Prefill a prompt up to its last page, whole or begun."""
     page_size = site.scheduler.cache.allocator.page_size
     _skip_end(site, lambda length: (length - 1) // page_size * page_size)
 
 
-def _skip_end(site: Site, end_of: Callable[[int], int]) -> None:
+def _skip_end(site: FaultSite, end_of: Callable[[int], int]) -> None:
     def prepare(
         original: Fault,
         reqs: list[Req],

@@ -7,11 +7,11 @@ from collections.abc import Callable, Mapping
 
 from kv_canary.faults.catalogue import STEP_FAULTS
 from sglang.faults.steps import carried, lengths, publishing, results, stores, trees
-from sglang.faults.steps.site import Site
+from sglang.faults.steps.site import FaultSite
 from sglang.faults.steps.stores import StoreOf
 from sglang.srt.forward.batch import ForwardMode
 
-Plant = Callable[[Site], None]
+Plant = Callable[[FaultSite], None]
 
 _STORES = {
     "prefill": StoreOf(mode=ForwardMode.EXTEND),

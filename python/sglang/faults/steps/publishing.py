@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from sglang.faults.steps.site import Fault, Site, changed
+from sglang.faults.steps.site import Fault, FaultSite, changed
 
 if TYPE_CHECKING:
     from sglang.srt.forward.batch import ForwardBatch
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # -- without speculation ---------------------------------------------------------------
 
 
-def publish_early(site: Site) -> None:
+def publish_early(site: FaultSite) -> None:
     """Publish a token one column too early; its own column stays as it was."""
 
     def move(cells: _Cells, row: int) -> None:
@@ -28,7 +28,7 @@ def publish_early(site: Site) -> None:
     _after_sampling(site, move)
 
 
-def publish_nothing(site: Site) -> None:
+def publish_nothing(site: FaultSite) -> None:
     """Leave the column of a token as it was."""
 
     def restore(cells: _Cells, row: int) -> None:
@@ -37,7 +37,7 @@ def publish_nothing(site: Site) -> None:
     _after_sampling(site, restore)
 
 
-def publish_swapped(site: Site) -> None:
+def publish_swapped(site: FaultSite) -> None:
     """Publish the tokens of two requests in each other's row."""
 
     def fault(run: Fault, batch: ScheduleBatch, forward_batch: ForwardBatch) -> Any:
@@ -61,12 +61,12 @@ class _Cells(NamedTuple):
     before: Tensor
 
 
-def _cells(site: Site, batch: ForwardBatch) -> _Cells:
+def _cells(site: FaultSite, batch: ForwardBatch) -> _Cells:
     table, rows, ends = site.token_table, batch.req_pool_indices, batch.seq_lens
     return _Cells(table, rows, ends, table[rows, ends].clone())
 
 
-def _after_sampling(site: Site, change: Callable[[_Cells, int], None]) -> None:
+def _after_sampling(site: FaultSite, change: Callable[[_Cells, int], None]) -> None:
     """Change what was published of a row whose column held another token before."""
 
     def fault(run: Fault, batch: ScheduleBatch, forward_batch: ForwardBatch) -> Any:
@@ -116,7 +116,7 @@ class _Gained(NamedTuple):
         return differs
 
 
-def accepted_early(site: Site) -> None:
+def accepted_early(site: FaultSite) -> None:
     """Publish accepted tokens one column too early, over the root."""
 
     def shift(gained: _Gained) -> bool:
@@ -126,12 +126,12 @@ def accepted_early(site: Site) -> None:
     _after_accepting(site, shift)
 
 
-def accepted_reversed(site: Site) -> None:
+def accepted_reversed(site: FaultSite) -> None:
     """Publish accepted tokens in the opposite order."""
     _after_accepting(site, lambda gained: gained.put(gained.cells().flip(0)))
 
 
-def accepted_nothing(site: Site) -> None:
+def accepted_nothing(site: FaultSite) -> None:
     """Leave the tokens that a request gained unpublished."""
     before: list[Tensor] = []
 
@@ -146,7 +146,7 @@ def accepted_nothing(site: Site) -> None:
     _after_accepting(site, restore)
 
 
-def accepted_swapped(site: Site) -> None:
+def accepted_swapped(site: FaultSite) -> None:
     """Publish the last tokens of two requests in each other's row."""
 
     def fault(publish: Fault, indices: Tensor, seq_lens: Tensor) -> None:
@@ -160,7 +160,7 @@ def accepted_swapped(site: Site) -> None:
     site.wrap(site.worker.draft_worker.relay, "publish", fault)
 
 
-def relay_stale(site: Site) -> None:
+def relay_stale(site: FaultSite) -> None:
     """Keep a request's old length for the next iteration."""
 
     def fault(publish: Fault, indices: Tensor, seq_lens: Tensor) -> None:
@@ -174,7 +174,7 @@ def relay_stale(site: Site) -> None:
     site.wrap(site.worker.draft_worker.relay, "publish", fault)
 
 
-def relay_ahead(site: Site) -> None:
+def relay_ahead(site: FaultSite) -> None:
     """Publish a length that is one too long."""
 
     def fault(publish: Fault, indices: Tensor, seq_lens: Tensor) -> None:
@@ -187,7 +187,7 @@ def relay_ahead(site: Site) -> None:
     site.wrap(site.worker.draft_worker.relay, "publish", fault)
 
 
-def _after_accepting(site: Site, change: Callable[[_Gained], bool]) -> None:
+def _after_accepting(site: FaultSite, change: Callable[[_Gained], bool]) -> None:
     """Change the published tokens of a request, where that makes a difference."""
     relay = site.worker.draft_worker.relay
 

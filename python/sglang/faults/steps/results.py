@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from sglang.faults.steps.site import Fault, Site, runs_on
+from sglang.faults.steps.site import Fault, FaultSite, runs_on
 from sglang.srt.draft_trees.workspace import RowIdentity
 from sglang.srt.managers.batch.req import Req
 from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
@@ -34,20 +34,20 @@ _ROWS = (
 )
 
 
-def swap_rows(site: Site) -> None:
+def swap_rows(site: FaultSite) -> None:
     """Compute two requests in each other's row: swap the contents of the rows, not
     their identities."""
     _swap_in_batch(site, _ROWS)
     _swap_in_iteration(site, (0,))
 
 
-def swap_identity(site: Site) -> None:
+def swap_identity(site: FaultSite) -> None:
     """Swap the serial, namespace and id of two rows."""
     _swap_in_batch(site, _IDENTITY)
     _swap_in_iteration(site, range(1, len(RowIdentity._fields)))
 
 
-def _swap_in_batch(site: Site, fields: Sequence[str]) -> None:
+def _swap_in_batch(site: FaultSite, fields: Sequence[str]) -> None:
     def forward_batch(
         original: Fault, batch: ScheduleBatch, *args: Any, **options: Any
     ) -> Any:
@@ -64,7 +64,7 @@ def _swap_in_batch(site: Site, fields: Sequence[str]) -> None:
     site.wrap(ScheduleBatch, "forward_batch", forward_batch)
 
 
-def _swap_in_iteration(site: Site, parts: Sequence[int]) -> None:
+def _swap_in_iteration(site: FaultSite, parts: Sequence[int]) -> None:
     def identity(original: Fault, batch: ScheduleBatch) -> Tensor:
         made: Tensor = original(batch)
         pairs = site.pairs()
@@ -87,7 +87,7 @@ def _order(count: int, pair: tuple[int, int]) -> list[int]:
 # -- accepted paths --------------------------------------------------------------------
 
 
-def accept_foreign_node(site: Site) -> None:
+def accept_foreign_node(site: FaultSite) -> None:
     """Let the end of an accepted path be a node of another request."""
 
     def change(live: WorkspaceRows, row: int) -> bool:
@@ -106,7 +106,7 @@ def accept_foreign_node(site: Site) -> None:
     _after_verification(site, change)
 
 
-def accept_rejected_node(site: Site) -> None:
+def accept_rejected_node(site: FaultSite) -> None:
     """Accept a node that the target's choices do not reach."""
 
     def change(live: WorkspaceRows, row: int) -> bool:
@@ -124,7 +124,7 @@ def accept_rejected_node(site: Site) -> None:
     _after_verification(site, change)
 
 
-def choose_rejected_token(site: Site) -> None:
+def choose_rejected_token(site: FaultSite) -> None:
     """Follow the last accepted node with a token that the target did not choose."""
 
     def change(live: WorkspaceRows, row: int) -> bool:
@@ -138,7 +138,7 @@ def choose_rejected_token(site: Site) -> None:
 
 
 def _after_verification(
-    site: Site, change: Callable[[WorkspaceRows, int], bool]
+    site: FaultSite, change: Callable[[WorkspaceRows, int], bool]
 ) -> None:
     def verify(original: Fault, live: WorkspaceRows, *args: Any, **options: Any) -> Any:
         decided = original(live, *args, **options)
@@ -154,7 +154,7 @@ def _after_verification(
 # -- the host --------------------------------------------------------------------------
 
 
-def take_neighbours_tokens(site: Site) -> None:
+def take_neighbours_tokens(site: FaultSite) -> None:
     """Give two requests each other's tokens on the host."""
 
     def change(result: GenerationBatchResult, words: list[int]) -> tuple[int, ...]:
@@ -174,17 +174,17 @@ def take_neighbours_tokens(site: Site) -> None:
     _on_result(site, change)
 
 
-def take_one_more(site: Site) -> None:
+def take_one_more(site: FaultSite) -> None:
     """Take one token more than was accepted."""
     _shift_length(site, 1)
 
 
-def take_one_less(site: Site) -> None:
+def take_one_less(site: FaultSite) -> None:
     """Lose the last accepted token."""
     _shift_length(site, -1)
 
 
-def _shift_length(site: Site, by: int) -> None:
+def _shift_length(site: FaultSite, by: int) -> None:
     def change(result: GenerationBatchResult, words: list[int]) -> tuple[int, ...]:
         for row in site.candidates():
             at = result.bs * result.stride + row
@@ -197,7 +197,7 @@ def _shift_length(site: Site, by: int) -> None:
 
 
 def _on_result(
-    site: Site,
+    site: FaultSite,
     change: Callable[[GenerationBatchResult, list[int]], tuple[int, ...]],
 ) -> None:
     """Change the words of a decode step's result; `change` returns the rows."""
@@ -216,7 +216,7 @@ def _on_result(
     site.wrap(site.scheduler.worker, "forward_batch_generation", launch)
 
 
-def drop_token(site: Site) -> None:
+def drop_token(site: FaultSite) -> None:
     """Lose the tokens of a step between its result and the request."""
 
     def append(original: Fault, req: Req, new_tokens: Sequence[int]) -> None:

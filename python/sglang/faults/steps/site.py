@@ -30,7 +30,7 @@ Fault: TypeAlias = "Callable[..., Any]"
 ROOM = 16
 
 
-class Site:
+class FaultSite:
     """An engine, and the fault that is planted in it.
 
     Attributes:
@@ -130,11 +130,11 @@ def runs_on(req: Req) -> bool:
 
 @contextmanager
 def planted(
-    plant: Callable[[Site], None], scheduler: Scheduler, *, rng: random.Random
-) -> Iterator[Site]:
+    plant: Callable[[FaultSite], None], scheduler: Scheduler, *, rng: random.Random
+) -> Iterator[FaultSite]:
     """Scope in which the fault of a planter is done once, at the first opportunity."""
     with ExitStack() as stack:
-        site = Site(scheduler, rng=rng, stack=stack)
+        site = FaultSite(scheduler, rng=rng, stack=stack)
         plant(site)
         site.watch_launches()
         yield site

@@ -13,7 +13,7 @@ from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sglang.faults.steps.site import Fault, Site
+    from sglang.faults.steps.site import Fault, FaultSite
     from sglang.srt.forward.batch import ForwardBatch, ForwardMode
     from sglang.srt.layers.radix_attention import RadixAttention
 
@@ -30,7 +30,7 @@ class StoreOf:
         return batch.forward_mode is self.mode and is_draft == self.is_draft
 
 
-def store_further(forward: StoreOf) -> Callable[[Site], None]:
+def store_further(forward: StoreOf) -> Callable[[FaultSite], None]:
     """Store one new token a slot further, in one layer."""
 
     def slot_of(slot: int, num_slots: int) -> int:
@@ -39,13 +39,13 @@ def store_further(forward: StoreOf) -> Callable[[Site], None]:
     return lambda site: _misplace(site, forward, slot_of, layers=1)
 
 
-def store_nowhere(forward: StoreOf) -> Callable[[Site], None]:
+def store_nowhere(forward: StoreOf) -> Callable[[FaultSite], None]:
     """Store one new token in the scratch page, in all layers: in no slot of its own."""
     return lambda site: _misplace(site, forward, lambda slot, num: 0, layers=None)
 
 
 def _misplace(
-    site: Site,
+    site: FaultSite,
     forward: StoreOf,
     slot_of: Callable[[int, int], int],
     *,
@@ -85,7 +85,7 @@ def _misplace(
 
 
 def _one_changed(
-    site: Site, batch: ForwardBatch, slot_of: Callable[[int, int], int]
+    site: FaultSite, batch: ForwardBatch, slot_of: Callable[[int, int], int]
 ) -> Tensor | None:
     """Return the slots of a batch's new tokens with one of them changed."""
     for row in site.candidates()[:1]:

@@ -8,17 +8,17 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import torch
 
 if TYPE_CHECKING:
-    from sglang.faults.steps.site import Fault, Site
+    from sglang.faults.steps.site import Fault, FaultSite
     from sglang.srt.draft_trees.buffers import DraftTree
 
 # Changes the tree of a row; returns whether it could.
-Change: TypeAlias = "Callable[[Site, DraftTree, int], bool]"
+Change: TypeAlias = "Callable[[FaultSite, DraftTree, int], bool]"
 
 
-def in_tree(change: Change) -> Callable[[Site], None]:
+def in_tree(change: Change) -> Callable[[FaultSite], None]:
     """Return a planter that changes one request's tree after it was built."""
 
-    def plant(site: Site) -> None:
+    def plant(site: FaultSite) -> None:
         draft_worker = site.worker.draft_worker
 
         def draft(original: Fault, bs: int, **options: Any) -> None:
@@ -34,7 +34,7 @@ def in_tree(change: Change) -> Callable[[Site], None]:
     return plant
 
 
-def lose_ancestor(site: Site, tree: DraftTree, row: int) -> bool:
+def lose_ancestor(site: FaultSite, tree: DraftTree, row: int) -> bool:
     """Hide a node's parent from it."""
     parents = _parents(tree, row)
     node = site.rng.choice([i for i, parent in enumerate(parents) if parent >= 0])
@@ -42,7 +42,7 @@ def lose_ancestor(site: Site, tree: DraftTree, row: int) -> bool:
     return True
 
 
-def see_sibling(site: Site, tree: DraftTree, row: int) -> bool:
+def see_sibling(site: FaultSite, tree: DraftTree, row: int) -> bool:
     """Make a node attend to a non-ancestor."""
     others = torch.nonzero(~tree.mask[row, 1:]).tolist()
     node, other = site.rng.choice(others)
@@ -50,26 +50,26 @@ def see_sibling(site: Site, tree: DraftTree, row: int) -> bool:
     return True
 
 
-def see_all(site: Site, tree: DraftTree, row: int) -> bool:
+def see_all(site: FaultSite, tree: DraftTree, row: int) -> bool:
     """Make every node attend to every node."""
     tree.mask[row] = True
     return True
 
 
-def number_positions(site: Site, tree: DraftTree, row: int) -> bool:
+def number_positions(site: FaultSite, tree: DraftTree, row: int) -> bool:
     """Number positions by node instead of by depth."""
     before = tree.positions[row].clone()
     tree.positions[row] = before[0] + torch.arange(len(before), device=before.device)
     return not torch.equal(before, tree.positions[row])
 
 
-def advance_positions(site: Site, tree: DraftTree, row: int) -> bool:
+def advance_positions(site: FaultSite, tree: DraftTree, row: int) -> bool:
     """Make every position one too large."""
     tree.positions[row] += 1
     return True
 
 
-def borrow_parent(site: Site, tree: DraftTree, row: int) -> bool:
+def borrow_parent(site: FaultSite, tree: DraftTree, row: int) -> bool:
     """Give a node a parent in another request's tree."""
     rows, nodes = tree.tokens.shape
     if rows < 2:
@@ -80,7 +80,7 @@ def borrow_parent(site: Site, tree: DraftTree, row: int) -> bool:
     return True
 
 
-def follow_later(site: Site, tree: DraftTree, row: int) -> bool:
+def follow_later(site: FaultSite, tree: DraftTree, row: int) -> bool:
     """Give a node a later leaf as its parent."""
     parents, nodes = _parents(tree, row), tree.tokens.shape[1]
     leaves = [i for i in range(1, nodes) if i not in parents]

@@ -37,13 +37,13 @@ from sglang.srt.constrained.schema_values import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.constrained.schema_places import Place
+    from sglang.srt.constrained.schema_places import SchemaPlace
 
 # Keywords for which null is an ordinary value.
 _VALUES = ("const", "default")
 
 
-def read_keywords(schema: Schema, place: Place) -> None:
+def read_keywords(schema: Schema, place: SchemaPlace) -> None:
     """Rewrite the keywords of one schema, in place.
 
     Raises:
@@ -57,7 +57,7 @@ def read_keywords(schema: Schema, place: Place) -> None:
             del schema[keyword]
 
 
-def _not(schema: Schema, value: Any, place: Place) -> bool:
+def _not(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     if value is False:
         return True
     if is_anything(value):
@@ -74,7 +74,7 @@ def _not(schema: Schema, value: Any, place: Place) -> bool:
     raise refused("not", value, "say what a value is, not what it is not")
 
 
-def _if(schema: Schema, value: Any, place: Place) -> bool:
+def _if(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     truth = _truth(value)
     chosen = None if truth is None else ("then" if truth else "else")
     branches = [name for name in ("then", "else") if name in schema]
@@ -97,7 +97,7 @@ def _truth(schema: Any) -> bool | None:
 def _parts(keyword: str) -> Rule:
     """Check for a non-empty list of schemas: there must be an alternative to choose."""
 
-    def rule(schema: Schema, value: Any, place: Place) -> bool:
+    def rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
         if isinstance(value, list) and (value or keyword == "allOf"):
             return False
         raise refused(keyword, value, "it must be a list that is not empty")
@@ -105,7 +105,7 @@ def _parts(keyword: str) -> Rule:
     return rule
 
 
-def _reference(schema: Schema, value: Any, place: Place) -> bool:
+def _reference(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     """Encode reference names: generics' names have characters that must be encoded."""
     if isinstance(value, str) and value.startswith("#/"):
         schema["$ref"] = "#" + quote(unquote(value[1:]), safe="/~$")
@@ -115,7 +115,7 @@ def _reference(schema: Schema, value: Any, place: Place) -> bool:
 def _root_reference(keyword: str) -> Rule:
     """Rewrite a reference that depends on the referrer, here the root, to `$ref`."""
 
-    def rule(schema: Schema, value: Any, place: Place) -> bool:
+    def rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
         is_pointer = isinstance(value, str) and (value == "#" or value[:2] == "#/")
         if not is_pointer or "$ref" in schema:
             raise refused(keyword, value, "use $ref with a pointer: #/$defs/name")
@@ -125,7 +125,7 @@ def _root_reference(keyword: str) -> Rule:
     return rule
 
 
-def _drop(schema: Schema, value: Any, place: Place) -> bool:
+def _drop(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     return True
 
 

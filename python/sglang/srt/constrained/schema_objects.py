@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.constrained.pattern_rewriting import LookAroundError, rewrite_pattern
-from sglang.srt.constrained.schema_places import PARTS, Place
+from sglang.srt.constrained.schema_places import PARTS, SchemaPlace
 from sglang.srt.constrained.schema_rules import (
     ASSERTIONS,
     Rule,
@@ -24,7 +24,7 @@ _FORMAT_PATTERNS = {
 }
 
 
-def properties_rule(schema: Schema, value: Any, place: Place) -> bool:
+def properties_rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     if not isinstance(value, dict):
         raise refused("properties", value, "it must map names to schemas")
     needed = [
@@ -39,7 +39,7 @@ def properties_rule(schema: Schema, value: Any, place: Place) -> bool:
     return False
 
 
-def property_names_rule(schema: Schema, value: Any, place: Place) -> bool:
+def property_names_rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     names = value
     if isinstance(value, dict) and set(value) & ASSERTIONS == {"$ref"}:
         names = place.resolve(value["$ref"])
@@ -109,7 +109,7 @@ def _name_pattern(names: Schema) -> str | None:
     return None
 
 
-def min_properties_rule(schema: Schema, value: Any, place: Place) -> bool:
+def min_properties_rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     required = schema.get("required") or []
     properties = schema.get("properties") or {}
     optional = [name for name in properties if name not in required]
@@ -134,7 +134,7 @@ def min_properties_rule(schema: Schema, value: Any, place: Place) -> bool:
     )
 
 
-def max_properties_rule(schema: Schema, value: Any, place: Place) -> bool:
+def max_properties_rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     properties = schema.get("properties") or {}
     is_closed = schema.get("additionalProperties") is False
     if is_closed and not schema.get("patternProperties"):
@@ -142,7 +142,7 @@ def max_properties_rule(schema: Schema, value: Any, place: Place) -> bool:
     return False
 
 
-def unevaluated_properties_rule(schema: Schema, value: Any, place: Place) -> bool:
+def unevaluated_properties_rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     if is_anything(value):
         return True
     if {"$ref", "if", *PARTS} & schema.keys():
@@ -156,7 +156,7 @@ def unevaluated_properties_rule(schema: Schema, value: Any, place: Place) -> boo
     return True
 
 
-def required_rule(schema: Schema, value: Any, place: Place) -> bool:
+def required_rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     """In draft 3, `required` is in the property; `properties_rule` has read it."""
     if isinstance(value, list) and all(isinstance(name, str) for name in value):
         return False
@@ -168,7 +168,7 @@ def required_rule(schema: Schema, value: Any, place: Place) -> bool:
 def dependent_rule(keyword: str) -> Rule:
     """Handle what a present property requires; accepted if it holds anyway."""
 
-    def rule(schema: Schema, value: Any, place: Place) -> bool:
+    def rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
         required = schema.get("required") or []
         asked = value.values() if isinstance(value, dict) else [value]
         for one in asked:

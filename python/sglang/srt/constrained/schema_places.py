@@ -40,7 +40,7 @@ class Path(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class SchemaPlace:
     """Where a schema is: the document and the path in it."""
 
     root: Any

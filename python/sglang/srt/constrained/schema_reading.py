@@ -17,7 +17,7 @@ from sglang.srt.constrained.schema_places import (
     PARTS,
     UNKNOWN,
     Path,
-    Place,
+    SchemaPlace,
     children,
     pointer_path,
     resolve,
@@ -36,7 +36,7 @@ def read_schema(root: Any) -> None:
     reached = _Reached(root)
     for schema, path in reached.walk():
         try:
-            read_keywords(schema, Place(root=root, path=path))
+            read_keywords(schema, SchemaPlace(root=root, path=path))
         except UnservedError as error:
             raise ValueError(f"{Path(path, error.keyword)}: {error}") from error
     reached.refuse_cycles()

@@ -12,10 +12,10 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.constrained.schema_places import Place
+from sglang.srt.constrained.schema_places import SchemaPlace
 
 Schema = dict[str, Any]
-Rule = Callable[[Schema, Any, Place], bool]
+Rule = Callable[[Schema, Any, SchemaPlace], bool]
 
 TYPES = ("string", "number", "integer", "boolean", "array", "object", "null")
 # Keywords that may reject a value; all others are annotations.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from sglang.srt.constrained.pattern_rewriting import LookAroundError, rewrite_pattern
-from sglang.srt.constrained.schema_places import PARTS, Place
+from sglang.srt.constrained.schema_places import PARTS, SchemaPlace
 from sglang.srt.constrained.schema_rules import (
     TYPES,
     Rule,
@@ -24,7 +24,7 @@ _MAX_LIMIT = 9 * 10**18
 _MAX_COUNT = 2**31 - 1
 
 
-def type_rule(schema: Schema, value: Any, place: Place) -> bool:
+def type_rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     given = value if isinstance(value, list) else [value]
     names = [one.lower() if isinstance(one, str) else one for one in given]
     if "any" in names:
@@ -39,7 +39,7 @@ def type_rule(schema: Schema, value: Any, place: Place) -> bool:
 def count_rule(keyword: str) -> Rule:
     """Check a count, which some generators write as a string or as 1.0."""
 
-    def rule(schema: Schema, value: Any, place: Place) -> bool:
+    def rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
         count = value
         if isinstance(value, str) and value.isdecimal() and len(value) < 20:
             count = int(value)
@@ -56,7 +56,7 @@ def count_rule(keyword: str) -> Rule:
 def limit_rule(keyword: str, sign: int) -> Rule:
     """Handle limits of language types, such as -(2**63) or 1.8e308."""
 
-    def rule(schema: Schema, value: Any, place: Place) -> bool:
+    def rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
         if isinstance(value, bool) and keyword.startswith("exclusive"):
             return False  # draft 4
         if isinstance(value, bool) or not isinstance(value, int | float):
@@ -68,7 +68,7 @@ def limit_rule(keyword: str, sign: int) -> Rule:
     return rule
 
 
-def format_rule(schema: Schema, value: Any, place: Place) -> bool:
+def format_rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     return is_annotation(value)
 
 
@@ -76,7 +76,7 @@ def is_annotation(name: Any) -> bool:
     return not isinstance(name, str) or name not in FORMATS
 
 
-def pattern_rule(schema: Schema, value: Any, place: Place) -> bool:
+def pattern_rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     if not isinstance(value, str):
         raise refused("pattern", value, "it must be a regular expression")
     try:
@@ -98,7 +98,7 @@ def pattern_rule(schema: Schema, value: Any, place: Place) -> bool:
     return False
 
 
-def unique_items_rule(schema: Schema, value: Any, place: Place) -> bool:
+def unique_items_rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     most = schema.get("maxItems")
     if value is False or (isinstance(most, int) and most <= 1):
         return True
@@ -110,7 +110,7 @@ def unique_items_rule(schema: Schema, value: Any, place: Place) -> bool:
     )
 
 
-def contains_rule(schema: Schema, value: Any, place: Place) -> bool:
+def contains_rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     least, most = schema.get("minContains", 1), schema.get("maxContains")
     if least == 0 and most is None:
         return True
@@ -122,7 +122,7 @@ def contains_rule(schema: Schema, value: Any, place: Place) -> bool:
     return True
 
 
-def unevaluated_items_rule(schema: Schema, value: Any, place: Place) -> bool:
+def unevaluated_items_rule(schema: Schema, value: Any, place: SchemaPlace) -> bool:
     if is_anything(value) or (
         "items" in schema and not isinstance(schema["items"], list)
     ):

@@ -37,7 +37,7 @@ class BlockKind(Enum):
     CALL = "call"
 
 
-class Step(Enum):
+class BlockStep(Enum):
     OPEN = "open"
     GROW = "grow"
     CLOSE = "close"
@@ -68,7 +68,7 @@ class Block:
 class BlockEvent(NamedTuple):
     """A change of one block; `text` is what is added to it."""
 
-    step: Step
+    step: BlockStep
     block: Block
     text: str = ""
 
@@ -113,7 +113,7 @@ class BlockMachine:
         if block is None or block.kind is not kind:
             block = self._begin(kind, events)
         block.parts.append(text)
-        events.append(BlockEvent(Step.GROW, block, text))
+        events.append(BlockEvent(BlockStep.GROW, block, text))
 
     def _begin(
         self,
@@ -132,12 +132,12 @@ class BlockMachine:
         )
         self.blocks.append(block)
         self._open = block
-        events.append(BlockEvent(Step.OPEN, block))
+        events.append(BlockEvent(BlockStep.OPEN, block))
         return block
 
     def _close(self, events: list[BlockEvent]) -> None:
         if self._open is not None:
-            events.append(BlockEvent(Step.CLOSE, self._open))
+            events.append(BlockEvent(BlockStep.CLOSE, self._open))
         self._open = None
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from sglang.srt.entrypoints.http_io import EventStream
 from sglang.srt.entrypoints.output_share import OutputShare
 from sglang.srt.managers.front.request_state import RequestGroup
-from sglang.srt.managers.front.tokenizer_manager import Phase, TokenizerManager
+from sglang.srt.managers.front.tokenizer_manager import ServerPhase, TokenizerManager
 from sglang.srt.managers.messages.errors import NotFound
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.quoting import quoted
@@ -66,4 +66,4 @@ class Front:
 
     @property
     def is_ready(self) -> bool:
-        return self.manager.phase is Phase.READY
+        return self.manager.phase is ServerPhase.READY

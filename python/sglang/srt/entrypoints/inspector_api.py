@@ -28,7 +28,7 @@ from sglang.srt.managers.front.snapshot_feed import (
     Source,
     Trouble,
 )
-from sglang.srt.managers.front.tokenizer_manager import Phase
+from sglang.srt.managers.front.tokenizer_manager import ServerPhase
 from sglang.srt.managers.messages.errors import BadRequest, NotFound, Unavailable
 from sglang.srt.utils.quoting import quoted
 from sglang.version import __version__
@@ -228,5 +228,5 @@ class InspectorApi:
 
     def _why_closed(self) -> str | None:
         phase = self._manager.phase
-        is_over = phase in (Phase.DRAINING, Phase.DEAD)
+        is_over = phase in (ServerPhase.DRAINING, ServerPhase.DEAD)
         return f"the server is {phase.value}" if is_over else None

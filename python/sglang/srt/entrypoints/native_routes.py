@@ -43,7 +43,7 @@ from sglang.srt.entrypoints.http_io import (
 )
 from sglang.srt.managers.front.health_probe import HealthProbe
 from sglang.srt.managers.front.request_state import RequestGroup
-from sglang.srt.managers.front.tokenizer_manager import Phase
+from sglang.srt.managers.front.tokenizer_manager import ServerPhase
 from sglang.srt.managers.messages.errors import (
     ApiError,
     BadRequest,
@@ -222,9 +222,9 @@ class NativeRoutes:
         """Answer 200 unless only a restart helps; starting and draining count as
         alive.
         """
-        if self._manager.phase is Phase.DEAD:
+        if self._manager.phase is ServerPhase.DEAD:
             raise Unavailable("the scheduler is dead")
-        if self._manager.phase is not Phase.STARTING:
+        if self._manager.phase is not ServerPhase.STARTING:
             self._manager.check_alive()
         return Response()
 

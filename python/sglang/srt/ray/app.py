@@ -22,7 +22,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
 from sglang.srt.ray.options import (
-    Host,
+    RayHost,
     ServeOptions,
     replica_resources,
     split_options,
@@ -147,11 +147,11 @@ def _actor(options: ServeOptions, values: Mapping[str, Any]) -> dict[str, Any]:
     return {"ray_actor_options": wanted._asdict()}
 
 
-def _hosts() -> list[Host]:
+def _hosts() -> list[RayHost]:
     """Return the hosts of the cluster, or this host if Ray has not been started yet,
     which `serve run` does later.
     """
     if not ray.is_initialized():
-        return [Host(cpus=os.cpu_count() or 1, gpus=cuda_device_count())]
+        return [RayHost(cpus=os.cpu_count() or 1, gpus=cuda_device_count())]
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    return [Host(cpus=node.get("CPU", 0), gpus=node.get("GPU", 0)) for node in nodes]
+    return [RayHost(cpus=node.get("CPU", 0), gpus=node.get("GPU", 0)) for node in nodes]

@@ -111,7 +111,7 @@ class ServeOptions:
         return max(self.fewest_replicas, 1)
 
 
-class Host(NamedTuple):
+class RayHost(NamedTuple):
     """Resources of a host in the cluster."""
 
     cpus: float
@@ -194,7 +194,7 @@ class Resources(NamedTuple):
 
 
 def replica_resources(
-    options: ServeOptions, values: Mapping[str, Any], hosts: Iterable[Host]
+    options: ServeOptions, values: Mapping[str, Any], hosts: Iterable[RayHost]
 ) -> Resources:
     """Return what a replica takes: a GPU per rank on CUDA, none on the CPU.
 
@@ -220,7 +220,7 @@ def replica_resources(
     return wanted
 
 
-def _check_fit(wanted: Resources, replicas: int, hosts: Sequence[Host]) -> None:
+def _check_fit(wanted: Resources, replicas: int, hosts: Sequence[RayHost]) -> None:
     for what, flag, count, offers in (
         ("GPU", "device=cpu or a smaller tp_size", wanted.num_gpus, _column(hosts, 1)),
         ("CPU", "a smaller num_cpus", wanted.num_cpus, _column(hosts, 0)),
@@ -236,7 +236,7 @@ def _check_fit(wanted: Resources, replicas: int, hosts: Sequence[Host]) -> None:
             )
 
 
-def _column(hosts: Sequence[Host], index: int) -> list[float]:
+def _column(hosts: Sequence[RayHost], index: int) -> list[float]:
     return [host[index] for host in hosts]
 
 

@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.http_server import create_app
 from sglang.srt.environ import envs
 from sglang.srt.managers.front.engine_core import EngineCore, start_engine
 from sglang.srt.managers.front.scheduler_process import SchedulerDied
-from sglang.srt.managers.front.tokenizer_manager import Phase
+from sglang.srt.managers.front.tokenizer_manager import ServerPhase
 from sglang.srt.managers.messages.errors import ApiError
 from sglang.srt.ray.http_call import HttpCall, answer_messages
 from sglang.srt.server_args import ServerArgs
@@ -79,7 +79,7 @@ class EngineReplica:
         """
         async for message in answer_messages(self._app, call):
             is_error = message.get("status", 200) >= 500
-            if is_error and self._core.manager.phase is Phase.DEAD:
+            if is_error and self._core.manager.phase is ServerPhase.DEAD:
                 raise ReplicaFailed("the engine has died")
             yield message
 
@@ -91,7 +91,7 @@ class EngineReplica:
                 has not answered for --health-timeout.
         """
         manager = self._core.manager
-        if manager.phase is Phase.DEAD:
+        if manager.phase is ServerPhase.DEAD:
             raise ReplicaFailed("the scheduler is dead")
         try:
             manager.heartbeat.check()

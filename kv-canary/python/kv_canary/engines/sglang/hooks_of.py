@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 
-from kv_canary.engines.hooks import AnyOf, Expectation, Hook, Record, load_owner
+from kv_canary.engines.hooks import AnyOf, Expectation, Hook, HookRecord, load_owner
 
 REGISTRY = "sglang.srt.plugins.hook_registry:HookRegistry"
 RUNNER = "sglang.srt.model_executor.model_runner:ModelRunner"
@@ -97,7 +97,7 @@ DRAFT_EXTEND = Hook(
 )
 TAILS = "sglang.srt.speculative.eagle_utils:_eagle_prefill_tail_tokens"
 """Only in versions whose draft models store the right token at the end of a chunk."""
-BATCH = Record(
+BATCH = HookRecord(
     owner="sglang.srt.model_executor.forward_batch_info:ForwardBatch",
     fields=(
         "forward_mode",

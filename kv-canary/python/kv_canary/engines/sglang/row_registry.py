@@ -15,7 +15,7 @@ from kv_canary.serials import SerialMap
 
 
 @dataclass(slots=True, kw_only=True)
-class Row:
+class RegisteredRow:
     """A row of the table and its request.
 
     Fields:
@@ -40,17 +40,17 @@ class RowRegistry:
 
     Attributes:
         serials: requests by serial.
-        has_draft: whether `Row.shifted` is kept.
+        has_draft: whether `RegisteredRow.shifted` is kept.
     """
 
     def __init__(self) -> None:
         self.serials = SerialMap()
         self.has_draft = False
-        self._by_number: dict[int, Row] = {}
-        self._by_rid: dict[str, Row] = {}
+        self._by_number: dict[int, RegisteredRow] = {}
+        self._by_rid: dict[str, RegisteredRow] = {}
         self._next_serial = 1
 
-    def announce(self, request: Any) -> Row:
+    def announce(self, request: Any) -> RegisteredRow:
         """Register a request that is about to prefill, and return its row."""
         number, rid, salt = (
             int(request.req_pool_idx),
@@ -72,17 +72,17 @@ class RowRegistry:
         row.length = prefix
         return row
 
-    def _give(self, number: int, rid: str, salt: int) -> Row:
+    def _give(self, number: int, rid: str, salt: int) -> RegisteredRow:
         old = self._by_number.get(number)
         if old is not None and self._by_rid.get(old.rid) is old:
             del self._by_rid[old.rid]
-        row = Row(rid=rid, number=number, serial=self._next_serial, salt=salt)
+        row = RegisteredRow(rid=rid, number=number, serial=self._next_serial, salt=salt)
         self._next_serial += 1
         self._by_number[number] = self._by_rid[rid] = row
         self.serials.add(row.serial, rid)
         return row
 
-    def find_rows(self, rids: Sequence[str]) -> list[Row]:
+    def find_rows(self, rids: Sequence[str]) -> list[RegisteredRow]:
         """Return the rows of requests.
 
         Raises:
@@ -96,13 +96,13 @@ class RowRegistry:
                 "went through ScheduleBatch.prepare_for_extend"
             ) from None
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[RegisteredRow]:
         """Return all rows that were given out."""
         return list(self._by_number.values())
 
 
 def _extended(
-    row: Row, lineage: int, request: Any, prefix: int, *, shift: int = 0
+    row: RegisteredRow, lineage: int, request: Any, prefix: int, *, shift: int = 0
 ) -> int:
     """Return the lineage after the tokens of slots [row.length, prefix)."""
     tokens = request_tokens(request, row.length + shift, prefix + shift)

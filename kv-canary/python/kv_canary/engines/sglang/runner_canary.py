@@ -29,7 +29,7 @@ from kv_canary.engines.sglang.batch import (
     make_view,
     read_lengths,
 )
-from kv_canary.engines.sglang.row_registry import Row, RowRegistry
+from kv_canary.engines.sglang.row_registry import RegisteredRow, RowRegistry
 from kv_canary.engines.sglang.tree import Trees
 from kv_canary.engines.sglang.tree_histories import TreeHistories
 from kv_canary.evidence import Owner
@@ -123,7 +123,7 @@ class RunnerCanary:
         self._histories = TreeHistories(
             self._group.state, req_to_token, tree_width=tree_width
         )
-        self._announced: dict[int, Row] = {}
+        self._announced: dict[int, RegisteredRow] = {}
         self._mode = IDLE
         # Whether the open forward has trees; a capture has no `begin`.
         self._has_trees = False
@@ -278,14 +278,14 @@ class RunnerCanary:
     def _owner_lookup(self, group: CanaryGroup) -> OwnerOf:
         return self.owner
 
-    def _holds(self, row: Row, slot: int) -> bool:
+    def _holds(self, row: RegisteredRow, slot: int) -> bool:
         return slot > 0 and bool((self._table[row.number] == slot).any())
 
     def _both(self) -> list[RunnerCanary]:
         """Return this canary and the draft model's, if any."""
         return [self] if self.draft is None else [self, self.draft]
 
-    def _batch_rows(self, batch: Any) -> Sequence[Row]:
+    def _batch_rows(self, batch: Any) -> Sequence[RegisteredRow]:
         rids = batch.rids
         if rids is None or len(rids) != batch.batch_size:
             raise RuntimeError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kv_canary.engines.hooks import Expectation, Hook, Record
+from kv_canary.engines.hooks import Expectation, Hook, HookRecord
 
 V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner"
 V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
@@ -72,7 +72,7 @@ V2_HOOKS = {
     ),
 }
 RECORDS = (
-    Record(
+    HookRecord(
         owner=_OUTPUT + "SchedulerOutput",
         fields=(
             "scheduled_new_reqs",
@@ -86,7 +86,7 @@ RECORDS = (
         ),
         purpose="a step",
     ),
-    Record(
+    HookRecord(
         owner=_OUTPUT + "NewRequestData",
         fields=(
             "req_id",
@@ -99,7 +99,7 @@ RECORDS = (
         ),
         purpose="a request that begins",
     ),
-    Record(
+    HookRecord(
         owner=_OUTPUT + "CachedRequestData",
         fields=(
             "req_ids",
@@ -110,7 +110,7 @@ RECORDS = (
         ),
         purpose="requests that go on",
     ),
-    Record(
+    HookRecord(
         owner="vllm.v1.kv_cache_interface:KVCacheConfig",
         fields=("num_blocks", "kv_cache_groups"),
         purpose="groups of layers",

@@ -13,14 +13,14 @@ from torch import Tensor
 
 from kv_canary.engines.sglang.batch import read_lengths
 from kv_canary.faults.catalogue import by_host_name
-from kv_canary.faults.fault import Engine
+from kv_canary.faults.fault import HostEngine
 
 Due = tuple[str, int, int]
 """(request, slot, position) that must be named; slot -1 stands for any slot."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Scene:
+class RunnerScene:
     """A decode, or a verification of trees, that is about to run.
 
     Fields:
@@ -97,7 +97,7 @@ def _values(tensor: Tensor, *places: Any) -> Iterator[None]:
 
 
 @contextmanager
-def overwritten_slot(scene: Scene) -> Planted:
+def overwritten_slot(scene: RunnerScene) -> Planted:
     """Overwrite K of all layers in a slot that is read."""
     (row,) = scene.rows(1)
     slot = int(scene.line(row)[scene.position(row)])
@@ -106,7 +106,7 @@ def overwritten_slot(scene: Scene) -> Planted:
 
 
 @contextmanager
-def flipped_byte(scene: Scene) -> Planted:
+def flipped_byte(scene: RunnerScene) -> Planted:
     """Flip a bit in one byte of V in one layer."""
     (row,) = scene.rows(1)
     slot = int(scene.line(row)[scene.position(row)])
@@ -121,7 +121,7 @@ def flipped_byte(scene: Scene) -> Planted:
 
 
 @contextmanager
-def swapped_entries(scene: Scene) -> Planted:
+def swapped_entries(scene: RunnerScene) -> Planted:
     """Swap two entries of a row of the table."""
     (row,) = scene.rows(1)
     line, a = scene.line(row), scene.position(row)
@@ -134,7 +134,7 @@ def swapped_entries(scene: Scene) -> Planted:
 
 
 @contextmanager
-def foreign_entry(scene: Scene) -> Planted:
+def foreign_entry(scene: RunnerScene) -> Planted:
     """Replace an entry of the table by another request's, for another position."""
     row, other = scene.rows(2)
     line, a = scene.line(row), scene.position(row)
@@ -146,7 +146,7 @@ def foreign_entry(scene: Scene) -> Planted:
 
 
 @contextmanager
-def stale_entry(scene: Scene) -> Planted:
+def stale_entry(scene: RunnerScene) -> Planted:
     """Replace an entry of the table by a freed slot."""
     (row,) = scene.rows(1)
     line, a = scene.line(row), scene.position(row)
@@ -158,7 +158,7 @@ def stale_entry(scene: Scene) -> Planted:
 
 
 @contextmanager
-def scratch_entry(scene: Scene) -> Planted:
+def scratch_entry(scene: RunnerScene) -> Planted:
     """Replace an entry of the table by 0."""
     (row,) = scene.rows(1)
     line, a = scene.line(row), scene.position(row)
@@ -168,7 +168,7 @@ def scratch_entry(scene: Scene) -> Planted:
 
 
 @contextmanager
-def wrong_slot(scene: Scene) -> Planted:
+def wrong_slot(scene: RunnerScene) -> Planted:
     """Write a new token to a slot outside its column."""
     (row,) = scene.rows(1)
     slots, place = scene.batch.out_cache_loc, scene.length(row)
@@ -179,7 +179,7 @@ def wrong_slot(scene: Scene) -> Planted:
 
 
 @contextmanager
-def one_slot_for_two(scene: Scene) -> Planted:
+def one_slot_for_two(scene: RunnerScene) -> Planted:
     """Make two rows write to one slot."""
     row, other = scene.rows(2)
     slots = scene.batch.out_cache_loc
@@ -189,7 +189,7 @@ def one_slot_for_two(scene: Scene) -> Planted:
 
 
 @contextmanager
-def wrong_token(scene: Scene) -> Planted:
+def wrong_token(scene: RunnerScene) -> Planted:
     """Replace the input by a token that was not sampled."""
     (row,) = scene.rows(1)
     ids = scene.batch.input_ids
@@ -200,7 +200,7 @@ def wrong_token(scene: Scene) -> Planted:
 
 
 @contextmanager
-def wrong_position(scene: Scene) -> Planted:
+def wrong_position(scene: RunnerScene) -> Planted:
     """Compute the input at the preceding position."""
     (row,) = scene.rows(1)
     positions = scene.batch.positions
@@ -211,7 +211,7 @@ def wrong_position(scene: Scene) -> Planted:
 
 
 @contextmanager
-def short_length(scene: Scene) -> Planted:
+def short_length(scene: RunnerScene) -> Planted:
     """Make a row read one token fewer than it has."""
     (row,) = scene.rows(1)
     lens, place = scene.batch.seq_lens, scene.length(row)
@@ -221,7 +221,7 @@ def short_length(scene: Scene) -> Planted:
 
 
 @contextmanager
-def other_row(scene: Scene) -> Planted:
+def other_row(scene: RunnerScene) -> Planted:
     """Make a row of the batch read another request's row of the table."""
     row, other = scene.rows(2)
     indices, rid = scene.batch.req_pool_indices, scene.batch.rids[row]
@@ -232,7 +232,7 @@ def other_row(scene: Scene) -> Planted:
 
 
 @contextmanager
-def moved_bytes(scene: Scene) -> Planted:
+def moved_bytes(scene: RunnerScene) -> Planted:
     """Copy K and V of another slot into a slot, without the record."""
     (row,) = scene.rows(1)
     line, a = scene.line(row), scene.position(row)
@@ -246,8 +246,8 @@ def moved_bytes(scene: Scene) -> Planted:
         layer[slot] = old
 
 
-PLANTERS: Mapping[str, Callable[[Scene], Any]] = {
-    name: globals()[name] for name in by_host_name(Engine.SGLANG)
+PLANTERS: Mapping[str, Callable[[RunnerScene], Any]] = {
+    name: globals()[name] for name in by_host_name(HostEngine.SGLANG)
 }
 """By fault name, which is also the function's name. Each is a context around the
 forward that yields what is due."""

@@ -14,7 +14,7 @@ from kv_canary.engines.sglang import hooks_of
 from kv_canary.engines.sglang.attachment import get_canary
 from kv_canary.engines.sglang.batch import forward_mode_name, has_trees
 from kv_canary.engines.sglang.plugin import SELF_TEST
-from kv_canary.faults.sglang.planters import IN_TREES, PLANTERS, Due, Scene
+from kv_canary.faults.sglang.planters import IN_TREES, PLANTERS, Due, RunnerScene
 
 if TYPE_CHECKING:
     from kv_canary.engines.sglang.runner_canary import RunnerCanary
@@ -63,7 +63,7 @@ class Planter:
         self._used.difference_update(free)
         if len(self._borrowed) > len(free) // 2:
             self._borrowed.clear()
-        scene = Scene(
+        scene = RunnerScene(
             batch=batch,
             pool=runner.token_to_kv_pool,
             table=runner.req_to_token_pool.req_to_token,

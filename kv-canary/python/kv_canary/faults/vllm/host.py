@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kv_canary.engines.vllm.attachment import get_attachment
 
 if TYPE_CHECKING:
-    from kv_canary.engines.block_ledger import Request
+    from kv_canary.engines.block_ledger import LedgerRequest
     from kv_canary.engines.engine_canary import EngineCanary
 
 VOCABULARY = 512
@@ -59,7 +59,7 @@ def write_model(folder: Path, kind: str) -> Path:
     return path
 
 
-class Host:
+class VllmHost:
     """vLLM in this process; weights are random, prompts are token ids.
 
     Args:
@@ -153,7 +153,7 @@ class Host:
             self.step()
         raise RuntimeError(f"requests are left after {limit} steps")
 
-    def request(self, name: str) -> Request:
+    def request(self, name: str) -> LedgerRequest:
         """Return the ledger's entry for a running request."""
         # vLLM may append something to a request's id.
         ledger = self.canary.ledger

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from kv_canary.faults.catalogue import by_host_name
-from kv_canary.faults.fault import Engine
-from kv_canary.faults.vllm.host import BLOCK, Host, random_tokens
+from kv_canary.faults.fault import HostEngine
+from kv_canary.faults.vllm.host import BLOCK, VllmHost, random_tokens
 
 Undo = Callable[[], None]
 Read = tuple[str, int, int]
@@ -35,7 +35,7 @@ class Planted:
     undo: Undo = lambda: None
 
 
-Plant = Callable[[Host, random.Random], Planted]
+Plant = Callable[[VllmHost, random.Random], Planted]
 """Called while A and B run, each with three full blocks or more. C, with the prefix of
 A, is added afterwards."""
 
@@ -50,7 +50,7 @@ class Outcome:
     lines: list[str]
 
 
-def run_fault(host: Host, name: str, seed: int) -> Outcome:
+def run_fault(host: VllmHost, name: str, seed: int) -> Outcome:
     """Plant a fault in clean traffic and return what is reported about it.
 
     Raises:
@@ -101,14 +101,14 @@ def run_fault(host: Host, name: str, seed: int) -> Outcome:
     )
 
 
-_names: dict[Host, tuple[str, str, list[int]]] = {}
+_names: dict[VllmHost, tuple[str, str, list[int]]] = {}
 
 
-def _a(host: Host) -> Any:
+def _a(host: VllmHost) -> Any:
     return host.request(_names[host][0])
 
 
-def _b(host: Host) -> Any:
+def _b(host: VllmHost) -> Any:
     return host.request(_names[host][1])
 
 
@@ -117,11 +117,11 @@ def _in_block(rid: str, block: int, index: int) -> frozenset[Read]:
     return frozenset((rid, block * BLOCK + i, index * BLOCK + i) for i in range(BLOCK))
 
 
-def _layers(host: Host) -> list[torch.Tensor]:
+def _layers(host: VllmHost) -> list[torch.Tensor]:
     return list(host.canary.groups[0].group.layers)
 
 
-def overwritten_block(host: Host, rng: random.Random) -> Planted:
+def overwritten_block(host: VllmHost, rng: random.Random) -> Planted:
     request, index = _a(host), rng.randrange(3)
     block = request.blocks[0][index]
     for layer in _layers(host):
@@ -129,7 +129,7 @@ def overwritten_block(host: Host, rng: random.Random) -> Planted:
     return Planted(due=lambda: _in_block(request.rid, block, index))
 
 
-def flipped_byte(host: Host, rng: random.Random) -> Planted:
+def flipped_byte(host: VllmHost, rng: random.Random) -> Planted:
     request = rng.choice((_a(host), _b(host)))
     position = rng.randrange(3 * BLOCK)
     block = request.blocks[0][position // BLOCK]
@@ -140,7 +140,7 @@ def flipped_byte(host: Host, rng: random.Random) -> Planted:
     return Planted(due=lambda: frozenset({(request.rid, slot, position)}))
 
 
-def swapped_table_entry(host: Host, rng: random.Random) -> Planted:
+def swapped_table_entry(host: VllmHost, rng: random.Random) -> Planted:
     request, index = _a(host), rng.randrange(3)
     other = _b(host).blocks[0][rng.randrange(3)]
     row = host.runner.input_batch.req_id_to_index[request.rid]
@@ -154,7 +154,7 @@ def swapped_table_entry(host: Host, rng: random.Random) -> Planted:
     return Planted(due=lambda: _in_block(request.rid, other, index), undo=undo)
 
 
-def block_of_another_group(host: Host, rng: random.Random) -> Planted:
+def block_of_another_group(host: VllmHost, rng: random.Random) -> Planted:
     request = _a(host)
     groups = host.canary.groups
     (number,) = (i for i, g in enumerate(groups) if g.group.window is None)
@@ -182,7 +182,7 @@ def _around(owner: Any, name: str, around: Callable[..., Any]) -> Undo:
     return lambda: setattr(owner, name, method)
 
 
-def wrong_slot_mapping(host: Host, rng: random.Random) -> Planted:
+def wrong_slot_mapping(host: VllmHost, rng: random.Random) -> Planted:
     request = _a(host)
     wrong = request.blocks[0][rng.randrange(2)] * BLOCK + rng.randrange(BLOCK)
     due = frozenset((request.rid, wrong, request.computed + i) for i in range(3))
@@ -199,7 +199,7 @@ def wrong_slot_mapping(host: Host, rng: random.Random) -> Planted:
     )
 
 
-def skipped_store(host: Host, rng: random.Random) -> Planted:
+def skipped_store(host: VllmHost, rng: random.Random) -> Planted:
     request = _a(host)
     modules = host.runner.vllm_config.compilation_config.static_forward_context
     undo = []
@@ -237,7 +237,7 @@ def _slot(request: Any, position: int) -> int:
     return int(request.blocks[0][position // BLOCK] * BLOCK + position % BLOCK)
 
 
-def truncated_table(host: Host, rng: random.Random) -> Planted:
+def truncated_table(host: VllmHost, rng: random.Random) -> Planted:
     request, missing = _b(host), rng.randrange(2, 3 * BLOCK)
     due = frozenset(
         (request.rid, -1, request.computed + 1 + i - missing) for i in range(3)
@@ -256,7 +256,7 @@ def truncated_table(host: Host, rng: random.Random) -> Planted:
 
 
 def _with_new_request(
-    host: Host, rng: random.Random, change: Callable[[Any], Read | None]
+    host: VllmHost, rng: random.Random, change: Callable[[Any], Read | None]
 ) -> Planted:
     """Let C share the prefix of A; `change` gets the scheduler's message about it."""
     _, _, prefix = _names[host]
@@ -278,7 +278,7 @@ def _with_new_request(
     return Planted(due=lambda: frozenset(due))
 
 
-def stale_block_after_free(host: Host, rng: random.Random) -> Planted:
+def stale_block_after_free(host: VllmHost, rng: random.Random) -> Planted:
     """Hand out a finished request's old block as a cached one."""
     name = host.add(random_tokens(rng, BLOCK // 2), new_tokens=2)
     host.until(lambda: host.is_running(name))
@@ -300,7 +300,7 @@ def _replace_cached(block: int, index: int) -> Callable[[Any], Read | None]:
     return change
 
 
-def copied_block_without_its_record(host: Host, rng: random.Random) -> Planted:
+def copied_block_without_its_record(host: VllmHost, rng: random.Random) -> Planted:
     """Move a cached block to a free one, unseen by the worker's ledger."""
     index = rng.randrange(2)
     held = host.canary.ledger.held(0)
@@ -313,7 +313,7 @@ def copied_block_without_its_record(host: Host, rng: random.Random) -> Planted:
     return _with_new_request(host, rng, _replace_cached(free, index))
 
 
-def two_rows_with_one_block(host: Host, rng: random.Random) -> Planted:
+def two_rows_with_one_block(host: VllmHost, rng: random.Random) -> Planted:
     """Give C a block of A as a new one."""
     victim, index = _a(host), rng.randrange(1, 3)
     block = victim.blocks[0][index]
@@ -327,7 +327,7 @@ def two_rows_with_one_block(host: Host, rng: random.Random) -> Planted:
     return _with_new_request(host, rng, change)
 
 
-def wrong_positions(host: Host, rng: random.Random) -> Planted:
+def wrong_positions(host: VllmHost, rng: random.Random) -> Planted:
     """Make positions one too high for one row."""
     request = _b(host)
     start = request.computed
@@ -343,7 +343,7 @@ def wrong_positions(host: Host, rng: random.Random) -> Planted:
 
 
 PLANTERS: Mapping[str, Plant] = {
-    name: globals()[name.replace(" ", "_")] for name in by_host_name(Engine.VLLM)
+    name: globals()[name.replace(" ", "_")] for name in by_host_name(HostEngine.VLLM)
 }
 """By fault name; the function's name has underscores."""
 

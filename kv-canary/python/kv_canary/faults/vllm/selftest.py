@@ -7,7 +7,7 @@ import json
 import tempfile
 from pathlib import Path
 
-from kv_canary.faults.vllm.host import MODELS, Host, write_model
+from kv_canary.faults.vllm.host import MODELS, VllmHost, write_model
 from kv_canary.faults.vllm.planters import IN_HYBRID, PLANTERS, run_fault
 
 
@@ -18,7 +18,7 @@ def run(kind: str, seeds: int) -> bool:
     """
     named: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
-        host = Host(write_model(Path(folder), kind))
+        host = VllmHost(write_model(Path(folder), kind))
         for name in PLANTERS:
             if (name in IN_HYBRID) != (kind == "hybrid"):
                 continue

@@ -17,7 +17,7 @@ from kv_canary.kernels.triton.args import path_args, state_args
 from kv_canary.kernels.triton.ends import STATUS, gather_in_one
 from kv_canary.kernels.triton.hash import lineage_term, mix64, pack_word0
 from kv_canary.kernels.triton.notes import note
-from kv_canary.kernels.triton.report import Finding, report_one
+from kv_canary.kernels.triton.report import RingFinding, report_one
 from kv_canary.kernels.triton.rows import SALT_KEY
 from kv_canary.records import Launch, ring_tag
 from kv_canary.view import NO_MANAGER, require_vector
@@ -96,7 +96,7 @@ def _check_path(state, path, row, req, serial, prefix, length, tag):
     doubt, wanted, found = _find_doubt(path, row, length)
     if (req != 0) & (doubt >= 0):
         position = prefix + doubt
-        finding = Finding(
+        finding = RingFinding(
             reasons=ACCEPT,
             req_row=req,
             serial=serial,

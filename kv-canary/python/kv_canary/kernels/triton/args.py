@@ -127,7 +127,7 @@ NO_CHECKS = Checks()
 _SUM_TILE = 1024
 
 
-class Pages(NamedTuple):
+class ViewPages(NamedTuple):
     """Compile-time facts of a read view: slots of a page, elements per entry, whether
     it takes new tokens, and its reach."""
 
@@ -268,8 +268,8 @@ def check_args(
     )
 
 
-def page_args(view: KVReadView) -> Pages:
-    return Pages(
+def page_args(view: KVReadView) -> ViewPages:
+    return ViewPages(
         page_size=view.page_size,
         entry_size=view.entry_size,
         takes_new=view.takes_new,

@@ -16,7 +16,7 @@ from kv_canary.carried import FACTOR as CARRIED_FACTOR
 from kv_canary.carried import KEY as CARRIED_KEY
 from kv_canary.checks import Reason
 from kv_canary.kernels.triton.args import state_args
-from kv_canary.kernels.triton.report import Finding, report_one
+from kv_canary.kernels.triton.report import RingFinding, report_one
 from kv_canary.records import Launch, ring_tag
 from kv_canary.view import NO_MANAGER
 
@@ -86,7 +86,7 @@ def carried_kernel(
         if CHECKS:
             due = tl.load(sums + place)
             if due != found:
-                finding = Finding(
+                finding = RingFinding(
                     reasons=CARRIED,
                     req_row=req,
                     serial=serial,

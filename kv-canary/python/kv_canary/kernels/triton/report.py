@@ -20,7 +20,7 @@ ENTRY_WORDS = tl.constexpr(RING_WORDS)
 MAX_THREADS = tl.constexpr(128)
 
 
-class Finding(NamedTuple):
+class RingFinding(NamedTuple):
     """The words of a ring entry in the order of `Ring`, scalars or [N] for N entries.
     None stands for 0."""
 
@@ -42,11 +42,11 @@ class Finding(NamedTuple):
     tag: Any
 
 
-if Finding._fields != tuple(word.name.lower() for word in Ring):
-    raise TypeError("the fields of Finding are not the words of Ring")
+if RingFinding._fields != tuple(word.name.lower() for word in Ring):
+    raise TypeError("the fields of RingFinding are not the words of Ring")
 
 
-class Site(NamedTuple):
+class ReportSite(NamedTuple):
     """A launch that finds something: the forward's number, its manager, its tag."""
 
     clock: Any
@@ -120,7 +120,7 @@ def step_phase(state, site, DUE: tl.constexpr, NEXT: tl.constexpr):
         # branch alone, and from then on meet the others at the wrong barriers.
         tl.debug_barrier()
         if found != DUE:
-            breach = Finding(
+            breach = RingFinding(
                 reasons=PHASE_REASON,
                 req_row=0,
                 serial=0,

@@ -37,8 +37,8 @@ from kv_canary.kernels.triton.hash import (
     pack_word0,
 )
 from kv_canary.kernels.triton.report import (
-    Finding,
-    Site,
+    ReportSite,
+    RingFinding,
     agree_across_warps,
     report,
     report_one,
@@ -253,7 +253,7 @@ def _check_length(state, site, reader, PAGES: tl.constexpr):
         missing = tl.where(is_late, due, end)
         is_wrong = is_wrong | is_late
     if reader.live & is_wrong:
-        short = Finding(
+        short = RingFinding(
             reasons=READ_SET,
             req_row=reader.owner,
             serial=reader.serial,
@@ -450,7 +450,7 @@ def verify_program(
     from IDLE to NEXT_PHASE."""
     IS_SWEEP: tl.constexpr = checks.columns is None
     row = program.row
-    site = Site(clock=tl.load(state.clock), manager=manager, tag=tag)
+    site = ReportSite(clock=tl.load(state.clock), manager=manager, tag=tag)
     reader = _load_reader(
         state, rows, checks, reads, row, batch, table_rows, table_columns
     )
@@ -482,7 +482,7 @@ def verify_program(
                 state, data, reader, elements.slot, record, HASHING
             )
             reasons |= changed
-        finding = Finding(
+        finding = RingFinding(
             reasons=agree_across_warps(reasons),
             req_row=reader.owner,
             serial=reader.serial,

@@ -39,8 +39,8 @@ from kv_canary.kernels.triton.hash import (
     pack_word3,
 )
 from kv_canary.kernels.triton.report import (
-    Finding,
-    Site,
+    ReportSite,
+    RingFinding,
     agree_across_warps,
     report,
     step_phase,
@@ -366,7 +366,7 @@ def _check_tail(data, writes, HASHING: tl.constexpr):
 
 @triton.jit
 def _report_writes(state, site, row, writes, outcome):
-    finding = Finding(
+    finding = RingFinding(
         reasons=outcome.reasons,
         req_row=row.req,
         serial=row.serial,
@@ -479,7 +479,7 @@ def write_program(
     `ends` says. Without STEPS_PHASE the enclosing launch steps the phase.
     """
     IS_TREE: tl.constexpr = rows.parent_index is not None
-    site = Site(clock=tl.load(state.clock), manager=manager, tag=tag)
+    site = ReportSite(clock=tl.load(state.clock), manager=manager, tag=tag)
     if (program.row == 0) & (program.split == 0):
         if STEPS_PHASE:
             step_phase(

@@ -13,7 +13,7 @@ from sglang.srt.entrypoints.chat_blocks import (
     BlockAnswer,
     BlockEvent,
     BlockKind,
-    Step,
+    BlockStep,
 )
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import named_event
@@ -65,10 +65,10 @@ class MessagesAnswer(BlockAnswer):
 
     def _render(self, event: BlockEvent) -> Events:
         step, block, text = event
-        if step is Step.OPEN:
+        if step is BlockStep.OPEN:
             shown = _opened(block)
             return [_block_event("start", block, content_block=shown)]
-        if step is Step.GROW:
+        if step is BlockStep.GROW:
             kind, name = DELTAS[block.kind]
             return [_block_event("delta", block, delta={"type": kind, name: text})]
         events = [_block_event("stop", block)]

@@ -12,7 +12,7 @@ from sglang.srt.entrypoints.chat_blocks import (
     BlockAnswer,
     BlockEvent,
     BlockKind,
-    Step,
+    BlockStep,
 )
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import named_event
@@ -165,12 +165,12 @@ class ResponsesAnswer(BlockAnswer):
 
     def _text_events(self, event: BlockEvent) -> Events:
         block = event.block
-        if event.step is Step.OPEN:
+        if event.step is BlockStep.OPEN:
             return [
                 *self._added(block, message_item(block, [])),
                 self._part_event("added", block, text_part("", [])),
             ]
-        if event.step is Step.GROW:
+        if event.step is BlockStep.GROW:
             return [self._text_delta(block, event.text)]
         # The end of the output may have no text of its own.
         rest = [self._text_delta(block, "")] if self._fresh_logprobs else []
@@ -202,12 +202,12 @@ class ResponsesAnswer(BlockAnswer):
 
     def _reasoning_events(self, event: BlockEvent) -> Events:
         block = event.block
-        if event.step is Step.OPEN:
+        if event.step is BlockStep.OPEN:
             return [
                 *self._added(block, reasoning_item(block, [])),
                 self._part_event("added", block, reasoning_part("")),
             ]
-        if event.step is Step.GROW:
+        if event.step is BlockStep.GROW:
             return [
                 self._of_item(
                     "response.reasoning_text.delta",
@@ -227,9 +227,9 @@ class ResponsesAnswer(BlockAnswer):
 
     def _call_events(self, event: BlockEvent) -> Events:
         block = event.block
-        if event.step is Step.OPEN:
+        if event.step is BlockStep.OPEN:
             return self._added(block, call_item(block, ""))
-        if event.step is Step.GROW:
+        if event.step is BlockStep.GROW:
             return [
                 self._of_item(
                     "response.function_call_arguments.delta", block, delta=event.text

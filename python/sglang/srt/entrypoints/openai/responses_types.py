@@ -11,7 +11,7 @@ from sglang.srt.entrypoints.answers import CachedTokens, Shape
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
 
-class OutputText(Shape, tag_field="type", tag="output_text"):
+class OutputTextPart(Shape, tag_field="type", tag="output_text"):
     """Text of a message; `logprobs` where they were asked for."""
 
     text: str
@@ -26,7 +26,7 @@ class ReasoningText(Shape, tag_field="type", tag="reasoning_text"):
 class MessageItem(Shape, tag_field="type", tag="message"):
     id: str
     role: Literal["assistant"]
-    content: list[OutputText]
+    content: list[OutputTextPart]
     status: ItemStatus
 
 
@@ -125,7 +125,7 @@ def _event(kind: str, **fields: Any) -> Any:
 _OF_ITEM: dict[str, Any] = {"item_id": str, "output_index": int}
 _OF_PART = _OF_ITEM | {"content_index": int}
 _ITEM = MessageItem | ReasoningItem | CallItem
-_PART = OutputText | ReasoningText
+_PART = OutputTextPart | ReasoningText
 # Name after `response.` -> its fields.
 _FIELDS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(

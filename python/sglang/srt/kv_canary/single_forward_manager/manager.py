@@ -103,6 +103,7 @@ class SingleForwardManager:
         self._branch_checks = [group.branch_checks for group in groups]
         self._decode_checks = [group.decode_checks for group in groups]
         state, capacities = target.buffers.state, target.buffers.capacities
+        self._capacities, self._seeds = capacities, target.seeds
         # Of each group. Always the same memory, because graphs write it.
         self._findings = [
             group.state.counters.new_zeros(STATUS_WORDS + capacities.max_rows)
@@ -132,7 +133,7 @@ class SingleForwardManager:
 
     def pre_ops_outside_graph(self, forward_batch: ForwardBatch) -> None:
         """Refuse, on the host, a forward that is too large to be checked whole."""
-        self._target.buffers.capacities.check(forward_batch)
+        self._capacities.check(forward_batch)
 
     def pre_ops_maybe_inside_graph(
         self,
@@ -174,7 +175,7 @@ class SingleForwardManager:
             reads=reads,
             writer_kind=kind,
             manager=self.index,
-            seed_table=self._target.seeds,
+            seed_table=self._seeds,
         )
         if not forward_batch.forward_mode.is_decode:
             return dataclasses.replace(view, stay_lens=spec.accept_lens)

@@ -8,7 +8,7 @@ from kv_canary.kernels.triton.args import state_args
 from kv_canary.records import Launch, ring_tag
 from kv_canary.view import NO_MANAGER
 from sglang.srt.layers.ops.attention.decode.launch import ComparedLayer
-from sglang.srt.layers.ops.attention.shared.args import Check, Compares
+from sglang.srt.layers.ops.attention.shared.args import ByteCheck, Compares
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -31,7 +31,7 @@ class ComparedBytes:
         self._groups = groups
         # By group, of the forward that attended last.
         self._attended: ForwardBatch | None = None
-        self._checks: dict[str, Check] = {}
+        self._checks: dict[str, ByteCheck] = {}
 
     def of_layer(
         self, layer_id: int, batch: ForwardBatch, rows: AttendedRows
@@ -48,9 +48,11 @@ class ComparedBytes:
         return ComparedLayer(check=check, layer=layer, compares=compares)
 
 
-def _make_check(group: AttendedBytes, batch: ForwardBatch, rows: AttendedRows) -> Check:
+def _make_check(
+    group: AttendedBytes, batch: ForwardBatch, rows: AttendedRows
+) -> ByteCheck:
     """Return the check that all layers of a group share in a forward."""
-    return Check(
+    return ByteCheck(
         state=state_args(group.state),
         sums=group.sums,
         slot_stride=group.sums.stride(0),

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -102,23 +101,18 @@ class AttendedRows(NamedTuple):
 
 
 class AttentionPlan:
-    """What all layers of one forward share. Each part is made when a layer first needs
-    it.
+    """What all layers of one forward share.
 
     Attributes:
         batch: the forward.
+        view: the slots that attention reads. `attend` takes its arguments from it too.
     """
 
     def __init__(self, backend: PagedAttnBackend, batch: ForwardBatch) -> None:
         self.batch = batch
         self._backend = backend
-
-    @cached_property
-    def view(self) -> KVReadView:
-        """The slots that attention reads. `attend` takes its arguments from it too."""
-        backend, batch = self._backend, self.batch
         takes_new = not backend._reads_new(batch)
-        return KVReadView(
+        self.view = KVReadView(
             read_lens=batch.seq_lens if takes_new else batch.prefix_lens,
             page_size=backend._page_size,
             page_table=backend.page_table,

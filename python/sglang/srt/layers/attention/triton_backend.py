@@ -70,7 +70,7 @@ if TYPE_CHECKING:
 
 
 class TritonPlan(AttentionPlan):
-    """Adds the parts of long prefills."""
+    """Adds the parts of long prefills, made when a layer first needs them."""
 
     _backend: TritonAttnBackend
 

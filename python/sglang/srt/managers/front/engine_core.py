@@ -15,7 +15,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.configs.sampling_defaults import read_sampling_defaults
 from sglang.srt.managers.front.scheduler_client import SchedulerClient
 from sglang.srt.managers.front.scheduler_process import SchedulerDied, SchedulerProcess
-from sglang.srt.managers.front.tokenizer_manager import Phase, TokenizerManager
+from sglang.srt.managers.front.tokenizer_manager import ServerPhase, TokenizerManager
 from sglang.srt.managers.messages.io_struct import SchedulerStats
 from sglang.srt.metrics.front_metrics import FrontMetrics
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
@@ -88,7 +88,7 @@ class EngineCore:
         the interpreter exits.
         """
         self._is_stopping = True
-        is_up = self.manager.phase not in (Phase.STARTING, Phase.DEAD)
+        is_up = self.manager.phase not in (ServerPhase.STARTING, ServerPhase.DEAD)
         if is_up:
             self.manager.shutdown_scheduler()
         self.manager.set_draining()

@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 PROMPTS_PER_TURN = 32
 
 
-class Phase(Enum):
+class ServerPhase(Enum):
     STARTING = "starting"
     READY = "ready"
     DRAINING = "shutting down"
@@ -101,7 +101,7 @@ class TokenizerManager:
         self.tokenizer = tokenizer
         self.metrics = metrics
         self.sampling_defaults = dict(sampling_defaults or {})
-        self.phase = Phase.STARTING
+        self.phase = ServerPhase.STARTING
         self.limits: Limits | None = None
         self._send = send
         self.request_log = RequestLog(is_on=server_args.log_requests)
@@ -129,20 +129,20 @@ class TokenizerManager:
     def set_ready(self, ready: SchedulerReady) -> None:
         """Accept requests from now on: the scheduler can serve."""
         self.limits = Limits.of(ready)
-        if self.phase is Phase.STARTING:
-            self.phase = Phase.READY
+        if self.phase is ServerPhase.STARTING:
+            self.phase = ServerPhase.READY
 
     def set_draining(self) -> None:
         """Refuse new requests; those in flight go on."""
-        if self.phase is not Phase.DEAD:
-            self.phase = Phase.DRAINING
+        if self.phase is not ServerPhase.DEAD:
+            self.phase = ServerPhase.DRAINING
 
     def set_dead(self, what: str) -> EngineFailure:
         """Answer everything in flight with an error whose id is logged, because the
         engine failed.
         """
         if self._failure is None:
-            self.phase = Phase.DEAD
+            self.phase = ServerPhase.DEAD
             n = len(self._states)
             self._failure = log_failure(f"{what}; {n} request(s) were in flight")
             for state in list(self._states.values()):
@@ -357,7 +357,7 @@ class TokenizerManager:
         if group.feeder is not None:
             group.feeder.cancel()
         running = [s.rid for s in group.states if s.is_sent and not s.is_finished]
-        if running and self.phase is not Phase.DEAD:
+        if running and self.phase is not ServerPhase.DEAD:
             logger.debug("abandoned: aborting %d request(s)", len(running))
             self._send([AbortReq(rid=rid) for rid in running])
 
@@ -488,12 +488,12 @@ class TokenizerManager:
         """Raise unless the scheduler can answer questions."""
         if self._failure is not None:
             raise self._failure
-        if self.phase is Phase.STARTING:
+        if self.phase is ServerPhase.STARTING:
             raise Unavailable(f"the server is {self.phase.value}")
 
     def _admit(self, count: int, *, wait_for_room: bool) -> Limits:
         self._check_up()
-        if self.phase is not Phase.READY or self.limits is None:
+        if self.phase is not ServerPhase.READY or self.limits is None:
             raise Unavailable(f"the server is {self.phase.value}")
         if not wait_for_room:
             self._occupancy.check_requests(count, client=client_tag())

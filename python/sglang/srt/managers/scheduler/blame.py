@@ -48,7 +48,7 @@ class Fact(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Damage:
+class StepDamage:
     """The findings of a step, identical on every rank.
 
     Fields:
@@ -273,7 +273,7 @@ class _Walk:
 
 
 def find_blame(
-    damage: Damage,
+    damage: StepDamage,
     launched: LaunchRecord,
     *,
     requests: Iterable[Req],
@@ -348,7 +348,7 @@ def _cached_since(
 
 
 def _follow_rows(
-    walk: _Walk, damage: Damage, launched: LaunchRecord, rows: Sequence[int]
+    walk: _Walk, damage: StepDamage, launched: LaunchRecord, rows: Sequence[int]
 ) -> None:
     flagged = [
         (index, rate_severity(pool, reasons), reasons)

@@ -18,7 +18,7 @@ from kv_canary.records import Counter, Ring
 from kv_canary.reporter import CanaryViolation, as_error
 from kv_canary.violation import POOLS
 from sglang.srt.kv_canary.config import CanaryMode
-from sglang.srt.managers.scheduler.blame import Damage, Fact
+from sglang.srt.managers.scheduler.blame import Fact, StepDamage
 from sglang.srt.managers.scheduler.result_faults import (
     find_result_faults,
     idle_fault,
@@ -58,7 +58,7 @@ class Sighting:
 
     found: list[Finding]
     dropped: int
-    damage: Damage
+    damage: StepDamage
     rows: tuple[int, ...] = ()
     seconds: float
 
@@ -219,7 +219,7 @@ class CanaryGate:
         return Sighting(
             found=found,
             dropped=dropped,
-            damage=Damage(
+            damage=StepDamage(
                 facts=list(dict.fromkeys(fact for seen in every for fact in seen[0])),
                 verdicts=verdicts,
                 has_overflowed=any(seen[1] for seen in every),

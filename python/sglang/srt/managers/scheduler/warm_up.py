@@ -20,7 +20,7 @@ import torch
 from sglang.srt.managers.messages.io_struct import BatchOutput, ShutdownReq
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_io import ListIO
-from sglang.srt.managers.scheduler.warm_up_scenes import Limits, scenes
+from sglang.srt.managers.scheduler.warm_up_scenes import SceneLimits, scenes
 from sglang.srt.mem_cache.ops.move_kv.op import MOVE_SIZES
 from sglang.srt.utils.kernels_ahead import compiled_ahead
 
@@ -127,12 +127,12 @@ def _move_scratch(worker: Worker) -> None:
 
 def _limits(
     server_args: ServerArgs, worker: Worker, tokenizer: Tokenizer | None
-) -> Limits:
+) -> SceneLimits:
     runner = worker.model_runner
     assert server_args.max_running_requests is not None
     chunk = server_args.chunked_prefill_size or 0
     graphs = runner.graph_sizes()
-    return Limits(
+    return SceneLimits(
         rows=server_args.max_running_requests,
         slots=runner.max_total_num_tokens,
         context=runner.model_config.context_len,

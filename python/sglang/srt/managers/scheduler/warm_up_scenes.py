@@ -60,7 +60,7 @@ STEPS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
+class SceneLimits:
     """The bounds of an engine.
 
     Fields:
@@ -88,7 +88,7 @@ class Limits:
     has_hidden_states: bool
 
 
-def scenes(limits: Limits) -> Iterator[list[GenerateReq]]:
+def scenes(limits: SceneLimits) -> Iterator[list[GenerateReq]]:
     """Yield lists of requests to send together, each after the previous list is
     answered.
     """
@@ -98,7 +98,7 @@ def scenes(limits: Limits) -> Iterator[list[GenerateReq]]:
 class _Writer:
     """Writes the requests, all within `limits`."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: SceneLimits) -> None:
         self._limits = limits
         self._rng = random.Random(0)
         self._ids = count()

@@ -10,10 +10,10 @@ from sglang.srt.replay.playing.player import Setting, play
 from sglang.srt.replay.playing.states import StateDifference, first_difference
 
 if TYPE_CHECKING:
-    from sglang.srt.replay.recording.record_file import Record
+    from sglang.srt.replay.recording.record_file import RecordFile
 
 
-def bisect(record: Record, setting: Setting) -> StateDifference | None:
+def bisect(record: RecordFile, setting: Setting) -> StateDifference | None:
     """Find the first forward whose recorded decisions differ from a clean run. If the
     record says which faults were planted, find the first forward whose state differs in
     a replay with these faults.

@@ -17,7 +17,7 @@ from sglang.srt.replay.playing.bisect import bisect
 from sglang.srt.replay.playing.player import CannotReplay, Played, Setting, play
 from sglang.srt.replay.playing.verdict import describe, judge, violation_key
 from sglang.srt.replay.recording.identity import differences, model_digest
-from sglang.srt.replay.recording.record_file import BadRecord, Record, read_record
+from sglang.srt.replay.recording.record_file import BadRecord, RecordFile, read_record
 from sglang.srt.utils.paths import resolve_model_path
 from sglang.version import VERSION_TEXT
 
@@ -138,7 +138,7 @@ def _record_name(incident: dict[str, Any], path: Path) -> str:
     return name
 
 
-def _check_same(record: Record, setting: Setting, *, is_forced: bool) -> None:
+def _check_same(record: RecordFile, setting: Setting, *, is_forced: bool) -> None:
     """Reject a different model or version.
 
     Raises:
@@ -167,7 +167,7 @@ def _check_same(record: Record, setting: Setting, *, is_forced: bool) -> None:
         print(f"note        {text}")
 
 
-def _about(record: Record) -> str:
+def _about(record: RecordFile) -> str:
     origin = record.origin
     since = "the engine's start" if record.checkpoint is None else "a checkpoint"
     tokens = "their tokens" if origin.has_tokens else "other tokens in their place"
@@ -178,7 +178,7 @@ def _about(record: Record) -> str:
     )
 
 
-def _replay(incident: dict[str, Any], record: Record, setting: Setting) -> int:
+def _replay(incident: dict[str, Any], record: RecordFile, setting: Setting) -> int:
     played = play(record, setting)
     _print_decisions(played)
     verdict = judge(incident, played.incidents)
@@ -218,7 +218,7 @@ def _print_decisions(played: Played) -> None:
         print(f"error       {played.error}")
 
 
-def _bisect(record: Record, setting: Setting) -> int:
+def _bisect(record: RecordFile, setting: Setting) -> int:
     found = bisect(record, setting)
     if found is None:
         print(

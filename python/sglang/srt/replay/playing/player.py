@@ -31,12 +31,12 @@ from sglang.srt.server_args import ServerArgs
 if TYPE_CHECKING:
     from sglang.srt.managers.batch.req import Req
     from sglang.srt.mem_cache.page_ledger import IntArray
-    from sglang.srt.replay.recording.log import Launch
+    from sglang.srt.replay.recording.log import LoggedLaunch
     from sglang.srt.replay.recording.record_file import (
         Checkpoint,
-        Record,
         RecordedLaunch,
         RecordedRound,
+        RecordFile,
     )
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Played:
     states: list[State] = field(default_factory=list)
 
 
-def play(record: Record, setting: Setting) -> Played:
+def play(record: RecordFile, setting: Setting) -> Played:
     """Replay `record` to its end, or until the scheduler stops.
 
     Raises:
@@ -132,7 +132,7 @@ def play(record: Record, setting: Setting) -> Played:
         raise CannotReplay(str(error)) from error
 
 
-def replay_args(record: Record, setting: Setting) -> ServerArgs:
+def replay_args(record: RecordFile, setting: Setting) -> ServerArgs:
     """Return the recorded flags, adapted for a replay.
 
     Raises:
@@ -195,7 +195,7 @@ class _Player:
         forces: whether to force the recorded tokens.
     """
 
-    def __init__(self, record: Record, setting: Setting, *, forces: bool) -> None:
+    def __init__(self, record: RecordFile, setting: Setting, *, forces: bool) -> None:
         self._record = record
         self._setting = setting
         self._requests = {request.serial: request for request in record.requests}
@@ -335,7 +335,7 @@ class _Player:
     # -- comparison ----------------------------------------------------------------
 
     def _compare(
-        self, recorded: Sequence[RecordedLaunch], own: Sequence[Launch]
+        self, recorded: Sequence[RecordedLaunch], own: Sequence[LoggedLaunch]
     ) -> None:
         played = self._played
         for old, new in zip(recorded, own, strict=False):
@@ -369,7 +369,7 @@ class _Player:
 
 
 def _facts(
-    launch: Launch | RecordedLaunch, rid_of: Callable[[int], str]
+    launch: LoggedLaunch | RecordedLaunch, rid_of: Callable[[int], str]
 ) -> dict[str, Sequence[object] | str]:
     """Return the compared values of a launch by name, in the order they were
     decided.

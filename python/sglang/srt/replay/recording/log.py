@@ -31,7 +31,7 @@ class Noted:
     end: tuple[str, int, int | None] | None = None
 
 
-class Launch(NamedTuple):
+class LoggedLaunch(NamedTuple):
     """A launched batch, as references; see `RecordedLaunch`."""
 
     forward_mode: ForwardMode
@@ -57,4 +57,4 @@ class Round(NamedTuple):
     grammars: list[GrammarDecision]
     resolves: bool
     accepted: Sequence[int]
-    launch: Launch | None
+    launch: LoggedLaunch | None

@@ -148,7 +148,7 @@ class RecordedRound:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record:
+class RecordFile:
     """The steps of an engine from `checkpoint`, or from its start if None.
 
     Fields:
@@ -169,13 +169,13 @@ class Record:
         return sum(len(round_.launches) for round_ in self.rounds)
 
 
-def encode_record(record: Record) -> bytes:
+def encode_record(record: RecordFile) -> bytes:
     document = msgspec.msgpack.encode(record, enc_hook=_array_bytes)
     packed = zlib.compress(document, 1)
     return _MAGIC + hashlib.sha256(packed).digest() + packed
 
 
-def read_record(path: Path) -> Record:
+def read_record(path: Path) -> RecordFile:
     """Read a file written by `encode_record`.
 
     Raises:
@@ -191,7 +191,7 @@ def read_record(path: Path) -> Record:
     return decode_record(data, name=str(path))
 
 
-def decode_record(data: bytes, *, name: str) -> Record:
+def decode_record(data: bytes, *, name: str) -> RecordFile:
     """Decode the record in `data`; see `read_record`."""
     head = len(_MAGIC) + _DIGEST_BYTES
     if data[: len(_MAGIC)] != _MAGIC:
@@ -209,7 +209,7 @@ def decode_record(data: bytes, *, name: str) -> Record:
             raise BadRecord(
                 f"{name}: format {found.format}, but this version reads {FORMAT}"
             )
-        return msgspec.msgpack.decode(document, type=Record, dec_hook=_array)
+        return msgspec.msgpack.decode(document, type=RecordFile, dec_hook=_array)
     except (zlib.error, msgspec.DecodeError, RecursionError) as error:
         raise BadRecord(f"{name}: not a record of this version: {error}") from error
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from sglang.srt.replay.recording.checkpoint import save_checkpoint
 from sglang.srt.replay.recording.identity import describe_origin
-from sglang.srt.replay.recording.log import Launch, Noted, Round
+from sglang.srt.replay.recording.log import LoggedLaunch, Noted, Round
 from sglang.srt.replay.recording.record_file import Checkpoint, Origin, encode_record
 from sglang.srt.replay.recording.written import to_record
 
@@ -139,7 +139,7 @@ class Recorder:
             self._newer.rounds.append(self._close(None))
         self._inputs = None
 
-    def _close(self, launch: Launch | None) -> Round:
+    def _close(self, launch: LoggedLaunch | None) -> Round:
         """Close and return the current round, which is over or has its launch."""
         round_ = self._open_round(launch)
         self._inputs = None
@@ -147,7 +147,7 @@ class Recorder:
             self._accepted = []
         return round_
 
-    def _open_round(self, launch: Launch | None = None) -> Round:
+    def _open_round(self, launch: LoggedLaunch | None = None) -> Round:
         inputs = self._inputs
         assert inputs is not None
         return Round(
@@ -177,7 +177,7 @@ class Recorder:
     def on_launch(self, batch: ScheduleBatch, launched: LaunchRecord) -> None:
         """Record a batch that is about to be launched."""
         taken, given = self._journal.drain()
-        launch = Launch(
+        launch = LoggedLaunch(
             batch.forward_mode,
             [manager.next_forward for manager in self._managers],
             batch.serials,
@@ -192,7 +192,7 @@ class Recorder:
     # -- records -------------------------------------------------------------------
 
     @property
-    def launches(self) -> list[Launch]:
+    def launches(self) -> list[LoggedLaunch]:
         """Return the launches in the log, oldest first."""
         rounds = [*(self._older.rounds if self._older else ()), *self._newer.rounds]
         return [r.launch for r in rounds if r.launch is not None]

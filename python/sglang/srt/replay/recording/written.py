@@ -23,17 +23,17 @@ from sglang.srt.replay.recording.pseudonyms import Pseudonyms
 from sglang.srt.replay.recording.record_file import (
     Checkpoint,
     Origin,
-    Record,
     RecordedLaunch,
     RecordedRequest,
     RecordedRound,
+    RecordFile,
 )
 
 if TYPE_CHECKING:
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
     from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.mem_cache.saved_tree import SavedTree
-    from sglang.srt.replay.recording.log import Launch, Noted, Round
+    from sglang.srt.replay.recording.log import LoggedLaunch, Noted, Round
 
 # Sampling parameters with client text or tokens.
 _WORDS: dict[str, Any] = {
@@ -56,7 +56,7 @@ def to_record(
     requests: dict[int, Noted],
     rounds: Sequence[Round],
     managers: Sequence[CanaryManager],
-) -> Record:
+) -> RecordFile:
     """Build the record of a log.
 
     Args:
@@ -75,7 +75,7 @@ def to_record(
         tree = None if checkpoint is None else checkpoint.tree
         written, tree = _with_pseudonyms(written, requests, tree, origin.vocab_size)
         checkpoint = None if checkpoint is None else replace(checkpoint, tree=tree)
-    return Record(
+    return RecordFile(
         origin=origin,
         checkpoint=checkpoint,
         obstacle=obstacle,
@@ -183,7 +183,7 @@ def _events(
                 yield "arrive", accepted.pop(0)
 
 
-def _launch(launch: Launch) -> RecordedLaunch:
+def _launch(launch: LoggedLaunch) -> RecordedLaunch:
     return RecordedLaunch(
         mode=launch.mode,
         clocks=launch.clocks,

@@ -17,7 +17,7 @@ _MAX_STAGES = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoeConfig:
+class MoeTile:
     """Shape of one launch.
 
     Fields:
@@ -36,7 +36,7 @@ class MoeConfig:
 @functools.cache
 def lookup(
     *, assignments: int, experts: int, outputs: int, gated: bool, itemsize: int
-) -> MoeConfig:
+) -> MoeTile:
     """Return the tiles for `pairs` (token, expert) pairs spread over `experts`.
 
     Args:
@@ -54,7 +54,7 @@ def lookup(
     # Two programs on a multiprocessor hide each other's tails.
     stages = max(2, min(_MAX_STAGES, _SHARED_BYTES // 2 // tile_bytes))
     warps = 8 if weight_rows * block_m >= 128 * 128 else 4
-    return MoeConfig(block_m=block_m, block_n=block_n, stages=stages, warps=warps)
+    return MoeTile(block_m=block_m, block_n=block_n, stages=stages, warps=warps)
 
 
 def block_rows(*, assignments: int, experts: int) -> int:

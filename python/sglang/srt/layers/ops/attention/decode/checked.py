@@ -20,7 +20,7 @@ from kv_canary import records
 from kv_canary.checks import Reason
 from kv_canary.kernels.triton.hash import POISON, pack_word0
 from kv_canary.kernels.triton.report import (
-    Finding,
+    RingFinding,
     agree_across_warps,
     report,
     report_one,
@@ -91,7 +91,7 @@ def load_kept(check, slot, layer, kv_head, mask, KV_HEADS: tl.constexpr):
 def passing_finding(of, position, req, serial, clock, place):
     """Report bytes that were wrong when a program first loaded them and are right in
     memory now. The program began at `position` and finds nothing on its second look."""
-    return Finding(
+    return RingFinding(
         reasons=REAL_KV,
         req_row=req,
         serial=serial,
@@ -153,7 +153,7 @@ def report_changed(begin, end, kv, of, SHAPE: tl.constexpr, TILE: tl.constexpr):
         )
         is_due = sound & ((named != clock) | (is_flagged == 0))
         position = first + element.to(tl.int64)
-        finding = Finding(
+        finding = RingFinding(
             reasons=agree_across_warps(tl.where(is_due, REAL_KV, 0).to(tl.int64)),
             req_row=req,
             serial=serial,

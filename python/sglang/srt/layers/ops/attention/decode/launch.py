@@ -25,7 +25,7 @@ from sglang.srt.layers.ops.attention.decode_hopper.launch import (
 )
 from sglang.srt.layers.ops.attention.shared.args import (
     MIN_ELEMENTS_PER_SPLIT,
-    Check,
+    ByteCheck,
     Compares,
     Partials,
     decode_tile,
@@ -36,7 +36,7 @@ from sglang.srt.layers.ops.attention.shared.args import (
     tokens_args,
 )
 from sglang.srt.layers.ops.attention.shared.checks import check_inputs
-from sglang.srt.layers.ops.attention.shared.launch import Launch
+from sglang.srt.layers.ops.attention.shared.launch import KernelLaunch
 
 _MAX_SPLITS = 64
 # Programs wanted at least; more splits would cost more partial results than they gain.
@@ -117,7 +117,7 @@ class ComparedLayer:
         compares: whether it always compares, or only when it is the layer's turn.
     """
 
-    check: Check
+    check: ByteCheck
     layer: int
     compares: Compares
 
@@ -179,13 +179,13 @@ def decode_launch(
     page_size: int,
     splits: int,
     compares: Compares = Compares.NEVER,
-) -> Launch:
+) -> KernelLaunch:
     """Compile-time parameters of the split kernel, chosen from shapes alone."""
     shape = shape_args(q_heads, kv_heads, head_dim, page_size)
     block_n, warps, stages = next(
         tile for limit, tile in TILES if shape.block_d * itemsize <= limit
     )
-    return Launch(
+    return KernelLaunch(
         constants={
             "SHAPE": shape,
             "TILE": decode_tile(_block_h(shape.group), block_n, splits),
@@ -196,10 +196,10 @@ def decode_launch(
     )
 
 
-def combine_launch(split_launch: Launch) -> Launch:
+def combine_launch(split_launch: KernelLaunch) -> KernelLaunch:
     """Compile-time parameters of the combine kernel after a split kernel."""
     constants = {name: split_launch.constants[name] for name in ("SHAPE", "TILE")}
-    return Launch(constants=constants, num_warps=4, num_stages=1)
+    return KernelLaunch(constants=constants, num_warps=4, num_stages=1)
 
 
 def decode_attention(

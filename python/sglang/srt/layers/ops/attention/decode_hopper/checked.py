@@ -22,7 +22,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from kv_canary.kernels.triton.hash import POISON, pack_word0
-from kv_canary.kernels.triton.report import ENTRY_WORDS, Finding
+from kv_canary.kernels.triton.report import ENTRY_WORDS, RingFinding
 from kv_canary.kernels.triton.sums import V_PLACE, byte_factors, sum_bytes
 from sglang.srt.layers.ops.attention.decode.checked import (
     LAYER_SHIFT,
@@ -214,7 +214,7 @@ def report_changed(reads, begin, limit, of, SHAPE: gl.constexpr):
                 if (named != clock) | (is_flagged == 0):
                     lineage = agreed(record + LINEAGE_WORD, lane)
                     position = first + element
-                    finding = Finding(
+                    finding = RingFinding(
                         reasons=REAL_KV,
                         req_row=req,
                         serial=serial,

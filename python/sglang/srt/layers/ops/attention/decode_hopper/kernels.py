@@ -27,7 +27,7 @@ from sglang.srt.layers.ops.attention.decode_hopper.checked import (
     tile_elements,
     watch_tile,
 )
-from sglang.srt.layers.ops.attention.decode_hopper.reads import Reads, load_slots
+from sglang.srt.layers.ops.attention.decode_hopper.reads import TileReads, load_slots
 from sglang.srt.layers.ops.attention.decode_hopper.results import put_result
 from sglang.srt.layers.ops.attention.shared.args import Compares
 from sglang.srt.layers.ops.attention.shared.attend import Sums
@@ -41,11 +41,11 @@ _IN_TURN = gl.constexpr(int(Compares.IN_TURN))
 
 @gluon.jit
 def make_reads(pool, pages, row, kv_head, end):
-    """Return the `Reads` of a row up to element `end`."""
+    """Return the `TileReads` of a row up to element `end`."""
     table_row = row
     if pages.row_index is not None:
         table_row = gl.load(pages.row_index + row)
-    return Reads(
+    return TileReads(
         pool.k + kv_head.to(gl.int64) * pool.k_head_stride,
         pool.v + kv_head.to(gl.int64) * pool.v_head_stride,
         pool.k_slot_stride,
@@ -141,12 +141,12 @@ def split_plan(read_len, window, TILE: gl.constexpr):
     return begin, tiles_per_split * TILE.block_n, active
 
 
-class Work(NamedTuple):
+class DecodeWork(NamedTuple):
     """A split of one row's elements whose first copies have started.
 
     Fields:
-        query: operand of the products. reads: `Reads`. keys, values: tiles in shared
-            memory [stages, elements, channels].
+        query: operand of the products. reads: `TileReads`. keys, values: tiles in
+            shared memory [stages, elements, channels].
         slot, element: of the tile whose copy starts next. begin, tiles: first element
             and number of tiles of the split. scale: `args.Scale`.
     """
@@ -299,7 +299,7 @@ def decode_hopper_kernel(
     head = kv_head * SHAPE.group + member
     query = load_queries(q, row, head, is_member, D, LEFT)
     of = Compared(check=check, row=row, layer=layer, kv_head=kv_head)
-    work = Work(query, reads, keys, values, slot, element, begin, tiles, scale)
+    work = DecodeWork(query, reads, keys, values, slot, element, begin, tiles, scale)
     if COMPARES == _IN_TURN:
         if gl.load(check.state.clock) % check.layers == layer:
             sums = attend_tiles(work, of, SHAPE, MMA, COPY, COMPARES)

@@ -14,7 +14,7 @@ from sglang.srt.layers.ops.attention.shared.args import (
     decode_tile,
     shape_args,
 )
-from sglang.srt.layers.ops.attention.shared.launch import Launch
+from sglang.srt.layers.ops.attention.shared.launch import KernelLaunch
 from sglang.srt.utils.triton_launch import MULTIPROCESSORS
 
 QUERIES = 16
@@ -125,7 +125,7 @@ def decode_hopper_launch(
     page_size: int,
     splits: int,
     compares: Compares = Compares.NEVER,
-) -> Launch:
+) -> KernelLaunch:
     """Compile-time parameters of the kernel, chosen from shapes alone."""
     shape = shape_args(q_heads, kv_heads, head_dim, page_size)
     programs = rows * splits * kv_heads * -(-shape.group // QUERIES)
@@ -133,7 +133,7 @@ def decode_hopper_launch(
     added = added_splits(
         group=shape.group, head_dim=head_dim, warps=tile.warps, splits=splits
     )
-    return Launch(
+    return KernelLaunch(
         constants={
             "SHAPE": shape,
             "TILE": decode_tile(QUERIES, tile.block_n, splits),

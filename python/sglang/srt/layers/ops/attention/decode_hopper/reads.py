@@ -9,7 +9,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 
-class Reads(NamedTuple):
+class TileReads(NamedTuple):
     """K and V of one KV head as one row reads them from the pool.
 
     Fields:

@@ -10,10 +10,10 @@ from torch import Tensor
 from sglang.srt.layers.ops.attention.extend.table import LaunchShape
 from sglang.srt.layers.ops.attention.shared.args import (
     Lens,
-    Pages,
+    PageArgs,
     Pool,
     Scale,
-    Tokens,
+    TokenArgs,
     pages_args,
     pool_args,
     scale_args,
@@ -24,10 +24,10 @@ from sglang.srt.layers.ops.attention.shared.args import (
 class ExtendTensors(NamedTuple):
     """The first arguments of every extend kernel."""
 
-    q: Tokens
-    out: Tokens
+    q: TokenArgs
+    out: TokenArgs
     pool: Pool
-    pages: Pages
+    pages: PageArgs
     lens: Lens
 
 

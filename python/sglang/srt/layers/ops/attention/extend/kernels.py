@@ -30,7 +30,7 @@ from sglang.srt.layers.ops.attention.shared.elements import (
     token_pointers,
 )
 from sglang.srt.layers.ops.attention.shared.masks import (
-    Mask,
+    ScoreMask,
     attended_bounds,
     load_row_lens,
     query_positions,
@@ -102,7 +102,7 @@ def extend_kernel(
         prefix, first_token, last_token, new_tokens, window, HAS_TREE, TILE.block_n
     )
     elements = (row, q_begin, own, seen, lo, end, prefix, new_tokens)
-    mask = Mask(*elements, window, tree_mask, positions)
+    mask = ScoreMask(*elements, window, tree_mask, positions)
 
     sums = empty_sums(TILE.block_m, SHAPE.block_d)
     sums = attend_unmasked(sums, query, left, right, kv, scale, SHAPE, TILE)

@@ -11,12 +11,12 @@ import math
 from typing import NamedTuple
 
 from sglang.srt.layers.ops.attention.shared.args import (
-    Shape,
+    HeadShape,
     Tile,
     padded_head,
     shape_args,
 )
-from sglang.srt.layers.ops.attention.shared.launch import Launch
+from sglang.srt.layers.ops.attention.shared.launch import KernelLaunch
 
 _SMALL_BATCH_ROWS = 16
 
@@ -133,15 +133,17 @@ def choose_tile(shape: LaunchShape, *, itemsize: int) -> ExtendTile:
     )
 
 
-def extend_launch(tile: ExtendTile, shape: LaunchShape, *, page_size: int) -> Launch:
+def extend_launch(
+    tile: ExtendTile, shape: LaunchShape, *, page_size: int
+) -> KernelLaunch:
     """Return compile-time parameters of either kernel, chosen from shapes alone."""
     kernel_shape = shape_args(shape.q_heads, shape.kv_heads, shape.head_dim, page_size)
     return _make_launch(tile, kernel_shape, searched_rows(shape.rows))
 
 
 @functools.cache
-def _make_launch(tile: ExtendTile, shape: Shape, block_r: int) -> Launch:
-    return Launch(
+def _make_launch(tile: ExtendTile, shape: HeadShape, block_r: int) -> KernelLaunch:
+    return KernelLaunch(
         constants={
             "SHAPE": shape,
             "TILE": Tile(

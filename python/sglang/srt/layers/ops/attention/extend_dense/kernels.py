@@ -35,7 +35,7 @@ from sglang.srt.layers.ops.attention.shared.elements import (
     row_new_kv,
     token_pointers,
 )
-from sglang.srt.layers.ops.attention.shared.masks import Mask
+from sglang.srt.layers.ops.attention.shared.masks import ScoreMask
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
 
@@ -241,7 +241,9 @@ def extend_dense_kernel(
     lo, left, end = dense_bounds(prefix, first_token, last_token, window, TILE)
     begin = lo // TILE.masked_n * TILE.masked_n
     own = prefix + token
-    mask = Mask(row, q_begin, own, own, lo, end, prefix, new_tokens, window, None, None)
+    mask = ScoreMask(
+        row, q_begin, own, own, lo, end, prefix, new_tokens, window, None, None
+    )
 
     sums = empty_sums(TILE.block_m, SHAPE.block_d)
     if window is not None:

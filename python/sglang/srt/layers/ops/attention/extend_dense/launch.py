@@ -22,11 +22,11 @@ from sglang.srt.layers.ops.attention.extend.table import (
 from sglang.srt.layers.ops.attention.extend_dense.kernels import extend_dense_kernel
 from sglang.srt.layers.ops.attention.shared.args import (
     DenseTile,
+    HeadShape,
     NewKV,
-    Shape,
     shape_args,
 )
-from sglang.srt.layers.ops.attention.shared.launch import Launch
+from sglang.srt.layers.ops.attention.shared.launch import KernelLaunch
 from sglang.srt.utils.triton_launch import supports_dependent_launch
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def reads_new(
     return is_long and is_narrow and not has_tree
 
 
-def dense_launch(shape: LaunchShape, *, page_size: int, pdl: bool) -> Launch:
+def dense_launch(shape: LaunchShape, *, page_size: int, pdl: bool) -> KernelLaunch:
     """Return compile-time parameters of the kernel, chosen from shapes alone.
 
     Args:
@@ -85,9 +85,9 @@ def dense_launch(shape: LaunchShape, *, page_size: int, pdl: bool) -> Launch:
 
 @functools.cache
 def _make_launch(
-    tile: TileChoice, shape: Shape, block_r: int, one_row: bool, pdl: bool
-) -> Launch:
-    return Launch(
+    tile: TileChoice, shape: HeadShape, block_r: int, one_row: bool, pdl: bool
+) -> KernelLaunch:
+    return KernelLaunch(
         constants={
             "SHAPE": shape,
             "TILE": DenseTile(

@@ -55,7 +55,7 @@ class Rings(NamedTuple):
     v_empty: Any
 
 
-class Work(NamedTuple):
+class RingWork(NamedTuple):
     """A tile of queries of one head: a row of `ExtendPlan.tiles`, and the head."""
 
     first: Any
@@ -82,7 +82,7 @@ def load_work(share, item, HEADS: gl.constexpr):
     and V."""
     number = gl.minimum(item, share.items - 1)
     at = share.plan + number // HEADS * _PLAN_COLUMNS
-    return Work(
+    return RingWork(
         first=gl.load(at),
         tokens=gl.load(at + 1),
         partial=gl.load(at + 2),

@@ -31,7 +31,7 @@ from sglang.srt.layers.ops.attention.shared.elements import (
     token_pointers,
 )
 from sglang.srt.layers.ops.attention.shared.masks import (
-    Mask,
+    ScoreMask,
     attended_bounds,
     load_row_lens,
     query_positions,
@@ -172,7 +172,7 @@ def extend_split_kernel(
         prefix, first_token, last_token, new_tokens, window, HAS_TREE, TILE.block_n
     )
     elements = (row, q_begin, own, seen, lo, end, prefix, new_tokens)
-    mask = Mask(*elements, window, tree_mask, positions)
+    mask = ScoreMask(*elements, window, tree_mask, positions)
     first = mask.lo // TILE.block_n * TILE.block_n
     per_split = tl.cdiv(tl.cdiv(mask.end - first, TILE.block_n), splits) * TILE.block_n
     begin = first + split * per_split

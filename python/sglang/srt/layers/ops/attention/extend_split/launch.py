@@ -25,7 +25,7 @@ from sglang.srt.layers.ops.attention.extend_split.kernels import (
     extend_split_kernel,
 )
 from sglang.srt.layers.ops.attention.shared.args import Partials, padded_head
-from sglang.srt.layers.ops.attention.shared.launch import Launch
+from sglang.srt.layers.ops.attention.shared.launch import KernelLaunch
 
 if TYPE_CHECKING:
     from sglang.srt.layers.ops.attention.extend.inputs import ExtendInputs
@@ -96,11 +96,11 @@ def extend_splits(
 
 
 @functools.cache
-def split_combine_launch(*, q_heads: int, head_dim: int, splits: int) -> Launch:
+def split_combine_launch(*, q_heads: int, head_dim: int, splits: int) -> KernelLaunch:
     """Compile-time parameters of the combine kernel after a split kernel."""
     block_d = padded_head(head_dim)
     block_s = int(triton.next_power_of_2(splits))
-    return Launch(
+    return KernelLaunch(
         constants={
             "Q_HEADS": q_heads,
             "HEAD_DIM": head_dim,

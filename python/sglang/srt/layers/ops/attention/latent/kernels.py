@@ -33,7 +33,7 @@ from sglang.srt.layers.ops.attention.shared.elements import (
     query_tokens,
 )
 from sglang.srt.layers.ops.attention.shared.masks import (
-    Mask,
+    ScoreMask,
     is_attended,
     load_row_lens,
 )
@@ -255,7 +255,7 @@ def latent_kernel(
     )
     if not is_any:
         return
-    mask = Mask(
+    mask = ScoreMask(
         row,
         q_begin,
         own,

@@ -31,7 +31,7 @@ from sglang.srt.layers.ops.attention.shared.args import (
     tokens_args,
 )
 from sglang.srt.layers.ops.attention.shared.checks import check_page_size
-from sglang.srt.layers.ops.attention.shared.launch import Launch
+from sglang.srt.layers.ops.attention.shared.launch import KernelLaunch
 
 # Programs wanted in flight, two per multiprocessor.
 _PROGRAMS = 256
@@ -74,7 +74,7 @@ def latent_launch(
     rows: int,
     itemsize: int,
     is_decode: bool,
-) -> Launch:
+) -> KernelLaunch:
     """Return compile-time parameters of the kernel, chosen from shapes alone."""
     is_wide = itemsize > 2
     most = 16 if is_wide else _MAX_HEADS
@@ -83,7 +83,7 @@ def latent_launch(
     if is_decode:
         block_m = max(int(triton.next_power_of_2(heads)), 16)
     stages = 1 if is_wide else 2
-    return Launch(
+    return KernelLaunch(
         constants={
             "LATENT": LatentShape(
                 q_heads=q_heads,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from sglang.srt.layers.ops.attention.extend.table import searched_rows
 from sglang.srt.layers.ops.attention.shared.args import padded_head
-from sglang.srt.layers.ops.attention.shared.launch import Launch
+from sglang.srt.layers.ops.attention.shared.launch import KernelLaunch
 
 
 class TileChoice(NamedTuple):
@@ -74,9 +74,9 @@ def expanded_launch(
     is_causal: bool,
     has_past: bool,
     pdl: bool,
-) -> Launch:
+) -> KernelLaunch:
     """Return compile-time parameters of the kernel."""
-    return Launch(
+    return KernelLaunch(
         constants={
             "SHAPE": shape,
             "TILE": ExpandedTile(

@@ -2,8 +2,9 @@
 
 Triton compiles a kernel anew for each pattern of None in a tuple, and for numbers that
 are 1 or multiples of 16. So tuples hold numbers that stay constant while a server runs;
-numbers that change between launches are separate arguments. Kernels take `Shape` and
-their tiles as compile-time constants, so every field is known when they are compiled.
+numbers that change between launches are separate arguments. Kernels take `HeadShape`
+and their tiles as compile-time constants, so every field is known when they are
+compiled.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import triton
 from torch import Tensor
 
 
-class Tokens(NamedTuple):
+class TokenArgs(NamedTuple):
     """[T, heads, head_dim] with `stride` between tokens, otherwise contiguous."""
 
     at: Tensor
@@ -35,7 +36,7 @@ class Pool(NamedTuple):
     v_head_stride: int
 
 
-class Pages(NamedTuple):
+class PageArgs(NamedTuple):
     """int32 [table rows, pages]: first slots of pages. `row_index`, int64 [R], says
     which table row each row reads, or is None if row r reads table row r."""
 
@@ -55,7 +56,7 @@ class Lens(NamedTuple):
 
 
 class NewKV(NamedTuple):
-    """K and V of the new tokens, each [T, KV heads, head_dim], as in `Tokens`."""
+    """K and V of the new tokens, each [T, KV heads, head_dim], as in `TokenArgs`."""
 
     k: Tensor
     v: Tensor
@@ -82,7 +83,7 @@ class Scale(NamedTuple):
     cap: float | None
 
 
-class Shape(NamedTuple):
+class HeadShape(NamedTuple):
     """Heads and pages of a launch.
 
     Fields:
@@ -137,7 +138,7 @@ class Compares(IntEnum):
     IN_TURN = 2
 
 
-class Check(NamedTuple):
+class ByteCheck(NamedTuple):
     """The checksums that decode attention compares with, and where it reports.
 
     Fields:
@@ -186,8 +187,8 @@ def scale_args(sm_scale: float, logit_cap: float) -> Scale:
     return Scale(sm_scale * math.log2(math.e), None)
 
 
-def tokens_args(tensor: Tensor) -> Tokens:
-    return Tokens(tensor, tensor.stride(0))
+def tokens_args(tensor: Tensor) -> TokenArgs:
+    return TokenArgs(tensor, tensor.stride(0))
 
 
 def pool_args(k_cache: Tensor, v_cache: Tensor) -> Pool:
@@ -198,9 +199,9 @@ def pool_args(k_cache: Tensor, v_cache: Tensor) -> Pool:
     )
 
 
-def pages_args(page_table: Tensor, row_index: Tensor | None) -> Pages:
+def pages_args(page_table: Tensor, row_index: Tensor | None) -> PageArgs:
     row_stride, column_stride = page_table.stride()
-    return Pages(page_table, row_stride, column_stride, row_index)
+    return PageArgs(page_table, row_stride, column_stride, row_index)
 
 
 @functools.cache
@@ -210,8 +211,8 @@ def padded_head(head_dim: int) -> int:
 
 
 @functools.cache
-def shape_args(q_heads: int, kv_heads: int, head_dim: int, page_size: int) -> Shape:
-    return Shape(
+def shape_args(q_heads: int, kv_heads: int, head_dim: int, page_size: int) -> HeadShape:
+    return HeadShape(
         kv_heads=kv_heads,
         group=q_heads // kv_heads,
         head_dim=head_dim,

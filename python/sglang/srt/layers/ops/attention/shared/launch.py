@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class KernelLaunch:
     """How a kernel is compiled.
 
     Fields:

@@ -14,7 +14,7 @@ import triton.language as tl
 from sglang.srt.layers.ops.attention.shared.elements import page_at, page_to_slots
 
 
-class Mask(NamedTuple):
+class ScoreMask(NamedTuple):
     """Which elements of a row the queries of a tile attend.
 
     A kernel builds it itself, because no device function may return a tuple that
@@ -90,7 +90,7 @@ def load_row_lens(lens, row):
 
 @triton.jit
 def query_positions(positions, q_begin, own, prefix, is_token):
-    """Return positions of a tile's queries: [queries]; see `Mask`."""
+    """Return positions of a tile's queries: [queries]; see `ScoreMask`."""
     position = own
     if positions is not None:
         at = positions + q_begin + (own - prefix)
