@@ -266,6 +266,31 @@ def test_an_error_of_the_host_in_mode_raise(
     assert "q1" not in harness.collect()
 
 
+@pytest.mark.parametrize("mode", ["none", "log", "raise"])
+def test_an_error_of_the_host_ends_an_engine_that_does_not_heal(
+    model: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = healing(model, kv_canary=mode)
+    for i in range(3):
+        submit(harness, i)
+    results = harness.scheduler._results
+    take = results._take_tokens
+
+    def failing(launched: Any, index: int, new_tokens: list[int]) -> int:
+        if launched.reqs[index].output_len == 5:
+            raise KeyError("a broken table")
+        return take(launched, index, new_tokens)
+
+    monkeypatch.setattr(results, "_take_tokens", failing)
+    expected = CanaryViolation if mode == "raise" else KeyError
+    with pytest.raises(expected):
+        harness.run()
+    assert harness.collect() == {}
+    if mode != "none":
+        violations = harness.scheduler.own_incidents()[0]["violations"]
+        assert "host_records" in violations[0]["reasons"]
+
+
 def test_an_error_while_a_result_is_processed(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

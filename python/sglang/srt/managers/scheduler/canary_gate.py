@@ -147,6 +147,8 @@ class CanaryGate:
             CanaryViolation: a token differs and the mode is `raise`, or `heal` with
                 several ranks: each host keeps its own tokens, and the other hosts do
                 not know this one's.
+            Exception: the first of `failures`, if it is not healed and the mode does
+                not stop the engine.
         """
         for row, error in failures.items():
             logger.error(
@@ -172,6 +174,9 @@ class CanaryGate:
             tokens_of=self._tokens_of,
             host_entries=entries,
         )
+        # The mode is `log`: half a result must not be served.
+        for error in failures.values():
+            raise error
         return None
 
     def sight_at_idle(self) -> Sighting | None:
