@@ -64,7 +64,7 @@ class Follower:
         self.check = OutputCheck("r", params, TOKENIZER)
 
     def push(self, ids: Sequence[int], finish: FinishReason | None = None) -> str:
-        assert self.check.take_tokens(output(ids)) is None
+        assert self.check.take_tokens(output(ids, finish=finish)) is None
         shown = self.text.push(ids, finish)
         self.check.take_text(shown, finish)
         return shown
@@ -74,6 +74,7 @@ class Follower:
     ids=IDS,
     cuts=st.lists(st.integers(0, 30), max_size=5),
     end=st.sampled_from(["length", "stop token", "stop string", "trimmed string"]),
+    stop_token=st.sampled_from([7, *TOKENIZER.encode("é€😀漢"), *SPECIAL]),
     no_stop_trim=st.booleans(),
     skip_special_tokens=st.booleans(),
 )
@@ -82,13 +83,14 @@ def test_right_text_passes_in_every_chunking(
     ids: list[int],
     cuts: list[int],
     end: str,
+    stop_token: int,
     no_stop_trim: bool,
     skip_special_tokens: bool,
 ) -> None:
     finish, stops = LENGTH, []
     if end == "stop token":
-        ids = [*ids, 7]
-        finish = FinishReason(type="stop", matched=7)
+        ids = [*ids, stop_token]
+        finish = FinishReason(type="stop", matched=stop_token)
     elif "string" in end:
         ids = [*ids, *TOKENIZER.encode("STOP" if end == "stop string" else "xSTOPy")]
         stops, finish = ["STOP"], FinishReason(type="stop", matched="STOP")
@@ -104,6 +106,13 @@ def test_right_text_passes_in_every_chunking(
         shown += follower.push(ids[begin:stop])
     shown += follower.push(ids[places[-1] :], finish)
     assert follower.check.text_len == len(shown)
+
+
+def test_a_stop_token_that_would_complete_a_character() -> None:
+    *begin, last = TOKENIZER.encode("😀")
+    assert begin and OutputText(TOKENIZER, SamplingParams()).push(begin) == ""
+    finish = FinishReason(type="stop", matched=last)
+    assert Follower(SamplingParams()).push([*begin, last], finish) == "\ufffd"
 
 
 FAULTS: dict[str, Callable[[str], str]] = {

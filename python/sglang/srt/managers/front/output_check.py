@@ -83,8 +83,19 @@ class OutputCheck:
                 "the engine keeps",
             )
         if self._table is not None:
-            self._due += self._utf8.decode(self._bytes(output.output_ids))
+            shown = self._shown_tokens(output.output_ids, output.finish_reason)
+            self._due += self._utf8.decode(self._bytes(shown))
         return None
+
+    def _shown_tokens(
+        self, tokens: Sequence[int], finish: FinishReason | None
+    ) -> Sequence[int]:
+        """Leave out a stop token whose text is not shown. It may not be decoded either:
+        its bytes could complete a character.
+        """
+        if finish is None or not tokens or not self._is_trimmed:
+            return tokens
+        return tokens[:-1] if tokens[-1] == finish.matched else tokens
 
     def take_text(self, text: str, finish: FinishReason | None) -> None:
         """Add the next piece of shown text.
@@ -104,11 +115,8 @@ class OutputCheck:
 
     def _may_hide(self, rest: str, finish: FinishReason) -> bool:
         """Whether an output with this end may omit the text `rest`."""
-        if not rest or not self._is_trimmed or finish.matched is None:
-            return not rest
-        if isinstance(finish.matched, str):
-            return rest.startswith(finish.matched)
-        return rest == self._bytes((finish.matched,)).decode(errors="replace")
+        is_cut = self._is_trimmed and isinstance(finish.matched, str)
+        return not rest or (is_cut and rest.startswith(str(finish.matched)))
 
     def _bytes(self, tokens: Sequence[int]) -> bytes:
         assert self._table is not None
