@@ -20,6 +20,15 @@ sys.path.insert(0, str(REPO / "kv-canary" / "python"))
 from kv_canary import records  # noqa: E402
 from kv_canary.carried import FACTOR, KEY  # noqa: E402
 from kv_canary.checks import Reason  # noqa: E402
+from kv_canary.drawn import (  # noqa: E402
+    NOISE_BITS,
+    NOISE_STEP,
+    SERIAL_WORD_MASK,
+    SLACK_BITS,
+    MaskWord,
+    Sampling,
+    SamplingFlag,
+)
 from kv_canary.layout import FingerprintMode  # noqa: E402
 from kv_canary.pool_checks import CHECK_NUMBERS  # noqa: E402
 from kv_canary.state import (  # noqa: E402
@@ -59,6 +68,9 @@ ENUMS: tuple[type[IntEnum] | type[IntFlag], ...] = (
     records.Counter,
     records.Expected,
     FingerprintMode,
+    Sampling,
+    SamplingFlag,
+    MaskWord,
 )
 CONSTANTS = {
     name: getattr(records, name)
@@ -80,6 +92,10 @@ CONSTANTS = {
 } | {
     "CARRIED_FACTOR": FACTOR,
     "CARRIED_KEY": KEY,
+    "NOISE_STEP": NOISE_STEP,
+    "NOISE_BITS": NOISE_BITS,
+    "SLACK_BITS": SLACK_BITS,
+    "SERIAL_WORD_MASK": SERIAL_WORD_MASK,
     "NO_MANAGER": NO_MANAGER,
     "HEADER_WORDS": HEADER_WORDS,
     "ALIGN_WORDS": ALIGN_WORDS,

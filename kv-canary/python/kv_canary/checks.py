@@ -56,6 +56,10 @@ class Reason(IntFlag):
     WRITE_MISSING = 1 << 18
     CARRIED_STATE = 1 << 19
     HOST_RECORDS = 1 << 20
+    LOGITS_ROW = 1 << 21
+    GRAMMAR_MASK = 1 << 22
+    LOGITS_NOT_FINITE = 1 << 23
+    SAMPLED_TOKEN = 1 << 24
 
 
 def reason_labels(reasons: int) -> list[str]:
@@ -90,10 +94,11 @@ class Shows(Enum):
 
     PHASE = 0
     STATE = 1
-    INPUT = 2
-    WRITE = 3
-    ALIAS = 4
-    RECORD = 5
+    MASK = 2
+    INPUT = 3
+    WRITE = 4
+    ALIAS = 5
+    RECORD = 6
 
 
 class Sources(NamedTuple):
@@ -138,6 +143,7 @@ class Check:
 
 
 _READS = (Launch.VERIFY, Launch.SWEEP)
+_DRAWN = Sources("by the announced parameters", "as sampled")
 
 # Diagnoses of several checks.
 _WRONG_WRITE_SLOT = Diagnosis(
@@ -260,6 +266,67 @@ CHECKS: tuple[Check, ...] = (
         # The rows that the state comes from also choose the logprobs.
         severity=Severity.TOKENS,
         shows=Shows.STATE,
+    ),
+    Check(
+        reason=Reason.LOGITS_ROW,
+        meaning="the output head read another hidden state than the token is due from",
+        detail="compared by sums of the rows",
+        found_by=(Launch.DRAWN,),
+        diagnoses=(
+            Diagnosis(
+                name="logits of another row",
+                look_at="logits_rows of the batch; the rows that the head is given",
+            ),
+        ),
+        severity=Severity.TOKENS,
+        shows=Shows.STATE,
+    ),
+    Check(
+        reason=Reason.LOGITS_NOT_FINITE,
+        meaning="the logits of the row have a NaN or +inf, or -inf for the token",
+        found_by=(Launch.DRAWN,),
+        diagnoses=(
+            Diagnosis(
+                name="logits that are not finite",
+                look_at="weights, the prompt's values, an attention kernel that read "
+                "what it must not",
+            ),
+        ),
+        severity=Severity.TOKENS,
+        shows=Shows.INPUT,
+        sources=_DRAWN,
+    ),
+    Check(
+        reason=Reason.GRAMMAR_MASK,
+        meaning="the grammar mask belongs to another request or an earlier state, or "
+        "forbids the token",
+        detail="or it is missing",
+        found_by=(Launch.DRAWN,),
+        diagnoses=(
+            Diagnosis(
+                name="wrong grammar mask",
+                look_at="the order of mask rows; when the mask was made",
+            ),
+        ),
+        severity=Severity.TOKENS,
+        shows=Shows.MASK,
+    ),
+    Check(
+        reason=Reason.SAMPLED_TOKEN,
+        meaning="the request's sampling parameters do not choose this token from the "
+        "logits",
+        detail="or the parameters belong to another request",
+        found_by=(Launch.DRAWN,),
+        diagnoses=(
+            Diagnosis(
+                name="token of other sampling parameters",
+                look_at="rows of sampling parameters, seeds and positions; the "
+                "sampler's choice",
+            ),
+        ),
+        severity=Severity.TOKENS,
+        shows=Shows.INPUT,
+        sources=_DRAWN,
     ),
     Check(
         reason=Reason.TREE_SHAPE,

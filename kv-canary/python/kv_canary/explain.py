@@ -166,6 +166,9 @@ _Lines = list[tuple[str, str]]
 def _input_lines(violation: dict[str, Any]) -> _Lines:
     """Return the token that was due, and the one found instead."""
     inputs = [c for c in _checks(violation) if c.shows is Shows.INPUT]
+    if any(check.shows is Shows.MASK for check in _checks(violation)):
+        # The words hold the mask's instead.
+        return []
     sources = inputs[0].sources
     return [
         ("expected", f"{_input(violation['expected'])}, {sources.due}"),
@@ -182,6 +185,14 @@ def _state_lines(violation: dict[str, Any]) -> _Lines:
     """Return the sums of the state that was handed on (`carried.py`)."""
     due, found = (violation[name]["lineage"] for name in ("expected", "found"))
     return [("expected", f"a state with sum {due}"), ("found", f"sum {found}")]
+
+
+def _mask_lines(violation: dict[str, Any]) -> _Lines:
+    """Return the grammar mask that was due, and the one that was applied."""
+    return [
+        ("expected", _mask(violation["expected"])),
+        ("found", _mask(violation["found"])),
+    ]
 
 
 def _write_lines(violation: dict[str, Any]) -> _Lines:
@@ -219,6 +230,7 @@ _Part = Callable[[dict[str, Any]], _Lines]
 _PARTS: dict[Shows, _Part] = {
     Shows.PHASE: _phase_lines,
     Shows.STATE: _state_lines,
+    Shows.MASK: _mask_lines,
     Shows.INPUT: _input_lines,
     Shows.WRITE: _write_lines,
     Shows.ALIAS: _alias_lines,
@@ -267,6 +279,15 @@ def _input(word: dict[str, Any]) -> str:
         known = word["token"] is not None
         token = f"token {word['token']}" if known else "an unknown token"
     return f"{token}, position {word['position']}"
+
+
+def _mask(record: dict[str, Any]) -> str:
+    if not record["mask_serial"]:
+        return "no grammar mask"
+    return (
+        f"a grammar mask of the request with serial {record['mask_serial']} after "
+        f"{record['mask_accepted']} tokens"
+    )
 
 
 def _slot(slot: int) -> str:

@@ -18,6 +18,7 @@ from kv_canary.kernels.reference import (
     accepted,
     before,
     carried,
+    drawn,
     ends,
     notes,
     records,
@@ -29,6 +30,7 @@ from kv_canary.op import Op
 if TYPE_CHECKING:
     from kv_canary.accepted import SampledTokens
     from kv_canary.carried import CarriedRows
+    from kv_canary.drawn import DrawnTokens
     from kv_canary.pool_checks import PoolChecks
     from kv_canary.state import CanaryState
     from kv_canary.view import ForwardView
@@ -60,6 +62,9 @@ _expect_rows = _op(notes.expect_rows)
 _note_tokens = _op(notes.note_tokens)
 _send_tokens = _op(notes.send_tokens, is_native=False)
 _carry = _op(carried.carry)
+_check_drawn: Op[[CanaryState, DrawnTokens, Tensor | None], None] = Op(
+    reference=drawn.check_drawn
+)
 _finish_accepted = _op(accepted.finish_accepted)
 
 
@@ -227,6 +232,28 @@ def check_carried(state: CanaryState, rows: CarriedRows) -> None:
     """Compare the sums of rows with the ones recorded in their places, where they are
     used. A different sum is a CARRIED_STATE, with the sums as lineages."""
     _carry(state, rows, True)
+
+
+def check_drawn(
+    state: CanaryState, drawn: DrawnTokens, findings: Tensor | None
+) -> None:
+    """Check whose logits gave whose token, after the forward's tail. Each token with a
+    reason gets one ring entry.
+
+    * LOGITS_ROW: the head read another row than the token is due from. The entry has
+      the rows' sums as lineages.
+    * GRAMMAR_MASK: the mask row belongs to another request, state of the grammar, or is
+      missing; or it forbids the token. A mask whose grammar failed ends the checks of
+      its token.
+    * LOGITS_NOT_FINITE: the row has a NaN or +inf, or the token's own logit is -inf.
+    * SAMPLED_TOKEN: the parameters are not the request's; or, unless the logits are not
+      finite, they choose another token. `drawn.draws` leaves out the second question.
+
+    Args:
+        findings: int64 [STATUS_WORDS + R], gathered for these rows before. It gets the
+            ring's count and the verdicts, which then stay out of `state.verdict`.
+    """
+    _check_drawn(state, drawn, findings)
 
 
 def finish_step(state: CanaryState, view: ForwardView) -> Tensor:

@@ -121,6 +121,7 @@ class Launch(IntEnum):
     CARRIED = 6
     ATTENTION = 7
     IDLE = 8
+    DRAWN = 9
 
 
 class Ring(IntEnum):
@@ -131,6 +132,8 @@ class Ring(IntEnum):
     Fingerprints of ATTENTION hold a sum of a head's bytes and, in the high half, layer
     and head (`unpack_place`).
     TAG comes from `ring_tag`.
+    An entry of DRAWN with GRAMMAR_MASK has the words of the mask row in the WORD0
+    columns, serial and tokens accepted. LOGITS_ROW has sums of rows as lineages.
     A PHASE entry has the due phase in EXPECTED_WORD0, the phase found in FOUND_WORD0,
     and -1 as SLOT, POSITION and BATCH_ROW.
     """

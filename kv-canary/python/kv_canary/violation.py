@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _MASK64 = (1 << 64) - 1
 # Reasons whose words are phases, not tokens and positions.
 _OF_PHASES = reasons_where(lambda check: check.shows is Shows.PHASE)
+# Reasons whose words are those of a mask row.
+_OF_MASKS = reasons_where(lambda check: check.shows is Shows.MASK)
 _LAUNCH_MASK = 255
 POOLS = ("target", "draft")
 """Worker names by the lowest bit of a pool's number."""
@@ -137,6 +139,9 @@ class Violation(Evidence):
         def record(word: RecordWord) -> dict[str, int | str | None]:
             if self.reasons & _OF_PHASES:
                 return {"phase": _phase_name(word.token), "position": None}
+            if self.reasons & _OF_MASKS:
+                words = {"mask_serial": word.token, "mask_accepted": word.position}
+                return {**words, "position": None}
             tokens = {"token": word.token} if with_tokens else {}
             return {**tokens, "position": word.position}
 
@@ -184,6 +189,7 @@ _LAUNCH_ORDER = (
     Launch.HEAD,
     Launch.ATTENTION,
     Launch.TAIL,
+    Launch.DRAWN,
     Launch.ACCEPT,
     Launch.RESULT,
     Launch.CARRIED,

@@ -61,13 +61,17 @@ def test_whom_a_healing_recomputes() -> None:
         Blames.FORWARD: {"write_missing", "phase"},
     }
     tokens = {c.label for c in CHECKS if c.severity is Severity.TOKENS}
-    assert tokens == {"carried_state"}
+    assert tokens == {
+        *("carried_state", "logits_row", "logits_not_finite", "grammar_mask"),
+        "sampled_token",
+    }
 
 
 def test_only_inputs_have_sources_of_their_own() -> None:
     default = next(c.sources for c in CHECKS if c.reason is Reason.WRITE_TOKEN)
     others = {c.label: c.shows for c in CHECKS if c.sources != default}
-    assert others == {"accept_path": Shows.INPUT, "result_token": Shows.INPUT}
+    inputs = ("accept_path", "result_token", "logits_not_finite", "sampled_token")
+    assert others == dict.fromkeys(inputs, Shows.INPUT)
 
 
 @pytest.mark.parametrize("name", ["generate_canary_header", "generate_canary_docs"])

@@ -22,6 +22,10 @@ constexpr int64_t kTagManagerMask = 255;
 constexpr int64_t kTagPoolShift = 16;
 constexpr int64_t kCarriedFactor = -7046029254386353131;
 constexpr int64_t kCarriedKey = -2960836687051489901;
+constexpr int64_t kNoiseStep = -7046029254386353131;
+constexpr int64_t kNoiseBits = 53;
+constexpr int64_t kSlackBits = 12;
+constexpr int64_t kSerialWordMask = 0x7fffffff;
 constexpr int64_t kNoManager = -1;
 constexpr int64_t kHeaderWords = 8;
 constexpr int64_t kAlignWords = 8;
@@ -49,8 +53,12 @@ struct Reason {
     kWriteMissing = 262144,
     kCarriedState = 524288,
     kHostRecords = 1048576,
+    kLogitsRow = 2097152,
+    kGrammarMask = 4194304,
+    kLogitsNotFinite = 8388608,
+    kSampledToken = 16777216,
   };
-  static constexpr int64_t kCount = 21;
+  static constexpr int64_t kCount = 25;
 };
 
 struct WriterKind {
@@ -88,8 +96,9 @@ struct Launch {
     kCarried = 6,
     kAttention = 7,
     kIdle = 8,
+    kDrawn = 9,
   };
-  static constexpr int64_t kCount = 9;
+  static constexpr int64_t kCount = 10;
 };
 
 struct Counter {
@@ -124,6 +133,37 @@ struct FingerprintMode {
     kAll = 3,
   };
   static constexpr int64_t kCount = 4;
+};
+
+struct Sampling {
+  enum : int64_t {
+    kSerial = 0,
+    kKey = 1,
+    kTemperature = 2,
+    kTopK = 3,
+    kTopP = 4,
+    kMinP = 5,
+    kFlags = 6,
+    kPromptLen = 7,
+  };
+  static constexpr int64_t kCount = 8;
+};
+
+struct SamplingFlag {
+  enum : int64_t {
+    kGreedy = 1,
+    kEdited = 2,
+    kGrammar = 4,
+  };
+  static constexpr int64_t kCount = 3;
+};
+
+struct MaskWord {
+  enum : int64_t {
+    kSerial = 0,
+    kAccepted = 1,
+  };
+  static constexpr int64_t kCount = 2;
 };
 
 struct Record {

@@ -8,7 +8,6 @@ import torch
 
 from kv_canary.carried import FACTOR, KEY, CarriedRows
 from kv_canary.checks import Reason
-from kv_canary.hashing import MASK64, to_signed64
 from kv_canary.kernels.reference.report import Report, flag
 from kv_canary.records import Launch, Ring
 from kv_canary.view import NO_MANAGER
@@ -47,18 +46,17 @@ def _is_carried(rows: CarriedRows) -> Tensor:
 
 def _carried_sum(rows: CarriedRows) -> Tensor:
     _, known, *_ = rows.numbers
-    sums = _carried_term(rows.serials.repeat_interleave(rows.group), -1)
-    words: list[Tensor] = []
+    words = [rows.serials.repeat_interleave(rows.group)]
     if rows.words is not None:
         words += rows.words.long().unbind(1)
     if rows.ids is not None and rows.bits is not None:
         for k in range(known):
             words += [rows.ids[:, k], rows.bits[:, k].long()]
-    for j, word in enumerate(words):
-        sums = sums + _carried_term(word, j)
-    return sums
+    return sum_words(torch.stack(words, dim=1), first=-1)
 
 
-def _carried_term(words: Tensor, place: int) -> Tensor:
-    mixed = (words + to_signed64((place + 1) * KEY & MASK64)) * FACTOR
-    return mixed ^ (mixed >> 32)
+def sum_words(words: Tensor, *, first: int = 0) -> Tensor:
+    """Return the sum of each row of int64 words, whose places begin at `first`."""
+    places = torch.arange(first + 1, first + 1 + words.shape[1], device=words.device)
+    mixed = (words + places * KEY) * FACTOR
+    return (mixed ^ (mixed >> 32)).sum(dim=1)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kv_canary.checks import Reason
+from kv_canary.findings import RING, STATUS_WORDS
 from kv_canary.records import RING_WORDS, Launch, Phase, Ring, ring_tag
 from kv_canary.view import NO_MANAGER
 
@@ -21,11 +22,20 @@ class Report:
 
     Args:
         clock_offset: added to the clock to get the forward that found the entries.
+        findings: findings of the batch's rows that were gathered before this launch.
+            They get the verdicts, which the next gather must not tell again.
     """
 
     def __init__(
-        self, state: CanaryState, launch: Launch, manager: int, *, clock_offset: int = 0
+        self,
+        state: CanaryState,
+        launch: Launch,
+        manager: int,
+        *,
+        clock_offset: int = 0,
+        findings: Tensor | None = None,
     ) -> None:
+        self._findings = findings
         self._clock_offset = clock_offset
         self._state = state
         self._tag = ring_tag(launch, manager, state.pool)
@@ -46,10 +56,18 @@ class Report:
         free = state.ring[start:]
         free[:n] = entries[: free.shape[0]]
         state.ring_count.add_(n)
+        self._set_verdicts(entries)
+
+    def _set_verdicts(self, entries: Tensor) -> None:
+        verdicts, row = self._state.verdict, Ring.REQ_ROW
+        if self._findings is not None and len(entries):
+            verdicts, row = self._findings[STATUS_WORDS:], Ring.BATCH_ROW
+            known = self._findings[RING]
+            self._findings[RING] = torch.maximum(known, self._state.ring_count[0])
         for reason in Reason:
             has = (entries[:, Ring.REASONS] & reason) != 0
-            hit = entries[has, Ring.REQ_ROW]
-            state.verdict[hit] |= reason
+            hit = entries[has, row]
+            verdicts[hit] |= reason
 
     def step_phase(self, manager: int, due: Phase, following: Phase) -> None:
         """Move the manager's phase from `due` to `following`; report and repair a

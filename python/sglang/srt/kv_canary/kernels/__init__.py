@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kv_canary.launches import (
     check_carried,
+    check_drawn,
     finish_accepted,
     finish_step,
     gather_findings,
@@ -18,6 +19,7 @@ from kv_canary.launches import (
 
 __all__ = [
     "check_carried",
+    "check_drawn",
     "finish_accepted",
     "finish_step",
     "gather_findings",
