@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from enum import IntEnum, IntFlag
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -139,6 +140,11 @@ class DrawnTokens:
     draws: bool = True
 
     @property
+    def tensors(self) -> list[Tensor | None]:
+        """All tensors, in order."""
+        return list(_tensors_of(self))
+
+    @property
     def num_rows(self) -> int:
         return self.req_rows.shape[0]
 
@@ -202,6 +208,7 @@ class DrawnTokens:
                 _refuse(name, t, "rows that are whole 32-bit words")
 
 
+_tensors_of = attrgetter(*(f.name for f in fields(DrawnTokens) if f.name != "draws"))
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _MATRICES = {
     "logits": (_FLOATS, "float"),

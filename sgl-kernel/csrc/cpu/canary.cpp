@@ -29,6 +29,7 @@ struct ReadNumbers : WriteNumbers {
 // Time of one thread, for the decision to split; measured within a factor 2.
 constexpr double kMicrosecondsPerElement = 4e-2;
 constexpr double kMicrosecondsPerWord = 1e-3;
+constexpr double kMicrosecondsPerLogit = 1e-4;
 
 template <class T>
 T unpack(const char* op, const Numbers& numbers) {
@@ -641,6 +642,120 @@ void canary_carry(
   }
 }
 
+canary::Matrix read_matrix(
+    const char* op, const char* name, const OptionalTensor& t, int64_t rows, int64_t columns,
+    ScalarType type) {
+  if (!t) return {};
+  const int64_t width = t->dim() == 2 ? t->size(1) : -1;
+  SGLK_CHECK(
+      width == columns && t->scalar_type() == type && (rows < 0 || t->size(0) == rows) &&
+          (width <= 1 || t->stride(1) == 1),
+      op, name, *t,
+      std::string(torch::headeronly::toString(type)) + " [" +
+          (rows < 0 ? "*" : std::to_string(rows)) + ", " + std::to_string(columns) +
+          "] with contiguous rows");
+  const int64_t row_bytes = t->stride(0) * int64_t(t->element_size());
+  return {t->const_data_ptr(), t->size(0), width, row_bytes};
+}
+
+// What the head read, and what it must have read, as 32-bit words.
+void set_hidden(
+    const char* op, canary::Drawn& d, const OptionalTensor& inputs,
+    const OptionalTensor& hidden) {
+  if (!inputs || !hidden) return;
+  SGLK_CHECK(inputs->dim() == 2, op, "inputs", *inputs, "two dimensions");
+  const ScalarType type = inputs->scalar_type();
+  const int64_t columns = inputs->size(1);
+  d.inputs = read_matrix(op, "inputs", inputs, d.logits.rows, columns, type);
+  d.hidden = read_matrix(op, "hidden", hidden, -1, columns, type);
+  const int64_t bytes = columns * int64_t(inputs->element_size());
+  constexpr int64_t kWord = sizeof(int32_t);
+  d.hidden_words = bytes / kWord;
+  for (const canary::Matrix* m : {&d.inputs, &d.hidden})
+    SGLK_REQUIRE(
+        bytes % kWord == 0 && (m->rows <= 1 || m->row_bytes % kWord == 0) &&
+            reinterpret_cast<uintptr_t>(m->data) % kWord == 0,
+        op, ": rows of inputs and hidden must be whole 32-bit words");
+}
+
+// `given`: tensors of a DrawnTokens, in order.
+canary::Drawn read_drawn(
+    const char* op, const OptionalTensors& given, int64_t req_rows, bool draws) {
+  enum { kReqRows, kSerials, kPrefixLens, kExtendLens, kTokens, kLogitsRows, kLogits, kInputs,
+         kHidden, kHiddenEnds, kEdited, kKept, kMasks, kSampling, kTensors };
+  SGLK_REQUIRE(given.size() == kTensors, op, ": expected ", int(kTensors), " tensors");
+  for (int64_t i : {kReqRows, kSerials, kPrefixLens, kExtendLens, kTokens, kLogits, kSampling})
+    SGLK_REQUIRE(given[i], op, ": tensor ", i, " is missing");
+  canary::Drawn d{};
+  const int64_t rows = given[kReqRows]->numel();
+  d.count = given[kTokens]->numel();
+  d.width = rows ? d.count / rows : 1;
+  SGLK_REQUIRE(
+      d.count == rows * d.width && d.width > 0, op, ": ", d.count, " tokens of ", rows, " rows");
+  d.req_rows = longs(op, "req_rows", given[kReqRows], rows);
+  d.serials = longs(op, "serials", given[kSerials], rows);
+  d.prefix_lens = longs(op, "prefix_lens", given[kPrefixLens], rows);
+  d.extend_lens = longs(op, "extend_lens", given[kExtendLens], rows);
+  d.tokens = longs(op, "tokens", given[kTokens], d.count);
+  d.logits_rows = longs(op, "logits_rows", given[kLogitsRows], d.count);
+  d.hidden_ends = longs(op, "hidden_ends", given[kHiddenEnds], d.count);
+  const Tensor& logits = *given[kLogits];
+  SGLK_CHECK(logits.dim() == 2, op, "logits", logits, "two dimensions");
+  const int64_t vocab = logits.size(1);
+  d.dtype = float_type(op, "logits", logits);
+  d.logits = read_matrix(op, "logits", logits, -1, vocab, logits.scalar_type());
+  set_hidden(op, d, given[kInputs], given[kHidden]);
+  d.edited = read_matrix(op, "edited", given[kEdited], d.logits.rows, vocab, ScalarType::Float);
+  d.kept = read_matrix(op, "kept", given[kKept], d.logits.rows, vocab, ScalarType::Float);
+  if (const OptionalTensor& masks = given[kMasks]) {
+    const int64_t words = masks->dim() == 2 ? masks->size(1) : 0;
+    SGLK_CHECK(
+        words >= (vocab + 31) / 32 + canary::MaskWord::kCount, op, "masks", *masks,
+        "a bit per id and the words of MaskWord in each row");
+    d.masks = read_matrix(op, "masks", masks, d.logits.rows, words, ScalarType::Int);
+  }
+  const Tensor& sampling = *given[kSampling];
+  SGLK_CHECK(
+      sampling.scalar_type() == ScalarType::Long && sampling.is_contiguous() &&
+          sampling.dim() == 2 && sampling.size(1) == canary::Sampling::kCount,
+      op, "sampling", sampling, "contiguous int64 [rows, words of Sampling]");
+  d.sampling = static_cast<const int64_t*>(sampling.const_data_ptr());
+  check_indices(op, "req_rows", d.req_rows, rows, std::min(req_rows, sampling.size(0)));
+  d.draws = draws;
+  d.scans = &kernels().scans;
+  return d;
+}
+
+void canary_check_drawn(
+    const Tensor& state, const OptionalTensors& given, const OptionalTensor& findings,
+    bool draws) {
+  const char* op = "canary_check_drawn";
+  const canary::State s = read_state(op, state);
+  const canary::Drawn d = read_drawn(op, given, s.req_rows, draws);
+  canary::Site site = make_site(s, canary::Launch::kDrawn, canary::kNoManager);
+  // The forward's own tail has already advanced the clock.
+  site.clock--;
+  int64_t* gathered = nullptr;
+  if (findings) {
+    SGLK_CHECK(
+        findings->numel() > canary::Counter::kCount + d.count / d.width, op, "findings",
+        *findings, "room for a status and the verdicts of the rows");
+    gathered = vector_data<int64_t>(
+        op, "findings", *findings, ScalarType::Long, findings->numel());
+    site.verdicts = gathered + canary::Counter::kCount + 1;
+  }
+  const int64_t before = *s.ring_count;
+  const double each = kMicrosecondsPerLogit * double(d.logits.columns);
+  run_split(d.count, split_for(double(d.count) * each), [&](int64_t b, int64_t e) {
+    for (int64_t i = b; i < e; i++)
+      if (d.req_rows[i / d.width]) canary::check_drawn(s, site, d, i);
+  });
+  if (gathered && *s.ring_count != before) {
+    int64_t& told = gathered[canary::Counter::kCount];
+    told = std::max(told, *s.ring_count);
+  }
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
@@ -671,6 +786,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
   m.def(
       "canary_carry(Tensor(a!) state, Tensor?[] rows, Tensor(b!) sums, int[] numbers, "
       "bool checks) -> ()");
+  m.def(
+      "canary_check_drawn(Tensor(a!) state, Tensor?[] drawn, Tensor(b!)? findings, "
+      "bool draws) -> ()");
   m.def("canary_poison(Tensor(a!) state, Tensor slots, Tensor? n_live) -> ()");
   m.def(
       "canary_gather_findings(Tensor(a!) state, Tensor req_rows, Tensor(b!) findings) -> ()");
@@ -688,6 +806,7 @@ STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
   m.impl("canary_note_tokens", TORCH_BOX(&canary_note_tokens));
   m.impl("canary_note_accepted", TORCH_BOX(&canary_note_accepted));
   m.impl("canary_carry", TORCH_BOX(&canary_carry));
+  m.impl("canary_check_drawn", TORCH_BOX(&canary_check_drawn));
   m.impl("canary_poison", TORCH_BOX(&canary_poison));
   m.impl("canary_gather_findings", TORCH_BOX(&canary_gather_findings));
   m.impl("canary_finish_step", TORCH_BOX(&canary_finish_step));

@@ -8,17 +8,12 @@ bool is_carried(const Carried& rows, int64_t i) {
 }
 
 int64_t carried_sum(const Carried& rows, int64_t i) {
-  const auto term = [](int64_t word, int64_t place) {
-    const uint64_t key = static_cast<uint64_t>(place + 1) * kCarriedKey;
-    const auto mixed = static_cast<int64_t>((word + key) * kCarriedFactor);
-    return static_cast<uint64_t>(mixed ^ (mixed >> 32));
-  };
-  uint64_t sum = term(rows.serials[i / rows.group], -1);
+  uint64_t sum = carried_term(rows.serials[i / rows.group], -1);
   for (int64_t j = 0; j < rows.width; j++)
-    sum += term(rows.words[i * rows.row_stride + j], j);
+    sum += carried_term(rows.words[i * rows.row_stride + j], j);
   for (int64_t k = 0; k < rows.known; k++) {
-    sum += term(rows.ids[i * rows.known + k], rows.width + 2 * k);
-    sum += term(rows.bits[i * rows.known + k], rows.width + 2 * k + 1);
+    sum += carried_term(rows.ids[i * rows.known + k], rows.width + 2 * k);
+    sum += carried_term(rows.bits[i * rows.known + k], rows.width + 2 * k + 1);
   }
   return static_cast<int64_t>(sum);
 }

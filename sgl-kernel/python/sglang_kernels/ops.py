@@ -494,6 +494,15 @@ Args:
     numbers: the numbers of `CarriedRows`.
     checks: compare the sums instead of recording them.
 """
+canary_check_drawn: Callable[..., None] = builtin("canary_check_drawn")
+"""Check whose logits gave whose token.
+
+Args:
+    state: as in `canary_verify`.
+    drawn: the tensors of `DrawnTokens` in order, each or None where it may be absent.
+    findings: int64, gathered before; takes the ring's count and the verdicts. Or None.
+    draws: whether tokens are drawn with the noise of their positions.
+"""
 canary_write_tail: Callable[..., None] = builtin("canary_write_tail")
 """Compare the head records with this forward, write the tail records, step the clock.
 

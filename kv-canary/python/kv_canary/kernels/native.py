@@ -13,6 +13,7 @@ from sglang_kernels import ops
 if TYPE_CHECKING:
     from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
     from kv_canary.carried import CarriedRows
+    from kv_canary.drawn import DrawnTokens
     from kv_canary.layout import Fingerprint
     from kv_canary.state import CanaryState
 
@@ -147,6 +148,12 @@ def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
         rows.bits,
     ]
     ops.canary_carry(state.arena, given, rows.sums, rows.numbers, checks)
+
+
+def check_drawn(
+    state: CanaryState, drawn: DrawnTokens, findings: Tensor | None
+) -> None:
+    ops.canary_check_drawn(state.arena, drawn.tensors, findings, drawn.draws)
 
 
 def finish_accepted(

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "sglang_kernels/cpu/canary_words.h"
+#include "sglang_kernels/cpu/kernels.h"
 #include "sglang_kernels/cpu/mix.h"
 
 namespace sglk::canary {
@@ -192,13 +193,17 @@ struct Found : RingEntry {
 // The launch that finds something.
 struct Site {
   int64_t clock, tag;
+  int64_t* verdicts = nullptr;  // by row of the batch; null: those of the state
 };
 
 inline void report(
     const State& s, const Site& site, const Found& f, int64_t req_row, int64_t serial,
     int64_t batch_row) {
-  __atomic_fetch_or(
-      &s.verdict[req_row], static_cast<int32_t>(f.reasons), __ATOMIC_RELAXED);
+  if (site.verdicts)
+    __atomic_fetch_or(&site.verdicts[batch_row], f.reasons, __ATOMIC_RELAXED);
+  else
+    __atomic_fetch_or(
+        &s.verdict[req_row], static_cast<int32_t>(f.reasons), __ATOMIC_RELAXED);
   const int64_t at = __atomic_fetch_add(s.ring_count, 1, __ATOMIC_RELAXED);
   if (at >= s.ring_capacity) return;
   RingEntry& entry = s.ring[at];
@@ -274,10 +279,41 @@ struct Carried {
   int64_t count, num_sums, group, known, width, row_stride;
 };
 
+// The term of a 32-bit or 64-bit word at a place of its row.
+inline uint64_t carried_term(int64_t value, int64_t place) {
+  const uint64_t mixed = (bits(value) + bits(place + 1) * bits(kCarriedKey)) * bits(kCarriedFactor);
+  return bits(word(mixed) ^ (word(mixed) >> 32));
+}
+
 // Whether row i counts, that is, it is neither padding nor left out.
 bool is_carried(const Carried& rows, int64_t i);
 int64_t carried_sum(const Carried& rows, int64_t i);
 void check_carried(const State& s, const Site& site, const Carried& rows, int64_t i);
+
+// A matrix with contiguous rows.
+struct Matrix {
+  const void* data;  // null: absent
+  int64_t rows, columns, row_bytes;
+
+  // Null if there is no such row.
+  const void* row(int64_t r) const {
+    const bool is_there = data && r >= 0 && r < rows;
+    return is_there ? static_cast<const char*>(data) + r * row_bytes : nullptr;
+  }
+};
+
+// Tokens and what they were drawn from; see DrawnTokens. `width` tokens per row.
+struct Drawn {
+  const int64_t *req_rows, *serials, *prefix_lens, *extend_lens, *tokens, *logits_rows,
+      *hidden_ends, *sampling;
+  Matrix logits, inputs, hidden, edited, kept, masks;
+  DType dtype;  // of the logits
+  int64_t count, width, hidden_words;
+  bool draws;
+  const RowScans* scans;  // of the SIMD level in use
+};
+
+void check_drawn(const State& s, const Site& site, const Drawn& drawn, int64_t i);
 
 // The row's lineage after the new tokens that stay, given its lineage before them.
 uint64_t lineage_after(const State& s, const Rows& rows, int64_t r);

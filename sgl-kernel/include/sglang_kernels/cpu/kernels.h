@@ -185,6 +185,32 @@ struct WeightedSumArgs {
   int64_t terms, width;
 };
 
+// Weights exp(x[v] / temperature - x[token] / temperature) of ids v in 0 .. count - 1.
+struct WeightArgs {
+  DType dtype;
+  const void* logits;
+  int64_t count, token;
+  const int32_t* mask;  // bit v % 32 of word v / 32 lets id v count; null: all do
+  float temperature;
+  float limit;  // a weight that is larger is above the token's
+};
+
+struct WeightSums {
+  double total, lower, above;  // lower: of ids before the token
+  int64_t num_above;
+  float largest;
+};
+
+// Scans of rows, for checks of what was drawn from them.
+struct RowScans {
+  float (*value_at)(DType, const void* x, int64_t i);
+  // Whether any id is NaN or above `limit`; mask as in WeightArgs.
+  bool (*any_above)(
+      DType, const void* x, int64_t count, float limit, const int32_t* mask);
+  WeightSums (*sum_weights)(const WeightArgs&);
+  double (*sum_floats)(const float* x, int64_t count);
+};
+
 struct KernelTable {
   const char* name;
   void (*norm)(const NormArgs&, int64_t row_begin, int64_t row_end);
@@ -218,6 +244,8 @@ struct KernelTable {
 
   // Sum of mix64(word ^ key), modulo 2^64; part of a canary's fingerprint.
   uint64_t (*hash_words)(const int64_t* words, const uint64_t* keys, int64_t count);
+
+  RowScans scans;
 };
 
 const KernelTable& baseline_kernels();

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "attention.h"
+#include "draws.h"
 #include "gemm.h"
 #include "gemv.h"
 #include "hash.h"
@@ -33,6 +34,7 @@ constexpr KernelTable make_table(const char* name) {
       weighted_sum,
       exp_array,
       hash_words,
+      {value_at, any_above, sum_weights, sum_floats},
   };
 }
 
