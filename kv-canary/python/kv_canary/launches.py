@@ -62,10 +62,7 @@ _expect_rows = _op(notes.expect_rows)
 _note_tokens = _op(notes.note_tokens)
 _send_tokens = _op(notes.send_tokens, is_native=False)
 _carry = _op(carried.carry)
-_check_drawn: Op[[CanaryState, DrawnTokens, Tensor | None], None] = Op(
-    reference=drawn.check_drawn,
-    native="kv_canary.kernels.native:check_drawn",
-)
+_check_drawn = _op(drawn.check_drawn)
 _finish_accepted = _op(accepted.finish_accepted)
 
 

@@ -28,11 +28,13 @@ from triton.compiler import ASTSource
 
 from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
 from kv_canary.carried import CarriedRows
+from kv_canary.drawn import MASK_WORDS, SAMPLING_WORDS, DrawnTokens
 from kv_canary.findings import STATUS_WORDS
 from kv_canary.kernels.triton import (
     accepted,
     before,
     carried,
+    drawn,
     ends,
     notes,
     records,
@@ -51,7 +53,7 @@ from sglang.test.scale import sampled
 # SGLang puts a function of its own in this place, which no kernel may name.
 triton.next_power_of_2 = lambda n: 1 << max(n - 1, 0).bit_length()
 TARGET = GPUTarget("cuda", 90, 32)
-MODULES = (accepted, before, carried, ends, notes, records, verify, write)
+MODULES = (accepted, before, carried, drawn, ends, notes, records, verify, write)
 KERNELS = {
     name: value
     for module in MODULES
@@ -319,6 +321,30 @@ def launch_carried(*, checks: bool, has_hidden: bool) -> None:
     carried.carry(create_canary(), rows, checks)
 
 
+def launch_drawn(*, has_all: bool, draws: bool, vocab: int) -> None:
+    """With every matrix, or with the logits alone."""
+    floats = torch.zeros(ROWS, vocab)
+    halves = torch.zeros(ROWS, 64, dtype=torch.bfloat16)
+    tokens = DrawnTokens(
+        req_rows=longs(),
+        serials=longs(),
+        prefix_lens=longs(),
+        extend_lens=longs(),
+        tokens=longs(),
+        logits_rows=longs() if has_all else None,
+        logits=floats.to(torch.bfloat16),
+        inputs=halves if has_all else None,
+        hidden=halves if has_all else None,
+        hidden_ends=longs() if has_all else None,
+        edited=floats if has_all else None,
+        kept=floats if has_all else None,
+        masks=ints(ROWS, vocab // 32 + 1 + MASK_WORDS) if has_all else None,
+        sampling=longs(8 * SAMPLING_WORDS).view(8, SAMPLING_WORDS),
+        draws=draws,
+    )
+    drawn.check_drawn(create_canary(), tokens, longs(64) if has_all else None)
+
+
 def launches() -> Iterator[tuple[str, Any]]:
     """Names, and what launches one kernel each."""
     for rows in ALL_ROWS:
@@ -384,6 +410,16 @@ def launches() -> Iterator[tuple[str, Any]]:
                     checks=checks, has_hidden=has_hidden
                 ),
             )
+    for has_all, draws, vocab in (
+        *((False, True, 128_256), (True, False, 128_256)),
+        *((True, True, 4_096), (True, True, 128_256)),
+    ):
+        yield (
+            f"drawn {has_all} {draws} {vocab}",
+            lambda has_all=has_all, draws=draws, vocab=vocab: launch_drawn(
+                has_all=has_all, draws=draws, vocab=vocab
+            ),
+        )
     rows = ALL_ROWS["draft extend"]
     yield "finish", lambda: ends.finish_step(state, rows, longs(64))
     yield "gather", lambda: ends.gather_findings(state, longs(), longs(64))
@@ -425,7 +461,13 @@ def variants() -> list[Variant]:
 
 
 # Triton's names of the pointers.
-TYPES = {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES = {
+    torch.uint8: "*u8",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+}
 
 
 class Signature:

@@ -30,7 +30,8 @@ KEY = tl.constexpr(CARRIED_KEY)
 
 
 @triton.jit
-def _carried_term(words, place):
+def carried_term(words, place):
+    """Return the terms of words at places of their rows."""
     mixed = (words.to(tl.int64) + (place + 1).to(tl.int64) * KEY) * FACTOR
     return mixed ^ (mixed >> 32)
 
@@ -72,7 +73,7 @@ def carried_kernel(
                 j = begin + tl.arange(0, BLOCK)
                 mask = j < WIDTH
                 at = words + row * row_stride + j
-                term = _carried_term(tl.load(at, mask=mask, other=0), j)
+                term = carried_term(tl.load(at, mask=mask, other=0), j)
                 terms += tl.where(mask, term, 0)
             found += tl.sum(terms, axis=0)
         if ids is not None:
@@ -80,8 +81,8 @@ def carried_kernel(
             mask = k < KNOWN
             at = row * KNOWN + k
             first = WIDTH + 2 * k
-            terms = _carried_term(tl.load(ids + at, mask=mask, other=0), first)
-            terms += _carried_term(tl.load(bits + at, mask=mask, other=0), first + 1)
+            terms = carried_term(tl.load(ids + at, mask=mask, other=0), first)
+            terms += carried_term(tl.load(bits + at, mask=mask, other=0), first + 1)
             found += tl.sum(tl.where(mask, terms, 0), axis=0)
         if CHECKS:
             due = tl.load(sums + place)

@@ -13,11 +13,15 @@ import triton
 import triton.language as tl
 
 from kv_canary.checks import Reason
+from kv_canary.findings import RING as FINDINGS_RING
+from kv_canary.findings import STATUS_WORDS
 from kv_canary.records import RING_WORDS, Ring
 
 PHASE_REASON = tl.constexpr(int(Reason.PHASE))
 ENTRY_WORDS = tl.constexpr(RING_WORDS)
 MAX_THREADS = tl.constexpr(128)
+RING = tl.constexpr(FINDINGS_RING)
+STATUS = tl.constexpr(STATUS_WORDS)
 
 
 class RingFinding(NamedTuple):
@@ -98,8 +102,12 @@ def report(state, finding):
 
 
 @triton.jit
-def report_one(state, finding):
-    """Append one ring entry and set the verdict of its request row; all scalars."""
+def report_one(state, finding, findings=None):
+    """Append one ring entry and set the verdict of its request row; all scalars.
+
+    `findings` were gathered before. They get the ring's count and the verdict, which
+    the next gather must not tell again.
+    """
     place = tl.atomic_add(state.ring_count, 1)
     column = tl.arange(0, ENTRY_WORDS)
     entry = tl.zeros([ENTRY_WORDS], dtype=tl.int64)
@@ -108,7 +116,12 @@ def report_one(state, finding):
             entry = tl.where(column == word, finding[word], entry)
     keep = (column < ENTRY_WORDS) & (place < state.capacity)
     tl.store(state.ring + place * ENTRY_WORDS + column, entry, mask=keep)
-    tl.atomic_or(state.verdict + finding.req_row, finding.reasons)
+    if findings is None:
+        tl.atomic_or(state.verdict + finding.req_row, finding.reasons)
+    else:
+        verdict = findings + STATUS + finding.batch_row
+        tl.atomic_or(verdict, finding.reasons.to(tl.int64))
+        tl.atomic_max(findings + RING, place + 1)
 
 
 @triton.jit

@@ -1,0 +1,527 @@
+"""Triton kernel that checks whose logits gave whose token.
+
+`state` is the tuple from `args.py`.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from kv_canary.checks import Reason
+from kv_canary.drawn import (
+    MASK_WORDS,
+    NOISE_BITS,
+    SAMPLING_WORDS,
+    SERIAL_WORD_MASK,
+    SLACK_BITS,
+    MaskWord,
+    Sampling,
+    SamplingFlag,
+)
+from kv_canary.drawn import NOISE_STEP as DRAWN_NOISE_STEP
+from kv_canary.kernels.triton.args import state_args
+from kv_canary.kernels.triton.carried import carried_term
+from kv_canary.kernels.triton.grid import cdiv
+from kv_canary.kernels.triton.hash import mix64, pack_word0
+from kv_canary.kernels.triton.report import RingFinding, report_one
+from kv_canary.records import UNKNOWN as RECORDS_UNKNOWN
+from kv_canary.records import Launch, ring_tag
+from kv_canary.view import NO_MANAGER
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kv_canary.drawn import DrawnTokens
+    from kv_canary.state import CanaryState
+
+LOGITS_ROW = tl.constexpr(int(Reason.LOGITS_ROW))
+GRAMMAR_MASK = tl.constexpr(int(Reason.GRAMMAR_MASK))
+LOGITS_NOT_FINITE = tl.constexpr(int(Reason.LOGITS_NOT_FINITE))
+SAMPLED_TOKEN = tl.constexpr(int(Reason.SAMPLED_TOKEN))
+ANNOUNCED_WORDS = tl.constexpr(SAMPLING_WORDS)
+SERIAL = tl.constexpr(int(Sampling.SERIAL))
+KEY = tl.constexpr(int(Sampling.KEY))
+TEMPERATURE = tl.constexpr(int(Sampling.TEMPERATURE))
+TOP_K = tl.constexpr(int(Sampling.TOP_K))
+TOP_P = tl.constexpr(int(Sampling.TOP_P))
+MIN_P = tl.constexpr(int(Sampling.MIN_P))
+FLAGS = tl.constexpr(int(Sampling.FLAGS))
+PROMPT_LEN = tl.constexpr(int(Sampling.PROMPT_LEN))
+GREEDY = tl.constexpr(int(SamplingFlag.GREEDY))
+EDITED = tl.constexpr(int(SamplingFlag.EDITED))
+GRAMMAR = tl.constexpr(int(SamplingFlag.GRAMMAR))
+ALL_FLAGS = tl.constexpr(sum(SamplingFlag))
+MASK_SERIAL = tl.constexpr(MaskWord.SERIAL - MASK_WORDS)
+MASK_ACCEPTED = tl.constexpr(MaskWord.ACCEPTED - MASK_WORDS)
+OWN_BITS = tl.constexpr(SERIAL_WORD_MASK)
+NOISE_STEP = tl.constexpr(DRAWN_NOISE_STEP)
+NOISE_SHIFT = tl.constexpr(64 - NOISE_BITS)
+NOISE_MASK = tl.constexpr((1 << NOISE_BITS) - 1)
+NOISE_UNIT = tl.constexpr(2.0**-NOISE_BITS)
+SLACK = tl.constexpr(2.0**-SLACK_BITS)
+UNKNOWN = tl.constexpr(RECORDS_UNKNOWN)
+INF = tl.constexpr(float("inf"))
+
+
+class Drawn(NamedTuple):
+    """The matrices of `DrawnTokens`, hidden states as 32-bit words, and the elements
+    between their rows."""
+
+    logits: Tensor
+    logits_stride: int
+    inputs: Tensor | None
+    inputs_stride: int
+    hidden: Tensor | None
+    hidden_stride: int
+    hidden_words: int
+    edited: Tensor | None
+    edited_stride: int
+    kept: Tensor | None
+    kept_stride: int
+    masks: Tensor | None
+    masks_stride: int
+    mask_words: int
+    sampling: Tensor
+    vocab: int
+
+
+class Token(NamedTuple):
+    """A token whose checks are under way.
+
+    Fields:
+        index: of the token among all; id: the token itself; at: row of its logits.
+        serial, position: its request and place.
+        announced: the words of its request row; is_known: whether they are its
+            request's. Otherwise `flags` are 0.
+        is_there: whether the row of the logits exists; is_id: whether the token is an
+            id of it.
+    """
+
+    index: Any
+    id: Any
+    at: Any
+    serial: Any
+    position: Any
+    announced: Any
+    is_known: Any
+    flags: Any
+    is_there: Any
+    is_id: Any
+
+
+class MaskWords(NamedTuple):
+    """The words that a mask must have, those that it has, whether it allows the token,
+    and whether its grammar failed."""
+
+    due: Any
+    found: Any
+    is_allowed: Any
+    has_failed: Any
+
+
+@triton.jit
+def _sum_row(words, width, BLOCK: tl.constexpr):
+    """Return the sum of a row of 32-bit words."""
+    terms = tl.zeros([BLOCK], dtype=tl.int64)
+    for begin in range(0, width, BLOCK):
+        j = begin + tl.arange(0, BLOCK)
+        inside = j < width
+        term = carried_term(tl.load(words + j, mask=inside, other=0), j)
+        terms += tl.where(inside, term, 0)
+    return tl.sum(terms, axis=0)
+
+
+@triton.jit
+def _load_float(announced, WORD: tl.constexpr):
+    return tl.load(announced + WORD).to(tl.int32).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _uniform(key, position):
+    """The float64 in [0, 1) that belongs to a key and a position."""
+    mixed = mix64(key + (position + 1) * NOISE_STEP)
+    return ((mixed >> NOISE_SHIFT) & NOISE_MASK).to(tl.float64) * NOISE_UNIT
+
+
+@triton.jit
+def _is_hit(token, lower, own, total):
+    """Whether the noise lies in the token's interval."""
+    target = _uniform(tl.load(token.announced + KEY), token.position) * total
+    slack = SLACK * total
+    is_inside = (lower - slack <= target) & (target <= lower + own + slack)
+    # A token without a measurable share of the total overflows it.
+    return is_inside & (total < INF)
+
+
+@triton.jit
+def _scan_best(logits, own, begin, step, vocab, BLOCK: tl.constexpr):
+    """Return whether a part of a row has NaN or +inf, and whether it has a larger value
+    than `own`."""
+    largest = tl.full([BLOCK], float("-inf"), tl.float32)
+    for first in range(begin, vocab, step):
+        v = first + tl.arange(0, BLOCK)
+        x = tl.load(logits + v, mask=v < vocab, other=float("-inf")).to(tl.float32)
+        largest = tl.maximum(largest, x, propagate_nan=tl.PropagateNan.ALL)
+    is_wild = (largest != largest) | (largest == INF)
+    wild = tl.max(is_wild.to(tl.int32), axis=0) != 0
+    return wild, tl.max((largest > own).to(tl.int32), axis=0) != 0
+
+
+@triton.jit
+def _scan_kept(kept, token, vocab, BLOCK: tl.constexpr):
+    """Return whether the noise draws the token from the weights that filters left."""
+    totals = tl.zeros([BLOCK], dtype=tl.float32)
+    lowers = tl.zeros([BLOCK], dtype=tl.float32)
+    for first in range(0, vocab, BLOCK):
+        v = first + tl.arange(0, BLOCK)
+        weight = tl.load(kept + v, mask=v < vocab, other=0.0)
+        totals += weight
+        lowers += tl.where(v < token.id, weight, 0.0)
+    own = tl.load(kept + token.id).to(tl.float64)
+    total = tl.sum(totals.to(tl.float64), axis=0)
+    lower = tl.sum(lowers.to(tl.float64), axis=0)
+    return (own > 0) & _is_hit(token, lower, own, total)
+
+
+@triton.jit
+def _scan_weights(drawn, token, own, temperature, BLOCK: tl.constexpr):
+    """Scan a whole row. Return whether its logits have NaN or +inf, whether another id
+    has a larger value, and whether the noise draws the token.
+
+    `own` is the token's value, divided by the temperature. Sums of a thread have few
+    terms, so float32 holds them; the threads' sums are added up in float64.
+    """
+    logits = drawn.logits + token.at * drawn.logits_stride
+    is_edited = (token.flags & EDITED) != 0
+    is_masked = ((token.flags & GRAMMAR) != 0) & (is_edited == 0)
+    totals = tl.zeros([BLOCK], dtype=tl.float32)
+    lowers = tl.zeros([BLOCK], dtype=tl.float32)
+    aboves = tl.zeros([BLOCK], dtype=tl.float32)
+    counts = tl.zeros([BLOCK], dtype=tl.int32)
+    largest = tl.zeros([BLOCK], dtype=tl.float32)
+    wilds = tl.zeros([BLOCK], dtype=tl.int32)
+    betters = tl.zeros([BLOCK], dtype=tl.int32)
+    for first in range(0, drawn.vocab, BLOCK):
+        v = first + tl.arange(0, BLOCK)
+        allowed = v < drawn.vocab
+        x = tl.load(logits + v, mask=allowed, other=float("-inf")).to(tl.float32)
+        wilds |= ((x != x) | (x == INF)).to(tl.int32)
+        if drawn.edited is not None:
+            edited = drawn.edited + token.at * drawn.edited_stride
+            e = tl.load(edited + v, mask=allowed & is_edited, other=float("-inf"))
+            x = tl.where(is_edited, e, x)
+        if drawn.masks is not None:
+            bits = drawn.masks + token.at * drawn.masks_stride
+            word = tl.load(bits + v // 32, mask=allowed & is_masked, other=-1)
+            allowed = allowed & (((word >> (v % 32)) & 1) != 0)
+        # Divided first, as a sampler does: its rounding is part of the weight.
+        scaled = tl.div_rn(x, temperature)
+        betters |= (allowed & ((scaled <= own) == 0)).to(tl.int32)
+        weight = tl.where(allowed, tl.exp(scaled - own), 0.0)
+        is_above = weight > 1 + SLACK
+        totals += weight
+        lowers += tl.where(v < token.id, weight, 0.0)
+        aboves += tl.where(is_above, weight, 0.0)
+        counts += is_above.to(tl.int32)
+        largest = tl.maximum(largest, weight)
+    wild = tl.max(wilds, axis=0) != 0
+    better = tl.max(betters, axis=0) != 0
+    total = tl.sum(totals.to(tl.float64), axis=0)
+    lower = tl.sum(lowers.to(tl.float64), axis=0)
+    above = tl.sum(aboves.to(tl.float64), axis=0)
+    top_k = tl.load(token.announced + TOP_K)
+    top_p = _load_float(token.announced, TOP_P)
+    min_p = _load_float(token.announced, MIN_P)
+    if (top_k < drawn.vocab) | (top_p < 1) | (min_p > 0):
+        floor = min_p.to(tl.float64) * tl.max(largest, axis=0).to(tl.float64)
+        hit = (tl.sum(counts, axis=0) < top_k) & (floor * (1 - SLACK) <= 1)
+        hit = hit & (above < (top_p.to(tl.float64) + SLACK) * total)
+        if drawn.kept is not None:
+            kept = drawn.kept + token.at * drawn.kept_stride
+            hit = hit & _scan_kept(kept, token, drawn.vocab, BLOCK)
+        else:
+            hit = hit & False
+    else:
+        hit = _is_hit(token, lower, 1.0, total)
+    return wild, better, hit
+
+
+@triton.jit
+def _check_all(drawn, token, own, BLOCK: tl.constexpr):
+    """Return the reasons of a token whose values are edited, masked or drawn from. Its
+    own logit is `own`."""
+    temperature = _load_float(token.announced, TEMPERATURE)
+    is_edited = (token.flags & EDITED) != 0
+    is_judged = True
+    value = own
+    if is_edited:
+        temperature = temperature * 0 + 1
+        if drawn.edited is not None:
+            value = tl.load(drawn.edited + token.at * drawn.edited_stride + token.id)
+        else:
+            is_judged = is_judged & False
+    is_greedy = (token.flags & GREEDY) != 0
+    scaled = tl.div_rn(value, temperature)
+    wild, better, hit = _scan_weights(drawn, token, scaled, temperature, BLOCK)
+    chosen = tl.where(is_greedy, better == 0, hit) & is_judged
+    reasons = tl.where(chosen, 0, SAMPLED_TOKEN)
+    return tl.where(wild | (own == float("-inf")), LOGITS_NOT_FINITE, reasons)
+
+
+@triton.jit
+def _check_best(drawn, token, own, DRAWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Return the reasons in this program's part of a row that only its best value
+    decides."""
+    split = tl.program_id(1)
+    logits = drawn.logits + token.at * drawn.logits_stride
+    step = tl.num_programs(1) * BLOCK
+    wild, better = _scan_best(logits, own, split * BLOCK, step, drawn.vocab, BLOCK)
+    reasons = tl.where(wild, LOGITS_NOT_FINITE, 0)
+    if DRAWS:
+        is_other = token.is_known & better & (wild == 0)
+        reasons |= tl.where(is_other, SAMPLED_TOKEN, 0)
+    # Every program sees the token's own logit, and the first one reports it.
+    of_own = tl.where(split == 0, LOGITS_NOT_FINITE, 0)
+    is_finite = (own > float("-inf")) & (own < INF)
+    return tl.where(is_finite, reasons, of_own)
+
+
+@triton.jit
+def _check_values(
+    drawn, token, DRAWS: tl.constexpr, BEST_BLOCK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Return the reasons that follow from the values in the token's row."""
+    own = tl.load(drawn.logits + token.at * drawn.logits_stride + token.id)
+    own = own.to(tl.float32)
+    is_shared = (token.is_known == 0) | ((token.flags & ALL_FLAGS) == GREEDY)
+    if not DRAWS:
+        is_shared = is_shared | True
+    reasons = 0
+    if is_shared:
+        reasons = _check_best(drawn, token, own, DRAWS, BEST_BLOCK)
+    elif tl.program_id(1) == 0:
+        reasons = _check_all(drawn, token, own, BLOCK)
+    return reasons
+
+
+@triton.jit
+def _sum_hidden(drawn, token, hidden_ends, num_hidden, BLOCK: tl.constexpr):
+    """Return the sums of the row that is due, and of the one that the head read; 0 for
+    a row that is not there."""
+    due_sum = token.index * 0
+    found_sum = token.index * 0
+    if drawn.inputs is not None:
+        end = token.index + 1
+        if hidden_ends is not None:
+            end = tl.load(hidden_ends + token.index)
+        if (end > 0) & (end <= num_hidden):
+            due = drawn.hidden + (end - 1) * drawn.hidden_stride
+            due_sum = _sum_row(due, drawn.hidden_words, BLOCK)
+        if token.is_there:
+            found = drawn.inputs + token.at * drawn.inputs_stride
+            found_sum = _sum_row(found, drawn.hidden_words, BLOCK)
+    return due_sum, found_sum
+
+
+@triton.jit
+def _load_mask(drawn, token):
+    """Load the words of the token's mask; 0 without one."""
+    has_grammar = (token.flags & GRAMMAR) != 0
+    nothing = token.index * 0
+    serial = nothing
+    accepted = nothing
+    is_allowed = token.index == token.index
+    if drawn.masks is not None:
+        bits = drawn.masks + token.at * drawn.masks_stride
+        words = bits + drawn.mask_words
+        serial += tl.load(words + MASK_SERIAL, mask=token.is_there, other=0)
+        accepted += tl.load(words + MASK_ACCEPTED, mask=token.is_there, other=0)
+        is_read = token.is_id & has_grammar
+        word = tl.load(bits + token.id // 32, mask=is_read, other=-1)
+        is_allowed = ((word >> (token.id % 32).to(tl.int32)) & 1) != 0
+    own = token.serial & OWN_BITS
+    gained = token.position - tl.load(token.announced + PROMPT_LEN)
+    due = tl.where(has_grammar, pack_word0(own, gained), pack_word0(nothing, accepted))
+    found = pack_word0(serial, accepted)
+    return MaskWords(
+        due=tl.where(token.is_known, due, found),
+        found=found,
+        is_allowed=is_allowed,
+        has_failed=has_grammar & (serial == own) & (accepted == UNKNOWN),
+    )
+
+
+@triton.jit(
+    do_not_specialize=["num_logits", "num_hidden", "width", "tag"],
+    do_not_specialize_on_alignment=[
+        *("req_rows", "serials", "prefix_lens", "extend_lens", "tokens"),
+        *("logits_rows", "hidden_ends", "findings"),
+    ],
+)
+def drawn_kernel(
+    state,
+    drawn,
+    req_rows,
+    serials,
+    prefix_lens,
+    extend_lens,
+    tokens,
+    logits_rows,
+    hidden_ends,
+    findings,
+    num_logits,
+    num_hidden,
+    width,
+    tag,
+    DRAWS: tl.constexpr,
+    WORD_BLOCK: tl.constexpr,
+    BEST_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Check a token per program. Programs of one token share its row if only its best
+    value matters; the first one does everything else.
+
+    Of the programs that share a row, each that finds something appends an entry.
+    """
+    i = tl.program_id(0).to(tl.int64)
+    row = i // width
+    req = tl.load(req_rows + row)
+    id_ = tl.load(tokens + i)
+    at = i
+    if logits_rows is not None:
+        at = tl.load(logits_rows + i)
+    if (req != 0) & (id_ >= 0) & (at >= 0):
+        serial = tl.load(serials + row)
+        announced = drawn.sampling + req * ANNOUNCED_WORDS
+        is_known = tl.load(announced + SERIAL) == serial
+        is_there = at < num_logits
+        start = tl.load(prefix_lens + row) + tl.load(extend_lens + row)
+        token = Token(
+            index=i,
+            id=id_,
+            at=at,
+            serial=serial,
+            position=start + i % width,
+            announced=announced,
+            is_known=is_known,
+            flags=tl.where(is_known, tl.load(announced + FLAGS), 0),
+            is_there=is_there,
+            is_id=is_there & (id_ < drawn.vocab),
+        )
+        mask = _load_mask(drawn, token)
+        is_read = is_there & (mask.has_failed == 0)
+        reasons = 0
+        due_sum = i * 0
+        found_sum = i * 0
+        if tl.program_id(1) == 0:
+            due_sum, found_sum = _sum_hidden(
+                drawn, token, hidden_ends, num_hidden, WORD_BLOCK
+            )
+            is_other = (due_sum != found_sum) | (is_there == 0)
+            reasons = tl.where(is_other, LOGITS_ROW, 0)
+            is_other = (mask.due != mask.found) | (mask.is_allowed == 0)
+            reasons |= tl.where(is_other & is_read, GRAMMAR_MASK, 0)
+            is_other = (is_known == 0) | (id_ >= drawn.vocab)
+            reasons |= tl.where(is_other & is_read, SAMPLED_TOKEN, 0)
+        if token.is_id & is_read:
+            reasons |= _check_values(drawn, token, DRAWS, BEST_BLOCK, BLOCK)
+        if reasons != 0:
+            is_mask = (reasons & GRAMMAR_MASK) != 0
+            is_row = (reasons & LOGITS_ROW) != 0
+            due = pack_word0(i * 0 + UNKNOWN, token.position)
+            found = pack_word0(id_, token.position)
+            finding = RingFinding(
+                reasons=reasons,
+                req_row=req,
+                serial=serial,
+                slot=-1,
+                position=token.position,
+                expected_word0=tl.where(is_mask, mask.due, due),
+                found_word0=tl.where(is_mask, mask.found, found),
+                expected_lineage=tl.where(is_row, due_sum, 0),
+                found_lineage=tl.where(is_row, found_sum, 0),
+                found_word3=None,
+                # The forward's own tail has already advanced the clock.
+                clock=tl.load(state.clock) - 1,
+                batch_row=row,
+                expected_slot=-1,
+                found_fingerprint=None,
+                computed_fingerprint=None,
+                tag=tag,
+            )
+            report_one(state, finding, findings)
+
+
+_WORD_BLOCK = 1024
+_BEST_BLOCK = 8192
+_BLOCK = 2048
+# Programs that share a row: as many as it has blocks if few rows must fill the device.
+_MAX_SPLITS = 16
+_SHARED_ROWS = 64
+
+
+def splits_of(tokens: int, vocab: int) -> int:
+    """Return the programs per row: 1 from 64 rows on."""
+    wanted = min(_MAX_SPLITS, _SHARED_ROWS // tokens)
+    return max(1, min(wanted, cdiv(vocab, _BEST_BLOCK)))
+
+
+def check_drawn(
+    state: CanaryState, drawn: DrawnTokens, findings: Tensor | None
+) -> None:
+    drawn.check_layout()
+    count, vocab = len(drawn.tokens), drawn.logits.shape[1]
+    if not count:
+        return
+    words = drawn.words
+    inputs, hidden = words if words is not None else (None, None)
+    block = triton.next_power_of_2(max(vocab, 1))
+    hidden_words = 0 if hidden is None else hidden.shape[1]
+    matrices = Drawn(
+        logits=drawn.logits,
+        logits_stride=drawn.logits.stride(0),
+        inputs=inputs,
+        inputs_stride=_stride(inputs),
+        hidden=hidden,
+        hidden_stride=_stride(hidden),
+        hidden_words=hidden_words,
+        edited=drawn.edited,
+        edited_stride=_stride(drawn.edited),
+        kept=drawn.kept,
+        kept_stride=_stride(drawn.kept),
+        masks=drawn.masks,
+        masks_stride=_stride(drawn.masks),
+        mask_words=0 if drawn.masks is None else drawn.masks.shape[1],
+        sampling=drawn.sampling,
+        vocab=vocab,
+    )
+    drawn_kernel[(count, splits_of(count, vocab))](
+        state=state_args(state),
+        drawn=matrices,
+        req_rows=drawn.req_rows,
+        serials=drawn.serials,
+        prefix_lens=drawn.prefix_lens,
+        extend_lens=drawn.extend_lens,
+        tokens=drawn.tokens,
+        logits_rows=drawn.logits_rows,
+        hidden_ends=drawn.hidden_ends,
+        findings=findings,
+        num_logits=drawn.logits.shape[0],
+        num_hidden=0 if hidden is None else hidden.shape[0],
+        width=drawn.width,
+        tag=ring_tag(Launch.DRAWN, NO_MANAGER, state.pool),
+        DRAWS=drawn.draws,
+        WORD_BLOCK=min(_WORD_BLOCK, triton.next_power_of_2(max(hidden_words, 1))),
+        BEST_BLOCK=min(_BEST_BLOCK, block),
+        BLOCK=min(_BLOCK, block),
+        num_warps=8 if vocab > _BLOCK else 4,
+    )
+
+
+def _stride(t: Tensor | None) -> int:
+    return 0 if t is None else t.stride(0)
