@@ -190,6 +190,35 @@ def test_a_token_that_is_none(
         assert changed and heals(harness) == 1
 
 
+@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
+@pytest.mark.parametrize("kind", ["plain", "tree"])
+def test_outputs_of_one_prompt_are_taken_back_together(
+    models: dict[str, Path], kind: str, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefill of one caches the prompt that the others rely on; its token is the
+    wrong one."""
+    harness = build(models, kind, overlap=overlap)
+    prompt = prompt_of(0, 20)
+    for i in range(3):
+        harness.submit(prompt, rid=f"q{i}", max_new_tokens=12, ignore_eos=True)
+
+    def change(step: InFlight, words: list[int]) -> bool:
+        if step.launched.is_decode or len(step.launched.reqs) < 3:
+            return False
+        words[0] ^= 1
+        return True
+
+    changed = change_one_result(harness, monkeypatch, change)
+    answers = harness.run(on_step=lambda step: check_books(harness))
+    assert changed and heals(harness) == 1
+    assert len(answers) == 3
+    for answer in answers.values():
+        assert len(answer.output_ids) == 12
+        assert is_exact(prompt, answer)
+    (incident,) = harness.scheduler.own_incidents()
+    assert len(incident["healing"]["recomputed"]) == 3
+
+
 def lose_one_append(
     patch: pytest.MonkeyPatch, *, is_due: Callable[[Req], bool]
 ) -> list[str]:
@@ -216,8 +245,8 @@ ENGINES: dict[str, dict[str, Any]] = {
 def build(models: dict[str, Path], kind: str, **options: Any) -> EngineHarness:
     if kind == "plain":
         return healing(models["model"], **options)
-    options = {"kv_canary": "heal", **ENGINES[kind], **options}
-    return speculating(**models, overlap=True, page_size=4, **without_limit(options))
+    options = {"kv_canary": "heal", "overlap": True, **ENGINES[kind], **options}
+    return speculating(**models, page_size=4, **without_limit(options))
 
 
 @pytest.mark.parametrize("kind", ENGINES)

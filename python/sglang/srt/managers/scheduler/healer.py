@@ -217,16 +217,22 @@ class Healer:
         self._admit(sighting)
         check = HealCheck(launched, before, ())
         blame = self._blame(sighting, launched)
+        # Their drafts alone are in doubt.
+        check.keep_tokens(blame.rebuilt)
+        # Others may rely on a cached prefix that has to go, such as the outputs of one
+        # prompt.
+        wrong = {launched.reqs[row].serial for row in sighting.rows}
+        wrong |= {req.serial for req in blame.withheld}
         revived = []
-        for row in sighting.rows:
+        for row in sorted(before.live):
             req = launched.reqs[row]
+            if req.serial not in wrong:
+                continue
             if req.is_finished and not self._intake.is_unanswered(req):
                 self._intake.revive(req)
                 revived.append(req)
             req.rewind(min(before.lengths[row], len(req.tokens)))
         self._heal(blame, sighting, check, others=revived)
-        wrong = {launched.reqs[row].serial for row in sighting.rows}
-        wrong |= {req.serial for req in blame.withheld}
         return processed._replace(
             reqs=[req for req in processed.reqs if req.serial not in wrong]
         )
