@@ -24,8 +24,8 @@ from kv_canary.faults.catalogue import (  # noqa: E402
     planted_in,
 )
 from kv_canary.faults.fault import Fault, HostEngine, Planted, Serving  # noqa: E402
+from scripts.mutation.areas import AREAS  # noqa: E402
 from scripts.mutation.operators import OPERATORS  # noqa: E402
-from scripts.mutation.targets import AREAS  # noqa: E402
 from sglang.faults.fault_points import FAULT_POINTS  # noqa: E402
 
 PAGES = ("docs/kv_canary_faults.md", "docs/mutation.md", "kv-canary/README.md")

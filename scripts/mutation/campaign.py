@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
+from functools import partial, reduce
+from operator import or_
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from scripts.mutation.answers import Expected
 from scripts.mutation.choice import Fault
 from scripts.mutation.outcomes import (
     WorldRow,
@@ -22,14 +24,21 @@ from scripts.mutation.outcomes import (
     worst,
 )
 from scripts.mutation.planting import EquivalentError, NotPlantableError, planted
+from scripts.mutation.ranks import run_in_ranks
 from scripts.mutation.runner import Done, Send, Work, run_all
-from scripts.mutation.runs import run_world
-from scripts.mutation.targets import REPO, TESTS, Area, find_references, short_path
+from scripts.mutation.runs import Run, right_answers, run_world
+from scripts.mutation.targets import (
+    REPO,
+    TESTS,
+    Area,
+    Kind,
+    find_references,
+    short_path,
+)
 from scripts.mutation.worlds import ModelFolders, World, worlds_for
 
 # A world may run with and then without the canary, on a busy machine.
 SILENCE = 6
-Expected = dict[tuple[str, int], dict[str, tuple[int, int]]]
 OnRow = Callable[[dict[str, Any]], None]
 
 
@@ -48,7 +57,8 @@ def promise_run(
     """Plant each fault in running engines; `on_row` gets the outcome."""
     with tempfile.TemporaryDirectory() as folder:
         folders = ModelFolders(Path(folder))
-        expected = undamaged(folders, seeds=seeds, limits=limits)
+        kinds = reduce(or_, {fault.area.worlds for fault in faults})
+        expected = undamaged(kinds, folders, seeds=seeds, limits=limits)
         works: list[Work] = [
             partial(_in_worlds, fault, folders, seeds, expected, limits.world)
             for fault in faults
@@ -59,39 +69,53 @@ def promise_run(
 
 
 def undamaged(
-    folders: ModelFolders, *, seeds: Sequence[int], limits: Limits
-) -> Expected:
-    """Return verified and accepted tokens of each request without a fault, by world and
-    seed.
+    kinds: Kind, folders: ModelFolders, *, seeds: Sequence[int], limits: Limits
+) -> dict[tuple[str, int], Expected]:
+    """Return what engines without a fault yield, by world and seed.
 
     Raises:
         RuntimeError: a world is wrong without a fault, so results would be meaningless.
     """
-    places = [(world, seed) for world in worlds_for("both") for seed in seeds]
+    places = [(world, seed) for world in worlds_for(kinds) for seed in seeds]
 
     def work(world: World, seed: int, send: Send) -> None:
-        run = run_world(
-            world, folders, seed=seed, canary=True, expected={}, seconds=limits.world
-        )
-        is_right = not (run.wrong_sent or run.wrong_ends or run.wrong_drafts)
-        send({"verified": run.verified, "is_right": is_right and run.end == "idle"})
+        expected, run = healthy_run(world, folders, seed=seed, seconds=limits.world)
+        send({"is_right": is_right(run), "run": asdict(run), **expected.to_json()})
 
-    expected: Expected = {}
+    expected: dict[tuple[str, int], Expected] = {}
     works: list[Work] = [partial(work, *place) for place in places]
     for done in run_all(works, jobs=limits.jobs, silence=SILENCE * limits.world):
         world, seed = places[done.job]
         if not done.messages or not done.messages[0]["is_right"]:
-            raise RuntimeError(f"{world.name}, seed {seed}: wrong without any fault")
-        found = done.messages[0]["verified"]
-        expected[world.name, seed] = {rid: (a, b) for rid, (a, b) in found.items()}
+            found = done.messages and done.messages[0]["run"]
+            raise RuntimeError(
+                f"{world.name}, seed {seed}: wrong without any fault: {found or done}"
+            )
+        expected[world.name, seed] = Expected.from_json(done.messages[0])
     return expected
+
+
+def healthy_run(
+    world: World, folders: ModelFolders, *, seed: int, seconds: float
+) -> tuple[Expected, Run]:
+    """Return what an engine without a fault yields, and how its run ended."""
+    right = right_answers(world, folders, seed=seed, seconds=seconds)
+    run = run_as_asked(
+        world, folders, seed=seed, canary=True, expected=right, seconds=seconds
+    )
+    return replace(right, verified=run.verified), run
+
+
+def is_right(run: Run) -> bool:
+    wrong = (run.wrong_sent, run.wrong_ends, run.failed, run.lost)
+    return run.end == "idle" and not any(wrong)
 
 
 def _in_worlds(
     fault: Fault,
     folders: ModelFolders,
     seeds: Sequence[int],
-    expected: Expected,
+    expected: dict[tuple[str, int], Expected],
     seconds: float,
     send: Send,
 ) -> None:
@@ -115,16 +139,35 @@ def in_world(
     world: World,
     folders: ModelFolders,
     seed: int,
-    expected: dict[str, tuple[int, int]],
+    expected: Expected,
     seconds: float,
 ) -> WorldRow:
     """Return the outcome of the currently planted fault in one world."""
     run = partial(
-        run_world, world, folders, seed=seed, expected=expected, seconds=seconds
+        run_as_asked, world, folders, seed=seed, expected=expected, seconds=seconds
     )
     watched = run(canary=True)
-    unwatched = run(canary=False) if needs_unwatched(watched) else None
+    # Nothing heals without the canary, so there is no engine to compare with.
+    is_comparable = not world.damage_every
+    is_needed = is_comparable and needs_unwatched(watched)
+    unwatched = run(canary=False) if is_needed else None
     return classify(world.name, seed, watched, unwatched)
+
+
+def run_as_asked(
+    world: World,
+    folders: ModelFolders,
+    *,
+    seed: int,
+    canary: bool,
+    expected: Expected | None,
+    seconds: float,
+) -> Run:
+    """Run a world in this process, or in a process per rank."""
+    run = run_world if world.ranks == 1 else run_in_ranks
+    return run(
+        world, folders, seed=seed, canary=canary, expected=expected, seconds=seconds
+    )
 
 
 def description(fault: Fault) -> dict[str, Any]:

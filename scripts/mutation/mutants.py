@@ -10,8 +10,10 @@ from scripts.mutation.operators import OPERATORS
 from scripts.mutation.sites import Module, Mutant, sites
 
 MAX_BEFORE = 110
-# The form of `permuted` in tables.
-FLIPPED = re.compile(r"^\((.+)\.flip\(0\) if hasattr.*$", re.DOTALL)
+# How tables show edits that are longer than they mean.
+MOVED = re.compile(r"^\((.+)(\.flip\(0\)|\.roll\(1, 0\)) if hasattr.*$", re.DOTALL)
+EARLIER = re.compile(r"^__import__.*\.earlier\('[\d:]+', (.+)\)$", re.DOTALL)
+SHOWN = ((MOVED, r"\1\2"), (EARLIER, r"earlier \1"))
 
 
 def mutants(name: str, source: str) -> list[Mutant]:
@@ -34,7 +36,7 @@ def mutants(name: str, source: str) -> list[Mutant]:
                         line=node.lineno,
                         operator=label,
                         before=_short(ast.unparse(node)),
-                        after=_short(FLIPPED.sub(r"\1.flip(0)", replacement)),
+                        after=_short(_shown(replacement)),
                         source=mutated,
                         number=numbers[node.lineno, label],
                     )
@@ -46,10 +48,16 @@ def mutants(name: str, source: str) -> list[Mutant]:
 def _is_known(node: ast.AST, replacement: str, source: str) -> bool:
     """Whether a replacement field exists, as far as the module shows."""
     owner, _, name = replacement.rpartition(".")
-    if not isinstance(node, ast.Attribute) or not name.isidentifier():
+    if not isinstance(node, ast.Attribute) or not (owner and name.isidentifier()):
         return True
     used = replacement if owner == "self" else f".{name}"
     return re.search(re.escape(used) + r"\b", source) is not None
+
+
+def _shown(replacement: str) -> str:
+    for pattern, form in SHOWN:
+        replacement = pattern.sub(form, replacement)
+    return replacement
 
 
 def _short(text: str) -> str:

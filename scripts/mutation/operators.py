@@ -1,4 +1,4 @@
-"""One-line faults that a person might make in the bookkeeping of a KV cache.
+"""One-line faults that a person might make between a request and its answer.
 
 An operator gets a site and yields the replacements of its node.
 """
@@ -9,17 +9,16 @@ import ast
 import copy
 from collections.abc import Callable, Iterator
 
+from scripts.mutation import row_operators
 from scripts.mutation.roles import (
     ATTRIBUTES,
     KEYWORD_PAIRS,
     NO_DROP,
-    ROWS,
     are_alike,
     find_siblings,
 )
-from scripts.mutation.sites import FUNCTIONS, Site
+from scripts.mutation.sites import FUNCTIONS, Edit, Site
 
-Edit = tuple[ast.expr | ast.stmt, str]
 Operator = Callable[[Site], Iterator[Edit]]
 
 COMPARED: dict[type[ast.cmpop], type[ast.cmpop]] = {
@@ -199,23 +198,6 @@ def attributes(site: Site) -> Iterator[Edit]:
             yield node, f"{ast.unparse(node.value)}.{other}"
 
 
-def permuted(site: Site) -> Iterator[Edit]:
-    """Rows of a batch in reverse order, where a tensor is passed on."""
-    node, parent = site.node, site.parent
-    if not isinstance(node, ast.Name | ast.Attribute):
-        return
-    if not isinstance(node.ctx, ast.Load):
-        return
-    name = node.id if isinstance(node, ast.Name) else node.attr
-    is_argument = isinstance(parent, ast.keyword | ast.Subscript | ast.Tuple) or (
-        isinstance(parent, ast.Call) and parent.func is not node
-    )
-    is_owner = isinstance(parent, ast.Subscript) and parent.value is node
-    if name in ROWS and is_argument and not is_owner:
-        text = ast.unparse(node)
-        yield node, f"({text}.flip(0) if hasattr({text}, 'flip') else {text}[::-1])"
-
-
 def slices(site: Site) -> Iterator[Edit]:
     """A bound of a slice off by one, or one more element left out at an open end."""
     node = site.node
@@ -266,8 +248,14 @@ OPERATORS: dict[str, Operator] = {
     "swap": swapped,
     "sibling": siblings,
     "attribute": attributes,
-    "permute": permuted,
+    "permute": row_operators.permuted,
+    "roll": row_operators.rolled,
+    "neighbour": row_operators.neighbours,
+    "repeat": row_operators.repeated,
+    "stale": row_operators.stale,
+    "missing": row_operators.missing,
     "slice": slices,
+    "span": row_operators.spans,
     "return": returned,
     "skip": skipped,
 }

@@ -19,6 +19,7 @@ STOPPED = "stopped"
 DRAFTS_UNSEEN = "drafts unseen"
 DRAFTS_NAMED = "drafts named"
 NAMED = "named, no effect"
+LOST = "lost"
 LEAK = "leak"
 GUARD = "guard"
 HANG = "hang"
@@ -28,7 +29,7 @@ NONE = "none"
 ORDER = {
     "tokens": (NEVER, AFTER, BEFORE, STOPPED),
     "drafts": (DRAFTS_UNSEEN, DRAFTS_NAMED, STOPPED),
-    "other": (ENDS, HANG, GUARD, LEAK, NAMED, NONE),
+    "other": (LOST, ENDS, HANG, GUARD, LEAK, NAMED, NONE),
 }
 OUTCOMES = (
     NEVER,
@@ -38,6 +39,7 @@ OUTCOMES = (
     DRAFTS_UNSEEN,
     DRAFTS_NAMED,
     NAMED,
+    LOST,
     ENDS,
     HANG,
     GUARD,
@@ -56,6 +58,7 @@ class WorldRow:
             without the canary if the canary stopped the engine first. end, detail: end
             of the run with the canary.
         unwatched: end of the run without it, or empty if not needed.
+        healed: number of healings in the run with the canary.
     """
 
     world: str
@@ -68,11 +71,13 @@ class WorldRow:
     sent: int
     wrong_sent: int
     unwatched: str = ""
+    healed: int = 0
 
 
 def needs_unwatched(watched: Run) -> bool:
     """Whether the run alone does not show what the fault changes."""
-    return not watched.wrong_sent and watched.end in ("violation", "error", "leak")
+    is_stopped = watched.end in ("violation", "error", "leak") or watched.failed
+    return not watched.wrong_sent and bool(is_stopped)
 
 
 def classify_changes(run: Run) -> str:
@@ -95,11 +100,14 @@ def classify(world: str, seed: int, watched: Run, unwatched: Run | None) -> Worl
         sent=watched.sent,
         wrong_sent=watched.wrong_sent,
         unwatched="" if unwatched is None else unwatched.end,
+        healed=watched.healed,
     )
 
 
 def _outcome(watched: Run, changes: str) -> str:
-    is_named, is_idle = watched.end == "violation", watched.end == "idle"
+    is_idle = watched.end == "idle"
+    # The engine's report, or the error that a request got from the front.
+    is_named = watched.end == "violation" or (is_idle and watched.failed > 0)
     if changes == "tokens":
         if watched.wrong_sent:
             return AFTER if is_named else NEVER
@@ -108,6 +116,8 @@ def _outcome(watched: Run, changes: str) -> str:
         if is_named:
             return DRAFTS_NAMED
         return DRAFTS_UNSEEN if is_idle else STOPPED
+    if watched.lost:
+        return LOST
     if is_named:
         return NAMED
     if watched.end in SPINNING:

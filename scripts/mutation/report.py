@@ -11,7 +11,9 @@ from scripts.mutation.outcomes import (
     BEFORE,
     DRAFTS_NAMED,
     DRAFTS_UNSEEN,
+    ENDS,
     HANG,
+    LOST,
     NEVER,
     OUTCOMES,
     STOPPED,
@@ -20,7 +22,7 @@ from scripts.mutation.outcomes import (
 Row = dict[str, Any]
 TEST_OUTCOMES = ("killed", "survived", "timeout")
 MAX_WHY = 120
-LISTED = (NEVER, AFTER, DRAFTS_UNSEEN, HANG, "survived", "timeout")
+LISTED = (NEVER, AFTER, LOST, DRAFTS_UNSEEN, ENDS, HANG, "survived", "timeout")
 
 
 def counts(rows: Sequence[Row], command: str) -> dict[str, Any]:

@@ -46,8 +46,9 @@ for source in ("kv-canary/python", "python", ""):
 import torch  # noqa: E402
 
 from scripts.mutation import campaign, report  # noqa: E402
+from scripts.mutation.areas import AREAS  # noqa: E402
 from scripts.mutation.choice import Fault, all_faults, only, sample  # noqa: E402
-from scripts.mutation.targets import AREAS, module_path  # noqa: E402
+from scripts.mutation.targets import module_path  # noqa: E402
 
 
 def parse_args() -> argparse.Namespace:

@@ -13,7 +13,7 @@ import select
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,7 +54,7 @@ class Done:
     messages: list[dict[str, Any]]
 
 
-def run_all(works: Sequence[Work], *, jobs: int, silence: float) -> Iterator[Done]:
+def run_all(works: Sequence[Work], *, jobs: int, silence: float) -> Generator[Done]:
     """Run each work in a child, `jobs` at a time; yield them as they end.
 
     Args:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 NOT_CODE = {"__repr__", "__str__", "__post_init__"}
 LOGS = {"logger", "logging", "warnings"}
+# A node, and the source that replaces it.
+Edit = tuple[ast.expr | ast.stmt, str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -200,7 +202,10 @@ class Module:
         lost = "\n" * self.text[begin:end].count(b"\n")
         if isinstance(node, ast.expr):
             is_atom = isinstance(node, ast.Name | ast.Attribute | ast.Constant)
-            replacement = replacement if is_atom else f"({replacement}{lost})"
+            if isinstance(node, ast.Slice):
+                replacement += lost
+            elif not is_atom:
+                replacement = f"({replacement}{lost})"
         else:
             replacement += lost
         edited = self.text[:begin] + replacement.encode() + self.text[end:]

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kv_canary.faults.fault import FaultPlace
+from scripts.mutation.areas import AREAS
 from scripts.mutation.choice import Fault, only, sample
 from scripts.mutation.mutants import mutants
 from scripts.mutation.sites import Mutant
-from scripts.mutation.targets import AREAS, REPO, TESTS, Area, module_path
+from scripts.mutation.stale import earlier
+from scripts.mutation.targets import REPO, TESTS, Area, Kind, module_path
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=6, suite="cpu")
@@ -114,6 +117,39 @@ def test_each_fault_is_one_edit_that_compiles(found: list[Mutant]) -> None:
         assert after[mutant.line - 1] != before[mutant.line - 1]
 
 
+def test_rows_are_mistaken_for_others() -> None:
+    source = (
+        "def f(mask, tokens, row, n):\n"
+        "    use(mask, tokens[row])\n"
+        "    keep(tokens[row : n + 1])\n"
+        "    more = mask.repeat_interleave(n, dim=0), tokens.repeat_interleave(n)\n"
+        "    return more[0].repeat(n)\n"
+    )
+    found = mutants("m", source)
+    assert ("mask", "mask.flip(0)") in edits(found, "permute")
+    assert ("mask", "mask.roll(1, 0)") in edits(found, "roll")
+    assert ("mask", "earlier mask") in edits(found, "stale")
+    assert edits(found, "missing") == {("mask", "None")}
+    assert edits(found, "neighbour") == {("row", "row - 1")}
+    assert edits(found, "span") == {("row:n + 1", "row - 1:n + 1 - 1")}
+    assert edits(found, "repeat") == {
+        ("mask.repeat_interleave(n, dim=0)", "mask.repeat(n, 1)"),
+        ("tokens.repeat_interleave(n)", "tokens.repeat(n)"),
+        ("more[0].repeat(n)", "more[0].repeat_interleave(n)"),
+    }
+    for mutant in found:
+        compile(mutant.source, "m.py", "exec")
+
+
+def test_a_value_of_the_step_before_has_the_shape_of_this_one() -> None:
+    first, second, longer = torch.zeros(2), torch.ones(2), torch.ones(3)
+    assert earlier("place", first) is first
+    assert torch.equal(earlier("place", second), torch.zeros(2))
+    assert earlier("place", longer) is longer
+    assert earlier("another", "a") == "a"
+    assert earlier("another", "b") == "a"
+
+
 def test_a_comparison_is_off_by_one() -> None:
     found = mutants("m", "def f(a, b):\n    return a <= b, a == b, a is b\n")
     assert edits(found, "comparison") == {("a <= b", "a < b"), ("a == b", "a != b")}
@@ -135,7 +171,7 @@ def test_a_field_is_only_taken_where_the_module_knows_it() -> None:
 
 def test_a_sample_serves_all_areas_and_operators_alike(found: list[Mutant]) -> None:
     few, many = (
-        Area(place=place, modules=(), worlds="", tests=())
+        Area(place=place, modules=(), worlds=Kind(0), tests=())
         for place in (FaultPlace.RELAY, FaultPlace.TREE)
     )
     faults = [Fault(area=many, mutant=m) for m in found]

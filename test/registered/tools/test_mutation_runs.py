@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
 from kv_canary.op import all_ops
-from scripts.mutation.campaign import in_world
+from scripts.mutation.answers import (
+    Due,
+    Expected,
+    Received,
+    has_wrong_text,
+    wrong_tokens,
+)
+from scripts.mutation.asks import Ask
+from scripts.mutation.campaign import healthy_run, in_world, is_right
 from scripts.mutation.mutants import mutants
 from scripts.mutation.outcomes import WorldRow, classify, lost, worst
 from scripts.mutation.planting import (
@@ -22,7 +31,7 @@ from scripts.mutation.planting import (
 )
 from scripts.mutation.report import counts, table
 from scripts.mutation.runner import Send, run_all
-from scripts.mutation.runs import Run, run_world
+from scripts.mutation.runs import Run
 from scripts.mutation.sites import Mutant
 from scripts.mutation.targets import module_path
 from scripts.mutation.worlds import WORLDS, ModelFolders
@@ -145,6 +154,18 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> ModelFolders:
     return ModelFolders(tmp_path_factory.mktemp("mutation"))
 
 
+@cache
+def expected_of(name: str, folders: ModelFolders) -> Expected:
+    world = WORLD[name]
+    expected, run = healthy_run(world, folders, seed=1, seconds=10.0)
+    assert is_right(run), run
+    assert not run.wrong_drafts
+    assert bool(run.healed) == bool(world.damage_every)
+    # Pools are small, and a healed request was not retracted.
+    assert run.retracted or world.damage_every or world.ranks > 1
+    return expected
+
+
 def outcome_of(
     mutant: Mutant,
     folders: ModelFolders,
@@ -152,13 +173,9 @@ def outcome_of(
     *references: str,
     limit: float = 10.0,
 ) -> WorldRow:
-    world = WORLD[name]
-    healthy = run_world(world, folders, seed=1, canary=True, expected={})
-    assert (healthy.end, healthy.wrong_sent, healthy.wrong_ends) == ("idle", 0, 0)
-    assert not healthy.wrong_drafts
-    assert healthy.retracted
+    world, expected = WORLD[name], expected_of(name, folders)
     with planted(mutant, references=references):
-        return in_world(world, folders, 1, healthy.verified, limit)
+        return in_world(world, folders, 1, expected, limit)
 
 
 def test_input_shifted_by_one_column_is_named_before_a_token_leaves(
@@ -259,7 +276,56 @@ def test_an_output_that_is_too_short_is_no_wrong_token(folders: ModelFolders) ->
     assert (row.outcome, row.wrong_sent) == ("ends", 0)
 
 
-def run(end: str, *, wrong: int = 0, drafts: int = 0, ends: int = 0) -> Run:
+def test_a_fault_in_the_stream_ends_the_request_with_an_error(
+    folders: ModelFolders,
+) -> None:
+    mutant = by_hand(
+        SRT + "managers.scheduler.output_streamer",
+        "OutputStreamer._output",
+        "output_ids=list(req.tokens[req.prompt_len + start : req.prompt_len + stop]),",
+        "output_ids=list(req.tokens[req.prompt_len : req.prompt_len + stop - start]),",
+    )
+    row = outcome_of(mutant, folders, "front-1")
+    assert (row.outcome, row.changes, row.wrong_sent) == ("before", "tokens", 0)
+    assert row.end == "idle"
+    assert "kv_canary: output of request" in row.detail
+
+
+def test_a_fault_in_a_healing_that_sends_wrong_tokens_shows(
+    folders: ModelFolders,
+) -> None:
+    mutant = by_hand(
+        SRT + "managers.scheduler.canary_gate",
+        "CanaryGate.inspect",
+        "            if manager.take(words):",
+        "            if manager.take(words) and False:",
+    )
+    row = outcome_of(mutant, folders, "heal-windows")
+    assert row.outcome == "never"
+    assert row.wrong_sent > 0
+
+
+def test_two_ranks_that_part_are_stopped(folders: ModelFolders) -> None:
+    mutant = by_hand(
+        SRT + "managers.worker.tp_worker",
+        "TpModelWorker.sample",
+        "            self._group.broadcast(sampled.token_ids)",
+        "            sampled.token_ids[0] += self._group.rank",
+    )
+    row = outcome_of(mutant, folders, "ranks-4")
+    assert row.outcome in ("guard", "named, no effect", "before", "stopped")
+    assert row.wrong_sent == 0
+
+
+def run(
+    end: str,
+    *,
+    wrong: int = 0,
+    drafts: int = 0,
+    ends: int = 0,
+    failed: int = 0,
+    lost: int = 0,
+) -> Run:
     return Run(
         end=end,
         detail="",
@@ -270,6 +336,8 @@ def run(end: str, *, wrong: int = 0, drafts: int = 0, ends: int = 0) -> Run:
         verified={},
         wrong_drafts=drafts,
         retracted=0,
+        failed=failed,
+        lost=lost,
     )
 
 
@@ -290,6 +358,10 @@ def run(end: str, *, wrong: int = 0, drafts: int = 0, ends: int = 0) -> Run:
         (run("stall"), None, "hang"),
         (run("time"), None, "hang"),
         (run("idle", ends=1), None, "ends"),
+        (run("idle", failed=1, ends=1), run("idle", wrong=1), "before"),
+        (run("idle", failed=1, wrong=1), None, "after"),
+        (run("idle", failed=1, ends=1), run("idle"), "named, no effect"),
+        (run("idle", lost=1), None, "lost"),
     ],
 )
 def test_outcomes_of_one_world(
@@ -305,6 +377,21 @@ def test_the_worst_world_speaks_for_a_fault() -> None:
     assert worst([crash, named]) is named
     assert worst([crash, named, sent]) is sent
     assert worst([lost("d", 1, "killed"), crash]).outcome == "hang"
+
+
+def test_an_answer_is_compared_with_the_right_one() -> None:
+    due = Due(output=[1, 2, 3], text="abc", reason="length", matched=None)
+    ask = Ask(prompt=[7], params={"max_new_tokens": 3}, stream=True, extra_key=None)
+
+    def received(output: list[int], text: str, reason: str | None = None) -> Received:
+        return Received(ask=ask, output=output, text=text, reason=reason)
+
+    assert wrong_tokens(received([1, 2], "ab"), due) == 0
+    assert wrong_tokens(received([1, 3], "ab"), due) == 1
+    assert has_wrong_text(received([1, 2], "ac"), due)
+    assert has_wrong_text(received([1, 2, 3], "ab", "length"), due)
+    # An aborted output may end with half a character.
+    assert not has_wrong_text(received([1, 2], "a?", "abort"), due)
 
 
 # -- children and tables ---------------------------------------------------------------
@@ -352,6 +439,7 @@ def test_shares_count_what_changes_tokens_and_was_not_stopped() -> None:
 
 def test_models_of_all_worlds_are_written_once(folders: ModelFolders) -> None:
     assert all(isinstance(folders.drafts[w.draft], Path) for w in WORLDS if w.draft)
+    assert all(folders.targets[w.model].is_dir() for w in WORLDS)
 
 
 if __name__ == "__main__":

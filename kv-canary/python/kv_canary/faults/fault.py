@@ -43,6 +43,11 @@ class FaultPlace(Enum):
     TREE = "tree"
     BRANCHES = "branches"
     ATTENTION = "attention"
+    LOGITS = "logits"
+    SAMPLING = "sampling"
+    GRAMMAR = "grammar"
+    STREAMING = "streaming"
+    HEALING = "healing"
     CORE = "core"
 
 
