@@ -21,8 +21,10 @@ from heal_world import (
     without_limit,
 )
 
+from kv_canary.checks import Severity
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.managers.batch.req import Req
+from sglang.srt.managers.scheduler import blame
 from sglang.srt.managers.scheduler.heal_check import HealingError
 from sglang.srt.managers.scheduler.scheduler import InFlight
 from sglang.srt.mem_cache.groups.window_slots import WindowSlots
@@ -490,15 +492,34 @@ def change_a_token(step: InFlight, words: list[int]) -> bool:
     return True
 
 
+def rate_as_drafts(harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
+    """Take damage of the target's pool for damage of a draft's."""
+    patch.setattr(blame, "rate_severity", lambda pool, reasons: Severity.DRAFTS)
+
+
+def send_the_early_only(harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
+    """Lose the requests that are processed after the healing on their way to the
+    streamer."""
+    process = harness.scheduler._results.process
+
+    def lossy(launched: Any, result: Any, rows: Any = None, **options: Any) -> Any:
+        processed = process(launched, result, rows, **options)
+        return processed if rows is None else processed._replace(reqs=[])
+
+    patch.setattr(harness.scheduler._results, "process", lossy)
+
+
 HEALING_FAULTS = {
-    fault.__name__: (fault, by_host)
-    for fault, by_host in (
-        (keep_flagged_rows, False),
-        (queue_one_less, False),
-        (forget_a_token, False),
-        (change_a_sent_token, False),
-        (rewind_nothing, True),
-        (rewind_too_far, True),
+    fault.__name__: (fault, damage)
+    for fault, damage in (
+        (keep_flagged_rows, "shift_view"),
+        (queue_one_less, "shift_view"),
+        (forget_a_token, "shift_view"),
+        (change_a_sent_token, "shift_view"),
+        (rate_as_drafts, "shift_view"),
+        (send_the_early_only, "record"),
+        (rewind_nothing, ""),
+        (rewind_too_far, ""),
     )
 }
 
@@ -509,17 +530,17 @@ def test_a_healing_that_goes_wrong_sends_nothing_wrong(
     models: dict[str, Path], name: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine stops, with the damage that was to be healed."""
-    fault, by_host = HEALING_FAULTS[name]
+    fault, damage = HEALING_FAULTS[name]
     harness = build(models, kind)
     for i in range(4):
         submit(harness, i, stream=True)
-    if by_host:
+    if not damage:
         change_one_result(harness, monkeypatch, change_a_token)
     fault(harness, monkeypatch)
 
     def on_step(step: int) -> None:
-        if step == 5 and not by_host:
-            faults_of(harness).arm("shift_view", seed=1)
+        if step == 5 and damage:
+            faults_of(harness).arm(damage, seed=1)
 
     with pytest.raises(CanaryViolation) as raised:
         harness.run(on_step=on_step)

@@ -1,16 +1,22 @@
-"""Who is touched by a damage: small engines of requests, rows and cached runs."""
+"""Who is touched by a damage, and who must have gained nothing: small engines of
+requests, rows and cached runs."""
 
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from kv_canary.checks import Reason
+from kv_canary.checks import CHECKS, Blames, Reason
+from sglang.srt.managers.batch.schedule_batch import StepStart
 from sglang.srt.managers.scheduler.blame import Blame, Fact, StepDamage, find_blame
+from sglang.srt.managers.scheduler.heal_check import HealingError
+from sglang.srt.managers.scheduler.step_check import StepCheck
 from sglang.srt.mem_cache.allocator import create_allocator
 from sglang.srt.mem_cache.common import extend_rows
 from sglang.srt.mem_cache.draft_region import DraftRegion
@@ -45,6 +51,10 @@ class Req:
     input_embeds: None = None
     is_finished: bool = False
     is_healed_in_vain: bool = False
+
+    @property
+    def rid(self) -> str:
+        return f"q{self.serial}"
 
     def fill_ids(self) -> array[int]:
         return self.tokens
@@ -274,6 +284,88 @@ def test_healed_in_vain_takes_the_cached_prefix_too(scene: Scene) -> None:
     found = scene.blame(verdicts={1: Reason.VERIFY_TOKEN})
     assert serials(found.withheld) == [1, 2]
     assert [node.start for node in found.nodes] == [0]
+
+
+# -- what a damaged step must not have done --------------------------------------------
+
+
+def check_step(
+    scene: Scene,
+    *facts: Fact,
+    verdicts: Sequence[Sequence[int]] = (),
+    gains: Sequence[Req] = (),
+    withheld: Sequence[Req] = (),
+    lost: Sequence[Req] = (),
+) -> None:
+    """Check a step of all requests in which `gains` gain a token; all but `withheld`
+    and `lost` are sent."""
+    launched: Any = scene.launched()
+    before = StepStart(
+        live=frozenset(launched.live_rows()),
+        lengths=[len(req.tokens) for req in scene.reqs],
+    )
+    check = StepCheck(launched, before, scene.cache)
+    for req in gains:
+        req.tokens.append(7)
+    sent: Any = [req for req in scene.reqs if req not in (*withheld, *lost)]
+    damage = StepDamage(facts=facts, verdicts=verdicts)
+    check.check(damage, sent, {req.serial for req in withheld})
+
+
+def test_a_flagged_row_must_not_gain_a_token(scene: Scene) -> None:
+    first, second = scene.add([1] * 9), scene.add([2] * 9)
+    flagged = [[0, int(Reason.VERIFY_LINEAGE)]]
+    check_step(scene, verdicts=flagged, gains=[first], withheld=[second])
+    with pytest.raises(HealingError, match="q2 gained a token that is in doubt"):
+        check_step(scene, verdicts=flagged, gains=[first, second])
+
+
+def test_a_request_of_a_finding_must_not_gain_a_token(scene: Scene) -> None:
+    first, second = scene.add([1] * 9), scene.add([2] * 9)
+    fact = Fact(TARGET, Reason.RESULT_TOKEN, first.serial, -1)
+    check_step(scene, fact, gains=[second], withheld=[first])
+    with pytest.raises(HealingError, match="q1 gained"):
+        check_step(scene, fact, gains=[first])
+
+
+def test_damage_of_drafts_leaves_tokens_alone(scene: Scene) -> None:
+    first = scene.add([1] * 9)
+    reason = Reason.VERIFY_LINEAGE
+    fact = Fact(DRAFT, reason, first.serial, scene.slot(first, 2))
+    check_step(scene, fact, verdicts=[[0], [int(reason)]], gains=[first])
+
+
+def test_whoever_reads_an_overwritten_page_must_not_gain_a_token(scene: Scene) -> None:
+    writer = scene.add([1] * 9)
+    holder, sharer = scene.add([*STEM, 3], shares=True), scene.add([*STEM, 4])
+    other = scene.add([5] * 9)
+    slot = scene.slot(sharer, 2)
+    assert slot == scene.slot(holder, 2)
+    fact = Fact(TARGET, Reason.WRITE_FOREIGN, writer.serial, slot)
+    everybody = [writer, holder, sharer]
+    check_step(scene, fact, gains=[other], withheld=everybody)
+    for forgotten in everybody:
+        withheld = [req for req in everybody if req is not forgotten]
+        with pytest.raises(HealingError, match=f"{forgotten.rid} gained"):
+            check_step(scene, fact, gains=[forgotten], withheld=withheld)
+    # The page itself is intact.
+    fact = Fact(TARGET, Reason.READ_SET, writer.serial, slot)
+    check_step(scene, fact, gains=[holder, sharer], withheld=[writer])
+
+
+def test_a_finding_about_a_whole_forward_puts_all_of_it_in_doubt(scene: Scene) -> None:
+    reqs = [scene.add([i] * 9) for i in range(3)]
+    reason = next(c.reason for c in CHECKS if c.blames is Blames.FORWARD)
+    fact = Fact(TARGET, reason, 0, -1)
+    check_step(scene, fact, withheld=reqs)
+    with pytest.raises(HealingError, match="q3 gained"):
+        check_step(scene, fact, gains=reqs[2:], withheld=reqs[:2])
+
+
+def test_nobody_misses_its_part_of_a_step(scene: Scene) -> None:
+    first, second = scene.add([1] * 9), scene.add([2] * 9)
+    with pytest.raises(HealingError, match="q2 would miss its part of the step"):
+        check_step(scene, gains=[first, second], lost=[second])
 
 
 if __name__ == "__main__":

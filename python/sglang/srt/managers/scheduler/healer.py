@@ -27,6 +27,7 @@ from sglang.srt.managers.scheduler.blame import Blame, find_blame
 from sglang.srt.managers.scheduler.heal_check import HealCheck
 from sglang.srt.managers.scheduler.heal_stats import HealStats, first_diagnosis
 from sglang.srt.managers.scheduler.result_processor import ProcessedBatch
+from sglang.srt.managers.scheduler.step_check import StepCheck
 from sglang.srt.mem_cache.allocator import host_array
 from sglang.srt.mem_cache.common import start_over
 from sglang.srt.mem_cache.quarantine import Quarantine
@@ -133,10 +134,12 @@ class Healer:
             processed = self._results.process(launched, result, on_error=on_error)
         else:
             check = HealCheck(launched, before, self._requests())
+            step_check = StepCheck(launched, before, self._cache)
             with self._as_violation(sighting):
-                processed = self._contain(
+                processed, withheld = self._contain(
                     launched, result, sighting, check, on_error=on_error
                 )
+                step_check.check(sighting.damage, processed.reqs, withheld)
         wrong = self._gate.confirm(launched, result, before, failures)
         if wrong is None:
             return processed
@@ -163,13 +166,17 @@ class Healer:
         check: HealCheck,
         *,
         on_error: Callable[[int, Exception], None],
-    ) -> ProcessedBatch:
-        """Process a result without the touched requests, and heal them."""
+    ) -> tuple[ProcessedBatch, set[int]]:
+        """Process a result without the touched requests, and heal them.
+
+        Returns:
+            What was processed, and the serials of the requests that were left out.
+        """
         blame = self._blame(sighting, launched)
         if blame.is_empty and not sighting.found:
             # All of it was found with the previous step, after this one had been
             # launched.
-            return self._results.process(launched, result, on_error=on_error)
+            return self._results.process(launched, result, on_error=on_error), set()
         self._admit(sighting)
         # The target decides the output, so these tokens are right.
         rebuilt = {req.serial for req in blame.rebuilt}
@@ -183,7 +190,8 @@ class Healer:
             on_error=on_error,
         )
         check.keep_tokens(blame.rebuilt)
-        launched.dropped.update(req.serial for req in blame.withheld)
+        withheld = {req.serial for req in blame.withheld}
+        launched.dropped.update(withheld)
         self._heal(blame, sighting, check)
         late = self._results.process(
             launched,
@@ -196,10 +204,11 @@ class Healer:
             on_error=on_error,
         )
         check.check_withheld(blame.withheld)
-        return ProcessedBatch(
+        processed = ProcessedBatch(
             reqs=early.reqs + late.reqs,
             num_generated=early.num_generated + late.num_generated,
         )
+        return processed, withheld
 
     def _take_back(
         self,
@@ -233,9 +242,9 @@ class Healer:
                 revived.append(req)
             req.rewind(min(before.lengths[row], len(req.tokens)))
         self._heal(blame, sighting, check, others=revived)
-        return processed._replace(
-            reqs=[req for req in processed.reqs if req.serial not in wrong]
-        )
+        reqs = [req for req in processed.reqs if req.serial not in wrong]
+        StepCheck(launched, before).check(sighting.damage, reqs, wrong)
+        return processed._replace(reqs=reqs)
 
     def heal_idle(self, error: RuntimeError) -> None:
         """Free everything while there are no requests, because the host's records
