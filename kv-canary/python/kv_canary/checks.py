@@ -154,7 +154,8 @@ _WRONG_WRITE_SLOT = Diagnosis(
 )
 _WRONG_READ_TABLE = Diagnosis(
     name="wrong read table",
-    look_at="the attention backend's index list or page table, and its lengths",
+    look_at="the attention backend's index list or page table, and its lengths and "
+    "positions",
 )
 _WRONG_INPUT = Diagnosis(
     name="wrong input of the forward",
@@ -385,6 +386,7 @@ CHECKS: tuple[Check, ...] = (
     Check(
         reason=Reason.READ_SET,
         meaning="attention read a slot that the request's table does not name",
+        detail="or it missed positions, or counted them wrongly",
         found_by=_READS,
         diagnoses=(_WRONG_WRITE_SLOT, _WRONG_READ_TABLE),
     ),

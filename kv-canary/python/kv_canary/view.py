@@ -48,6 +48,9 @@ class KVReadView:
         first_position: int64 [R] | None.
         prev_slots: int64 [R] | None, slot of the token before element 0, or -1; only
             for views outside forwards (a sweep).
+        prefix_lens: int64 [R] | None, positions: int64 [T] | None, what attention is
+            told about the rows and their new tokens, counted from `first_position`.
+            They are compared with the forward's. None skips the comparison.
         takes_new: whether attention also reads K and V of the new tokens from these
             slots; otherwise the elements may end at the prefix.
         reach: tokens before its first new one that a row must read, as far as there are
@@ -65,6 +68,8 @@ class KVReadView:
     page_indices: Tensor | None = field(default=None, metadata=_declared("any"))
     first_position: Tensor | None = field(default=None, metadata=_declared("rows"))
     prev_slots: Tensor | None = field(default=None, metadata=_declared("rows"))
+    prefix_lens: Tensor | None = field(default=None, metadata=_declared("rows"))
+    positions: Tensor | None = field(default=None, metadata=_declared("tokens"))
     page_size: int = 1
     takes_new: bool = True
     reach: int = ANY_REACH
@@ -99,10 +104,10 @@ class KVReadView:
         """Check for kernels that index raw memory and would misread another layout.
 
         Raises:
-            ValueError: a per-row tensor is not a contiguous int64 vector.
+            ValueError: a tensor per row or token is not a contiguous int64 vector.
         """
         for f, tensor in zip(READ_FIELDS, self.tensors, strict=False):
-            if f.metadata["length"] == "rows":
+            if f.metadata["length"] != "any":
                 require_vector(f"KVReadView: {f.name}", tensor)
 
 

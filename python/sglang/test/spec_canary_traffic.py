@@ -310,9 +310,12 @@ def plant_in(
     draft: Path,
     tree: tuple[int, int, int],
     page_size: int = 1,
+    group: str | None = None,
     **server_args: Any,
 ) -> SpecOutcome:
-    """Serve mock requests in mode `raise`, plant the fault, run to the report."""
+    """Serve mock requests in mode `raise`, plant the fault in a group of the pool, run
+    to the report.
+    """
     harness = speculating(model, draft, tree=tree, page_size=page_size, **server_args)
     manager, faults = canaries_of(harness)[pool], faults_of(harness)[pool]
     traffic = SpecTraffic(harness, seed=seed, longer_by=longer_for(page_size))
@@ -321,7 +324,7 @@ def plant_in(
         for step in range(MAX_STEPS):
             traffic.on_step(step)
             if step == WARM_STEPS:
-                faults.arm(name, seed=seed)
+                faults.arm(name, seed=seed, group=group)
             messages = len(harness.io.responses)
             try:
                 harness.scheduler.step()

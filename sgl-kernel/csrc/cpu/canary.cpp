@@ -175,9 +175,10 @@ void set_flat(
 }
 
 canary::Table read_table(
-    const char* op, const OptionalTensors& given, int64_t rows,
+    const char* op, const OptionalTensors& given, const canary::Rows& of,
     const canary::ReadNumbers& n) {
   using canary::Read;
+  const int64_t rows = of.count;
   const TensorList t(op, "table", given, Read::kCount);
   SGLK_REQUIRE(t[Read::kReadLens], op, ": read_lens is missing");
   SGLK_REQUIRE(
@@ -197,6 +198,8 @@ canary::Table read_table(
   table.read_lens = longs(op, "read_lens", t[Read::kReadLens], rows);
   table.first = longs(op, "first_position", t[Read::kFirstPosition], rows);
   table.prev_slots = longs(op, "prev_slots", t[Read::kPrevSlots], rows);
+  table.prefix_lens = longs(op, "prefix_lens", t[Read::kPrefixLens], rows);
+  table.positions = longs(op, "positions", t[Read::kPositions], of.tokens);
   table.page_size = n.page_size;
   table.entry_size = n.entry_size;
   table.takes_new = n.takes_new != 0;
@@ -294,7 +297,7 @@ void canary_verify(
   a.rows = read_rows(op, rows, n.forward.max_depth, a.state);
   check_req_rows(op, a.rows, a.state.req_rows);
   check_manager(op, a.state, n.forward.manager);
-  a.table = read_table(op, table, a.rows.count, n.table);
+  a.table = read_table(op, table, a.rows, n.table);
   a.bytes = read_bytes(op, k, v, n.checks, a.state.num_slots);
   a.slots = read_columns(op, "req_to_token", req_to_token, a.rows);
   a.tokens = read_columns(op, "tokens", tokens, a.rows);
@@ -390,7 +393,7 @@ void canary_before_model(
   a.state = w.state;
   a.rows = w.rows;
   a.slots = w.slots;
-  a.table = read_table(op, table, a.rows.count, n.table);
+  a.table = read_table(op, table, a.rows, n.table);
   a.bytes = w.bytes = read_bytes(op, k, v, n.checks, a.state.num_slots);
   a.tokens = read_columns(op, "tokens", tokens, a.rows);
   a.token_offset = n.checks.token_offset;

@@ -1,5 +1,6 @@
 // The KV canary's read check, one row at a time.
 #include <algorithm>
+#include <limits>
 
 #include "sglang_kernels/cpu/canary.h"
 
@@ -294,6 +295,15 @@ void check_blocks(
   }
 }
 
+// Reports a read of a row that misses a position.
+void report_row(const VerifyArgs& a, const Site& site, int64_t r, int64_t position) {
+  Found f;
+  f.reasons = Reason::kReadSet;
+  f.position = position;
+  f.expected_word0 = pack_word0(-1, position);
+  report(a.state, site, f, a.slots.data ? a.rows.req_rows[r] : 0, a.rows.serials[r], r);
+}
+
 // A row must reach its last new token, or the end of its prefix if the view excludes new
 // tokens, and begin where the reach of the view demands.
 void check_length(
@@ -303,12 +313,23 @@ void check_length(
   const bool is_late = a.table.reach >= 0 && first > due;
   const bool is_short =
       end < prefix + a.rows.extend(r) && (a.table.takes_new || end != prefix);
-  if (!is_late && !is_short) return;
-  Found f;
-  f.reasons = Reason::kReadSet;
-  f.position = is_late ? due : end;
-  f.expected_word0 = pack_word0(-1, f.position);
-  report(a.state, site, f, a.slots.data ? a.rows.req_rows[r] : 0, a.rows.serials[r], r);
+  if (is_late || is_short) report_row(a, site, r, is_late ? due : end);
+}
+
+// Attention must count the prefix and the new tokens from the first element on, as the forward
+// does. The first due position that differs is reported.
+void check_counting(const VerifyArgs& a, const Site& site, int64_t r, int64_t first) {
+  constexpr int64_t kNowhere = std::numeric_limits<int64_t>::max();
+  const Table& table = a.table;
+  const int64_t prefix = a.rows.prefix_lens[r];
+  int64_t differs = kNowhere;
+  if (table.prefix_lens && first + table.prefix_lens[r] != prefix) differs = prefix;
+  const int64_t begin = a.rows.start(r), end = begin + (table.positions ? a.rows.extend(r) : 0);
+  for (int64_t i = begin; i < end; i++) {
+    const int64_t due = a.rows.positions[i];
+    if (first + table.positions[i] != due) differs = std::min(differs, due);
+  }
+  if (differs != kNowhere) report_row(a, site, r, differs);
 }
 
 }  // namespace
@@ -326,6 +347,7 @@ void verify_row(const VerifyArgs& a, const Site& site, int64_t r) {
   check_blocks(a, site, r, old, seen);
   check_elements(a, site, r, old, length, old > 0 ? a.table.slot(r, old - 1) : -1, seen);
   check_length(a, site, r, first, length);
+  check_counting(a, site, r, first);
   count(s, a.slots.data ? Counter::kVerifiedSlots : Counter::kSweptSlots, seen.visited);
   count(s, Counter::kRehashedSlots, seen.rehashed);
 }

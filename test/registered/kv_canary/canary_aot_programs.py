@@ -169,6 +169,8 @@ VIEWS = {
         read_lens=longs(),
         page_table=ints(ROWS, WIDTH),
         first_position=longs(),
+        prefix_lens=longs(),
+        positions=longs(600),
         page_size=4,
     ),
 }

@@ -105,7 +105,7 @@ OF_DECODE = {"other lengths": ("attend", with_copy("seq_lens"), "another read_le
 OF_TREES = {
     f"other {name}": ("attend", with_copy(name), f"another {name}")
     for name in ("prefix_lens", "qo_indptr", "tree_mask")
-}
+} | {"other node positions": ("attend", with_copy("positions"), "another positions")}
 PLAIN, TREES = FAULTS | OF_DECODE, FAULTS | OF_TREES
 CASES = [*((name, False) for name in PLAIN), *((name, True) for name in TREES)]
 

@@ -75,6 +75,24 @@ def with_tree(rng: random.Random, rows: ForwardView, extends: list[int]) -> Forw
     )
 
 
+def counted(rng: random.Random, rows: ForwardView, table: KVReadView) -> KVReadView:
+    """A table with prefixes and positions counted from its rows' first elements, some
+    of them wrongly."""
+    first = table.first_position
+    if first is None:
+        first = torch.zeros_like(rows.prefix_lens)
+    row = torch.repeat_interleave(rows.extend_lens, output_size=rows.num_tokens)
+    prefixes, positions = rows.prefix_lens - first, rows.positions - first[row]
+    for counts in (prefixes, positions):
+        if counts.numel() and rng.random() < 0.5:
+            counts[rng.randrange(counts.numel())] += rng.choice([-3, 1, 70])
+    return dataclasses.replace(
+        table,
+        prefix_lens=rng.choice([prefixes, None]),
+        positions=rng.choice([positions, None]),
+    )
+
+
 def damage(
     rng: random.Random, world: World, rows: ForwardView, table: KVReadView
 ) -> None:
@@ -147,6 +165,8 @@ def case_of(rng: random.Random, seed: int) -> Case:
     window = rng.choice([None, None, 5, 40])
     sweep = rng.random() < 0.15
     table = world.table(rows, flat=flat, window=window, with_new=rng.random() < 0.7)
+    if rng.random() < 0.4:
+        table = counted(rng, rows, table)
     if sweep:
         previous = [rng.choice([-1, world.slot(0, 0)]) for _ in range(rows.num_rows)]
         table = dataclasses.replace(table, prev_slots=long(previous))

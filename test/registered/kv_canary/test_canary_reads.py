@@ -252,6 +252,40 @@ def test_a_window_that_begins_too_late(backend: Backend, reach: int) -> None:
     assert reach != 9 or late
 
 
+COUNTS = {
+    # (prefix too long, change of positions by new token): the first due position
+    "as the forward does": (0, {}, None),
+    "prefix": (-1, {}, 20),
+    "all": (3, {0: 4, 7: 4}, 20),
+    "a node": (0, {4: -8}, 24),
+    "two nodes": (0, {90: 1, 65: 1}, 85),
+}
+
+
+@each_backend
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_attention_counts_from_a_window(backend: Backend, name: str) -> None:
+    """Of the last row, beside rows that are counted rightly and a padded one."""
+    longer, moved, due = COUNTS[name]
+    w = small_world()
+    rows = w.rows(extends=[0, 70, 95], pad=1)
+    first = (rows.prefix_lens - 8).clamp(min=0)
+    row = torch.repeat_interleave(rows.extend_lens)
+    table = dataclasses.replace(
+        w.table(rows, window=8),
+        prefix_lens=rows.prefix_lens - first,
+        positions=rows.positions - first[row],
+    )
+    assert table.prefix_lens is not None and table.positions is not None
+    table.prefix_lens[2] += longer
+    for token, change in moved.items():
+        table.positions[70 + token] += change
+    table.prefix_lens[3] += 5
+    table.positions[-1] += 5
+    w.verify(backend, w.state, rows, table)
+    assert findings(w.state) == ([] if due is None else [(Reason.READ_SET, 3, -1, due)])
+
+
 @each_backend
 def test_a_row_that_ends_among_its_new_tokens(backend: Backend) -> None:
     """A view that takes new tokens is complete; another may also end at the prefix."""

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from kv_canary.faults.catalogue import POOL_FAULTS, WINDOW_FAULTS
+from kv_canary.faults.catalogue import POOL_FAULTS, WINDOW_FAULTS, in_serving
+from kv_canary.faults.fault import Serving
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.heal_traffic import Healed, check_exact, run_healing
 from sglang.test.hole_traffic import Engine
@@ -64,7 +65,7 @@ def check_pages(run: Healed) -> None:
     assert group.usable_size() == group.slots.size
 
 
-@pytest.mark.parametrize("name", sorted(WINDOW_FAULTS))
+@pytest.mark.parametrize("name", sorted(in_serving(WINDOW_FAULTS, Serving.PLAIN)))
 def test_faults_in_window_slots(models: dict[str, Path], name: str) -> None:
     check_all(name, models, group="swa")
 

@@ -12,13 +12,15 @@ from pathlib import Path
 import pytest
 
 from kv_canary.checks import reason_labels
-from kv_canary.faults.catalogue import WINDOW_FAULTS
+from kv_canary.faults.catalogue import WINDOW_FAULTS, in_serving
+from kv_canary.faults.fault import Serving
 from sglang.srt.kv_canary.runner.swa_divergence import MARK
 from sglang.test.canary_traffic import CONTEXT, VOCAB, Outcome, plant
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_traffic import Traffic
 from sglang.test.scale import count
+from sglang.test.spec_canary_traffic import plant_in, write_mock_models
 from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=7, suite="cpu")
@@ -26,7 +28,11 @@ register_cuda_ci(est_time=60, suite="cuda")
 
 SEEDS = range(count(ci=1, full=20))
 WINDOW = 40
+# Shorter than every prompt, by a page of the largest size.
+TREE_WINDOW = 12
 LAYERS = ["full_attention", "sliding_attention"]
+PLAIN = in_serving(WINDOW_FAULTS, Serving.PLAIN)
+OF_TREES = sorted(set(WINDOW_FAULTS) - set(PLAIN))
 CACHED, LATER = "real_kv_unused_cache", "real_kv_post_forward"
 DIVERGENCE = "SGLANG_KV_CANARY_SWA_DIVERGENCE_STATS_INTERVAL"
 TARGET_GROUP = "SGLANG_KV_CANARY_PERTURB_TARGET_GROUP"
@@ -62,7 +68,7 @@ def check_report(outcome: Outcome, name: str) -> None:
 
 
 @each_page_size
-@pytest.mark.parametrize("name", sorted(set(WINDOW_FAULTS) - {CACHED, LATER}))
+@pytest.mark.parametrize("name", sorted(set(PLAIN) - {CACHED, LATER}))
 def test_is_reported_at_once(model: Path, name: str, page_size: int) -> None:
     for seed in SEEDS:
         outcome = plant(model, name, seed=seed, group="swa", page_size=page_size)
@@ -95,6 +101,37 @@ def test_bytes_that_only_the_cache_holds(model: Path, page_size: int) -> None:
         )
         assert len(outcome.since_planted()) < 40
         check_report(outcome, CACHED)
+
+
+@each_page_size
+@pytest.mark.parametrize("name", ["late_window", "window_prefix_short", *OF_TREES])
+def test_trees_over_windows(
+    tmp_path_factory: pytest.TempPathFactory, name: str, page_size: int
+) -> None:
+    """A verification counts prefix and nodes of each row from its window."""
+    models = write_mock_models(
+        tmp_path_factory.mktemp("spec"), sliding_window=TREE_WINDOW, layer_types=LAYERS
+    )
+    for seed in SEEDS:
+        outcome = plant_in(
+            "target",
+            name,
+            seed=seed,
+            **models,
+            tree=(4, 4, 12),
+            page_size=page_size,
+            group="swa",
+        )
+        damage, rid = (
+            outcome.planted.damage,
+            outcome.victim(outcome.planted.damage.serial),
+        )
+        found = {(v["rid"], v["slot"], v["position"]) for v in outcome.violations}
+        assert found == {(rid, -1, damage.position)}, outcome.text
+        assert {v["group"] for v in outcome.violations} == {"swa"}
+        assert {v["forward"] for v in outcome.violations} == {outcome.planted.clock}
+        assert {tuple(v["reasons"]) for v in outcome.violations} == {("read_set",)}
+        assert outcome.last_messages == 0
 
 
 def test_a_report_says_which_group(model: Path) -> None:

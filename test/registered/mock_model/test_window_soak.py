@@ -15,6 +15,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_traffic import Expected, Traffic, check
 from sglang.test.scale import count, sampled
+from sglang.test.spec_canary_traffic import speculating, write_mock_models
 from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=10, suite="cpu", full_time=760)
@@ -174,6 +175,30 @@ def test_retraction_is_exercised_and_harmless(tmp_path_factory, overlap):
         expected[rid] = Expected(prompt, 150)
     check(expected, harness.run(), vocab_size=VOCAB, windows=windows_of("fs", 60))
     assert harness.scheduler.stats_snapshot().num_retracted_reqs > 0
+
+
+@pytest.mark.parametrize("tree", [(1, 3, 4), (4, 4, 12)], ids=["chain", "tree"])
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_drafts_over_windows(tmp_path_factory, tree, page_size):
+    """Prompts are longer than the window, so that the rows of a verification begin
+    after the first token. No canary compares them. (The drafts are rejected: a mock
+    draft knows no windows.)"""
+    window = 12
+    models = write_mock_models(
+        tmp_path_factory.mktemp("mock"),
+        sliding_window=window,
+        layer_types=layer_types("fs"),
+    )
+    harness = speculating(
+        **models, tree=tree, page_size=page_size, overlap=True, kv_canary="none"
+    )
+    expected = {}
+    for i in range(6):
+        prompt = [(31 * i + 7 * j) % VOCAB for j in range(30 + 9 * i)]
+        rid = harness.submit(prompt, max_new_tokens=40, ignore_eos=True)
+        expected[rid] = Expected(prompt, 40)
+    answers = harness.run()
+    check(expected, answers, vocab_size=VOCAB, windows=windows_of("fs", window))
 
 
 @pytest.mark.parametrize("letters", ["fs", "sf", "ss"])

@@ -42,16 +42,25 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> ModelFolders:
     return ModelFolders(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
-def sure(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that gives nearly all probability to its best token."""
-    folder = tmp_path_factory.mktemp("sure") / "model"
-    write_tiny_model(folder, TINY["llama"], seed=11, max_position_embeddings=CONTEXT)
+def write_sure(folder: Path, family: str) -> Path:
+    """Write a model that gives nearly all probability to its best token."""
+    write_tiny_model(
+        folder,
+        TINY[family],
+        seed=11,
+        max_position_embeddings=CONTEXT,
+        tie_word_embeddings=False,
+    )
     file = folder / "model.safetensors"
     weights = load_file(file)
     weights["lm_head.weight"] *= SHARPER
     save_file(weights, file, metadata={"format": "pt"})
     return folder
+
+
+@pytest.fixture(scope="module")
+def sure(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_sure(tmp_path_factory.mktemp("sure") / "model", "llama")
 
 
 def drafting_for_itself(
@@ -134,6 +143,14 @@ def test_trees_hold_the_path_of_a_target_that_is_sure(
 ) -> None:
     """One that is not may find other paths likelier so far, and drop its own."""
     check_all_accepted(sure, tree, page_size=page_size)
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_trees_over_a_window_pool(tmp_path: Path, page_size: int) -> None:
+    """Prompts are longer than the window: in sliding layers rows begin later, and the
+    positions of nodes count from there."""
+    folder = write_sure(tmp_path / "model", "gemma3")
+    check_all_accepted(folder, (4, STEPS, 12), page_size=page_size)
 
 
 def test_a_request_that_was_retracted_is_drafted_for_as_before(

@@ -6,17 +6,21 @@ opportunity.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from sglang.faults.pools.scene import Damage, Scene, Victim
+from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
 
 if TYPE_CHECKING:
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.mem_cache.page_ledger import IntArray
+
+EXTEND = ForwardMode.EXTEND
 
 
 def stale_mapping(scene: Scene) -> Damage | None:
@@ -70,31 +74,85 @@ def early_window_free(scene: Scene) -> Damage | None:
 
 def late_window(scene: Scene) -> Damage | None:
     """Let sliding layers read a table without the first page of the window."""
-    backend, size = scene.target.attn_backend, scene.target.page_size
-    if not isinstance(backend, PagedAttnBackend):
-        return None
-    if scene.forward_batch.forward_mode.is_decode and scene.table.is_cuda:
-        return None  # a graph makes the table
+    size = scene.target.page_size
     found = [v for v in scene.victims() if len(_window_pages(scene, v)) > 1]
     if not found:
         return None
-    victim, make = found[0], backend.group_forwards
 
-    def late(batch: ForwardBatch) -> dict[str, WindowForward]:
-        made = make(batch)
-        rows, i = made[scene.group].rows, victim.batch_row
+    def begin_late(made: WindowForward, i: int) -> None:
+        rows = made.rows
         rows.page_table[i] = rows.page_table[i].roll(-1)
         rows.first_position[i] += size
         rows.prefix_lens[i] -= size
         rows.read_lens[i] -= size
+        if made.positions is not None:
+            made.positions.view(len(rows.prefix_lens), -1)[i] -= size
+
+    return _change_forward(scene, found[0], begin_late, position=found[0].first_read)
+
+
+def window_prefix_short(scene: Scene) -> Damage | None:
+    """Tell sliding layers that a row's prefix is one token shorter."""
+    if scene.forward_batch.forward_mode.is_decode:
+        return None  # attention of one new token reads no prefix length
+    found = scene.victims()
+    if not found:
+        return None
+    victim = found[0]
+
+    def shorten(made: WindowForward, i: int) -> None:
+        made.rows.prefix_lens[i] -= 1
+
+    return _change_forward(scene, victim, shorten, position=victim.prefix_len)
+
+
+def window_node_positions(scene: Scene) -> Damage | None:
+    """Give the nodes of a tree their positions in the whole request where sliding
+    layers count from the window's first page."""
+    size, window = scene.target.page_size, scene.windows.slots.window
+    if scene.forward_batch.tree_mask is None:
+        return None
+    # The window begins after the first page.
+    found = scene.victims(min_prefix=window - 1 + size)
+    if not found:
+        return None
+    victim = found[0]
+
+    def count_from_zero(made: WindowForward, i: int) -> None:
+        assert made.positions is not None
+        of_rows = made.positions.view(len(made.rows.prefix_lens), -1)
+        of_rows[i] += made.rows.first_position[i]
+
+    return _change_forward(scene, victim, count_from_zero, position=victim.prefix_len)
+
+
+def _change_forward(
+    scene: Scene,
+    victim: Victim,
+    change: Callable[[WindowForward, int], None],
+    *,
+    position: int,
+) -> Damage | None:
+    """Change what sliding layers are given for a row of the batch, until the forward is
+    over. The report must name `position` and no slot."""
+    backend = scene.target.attn_backend
+    if not isinstance(backend, PagedAttnBackend):
+        return None
+    if scene.table.is_cuda and scene.forward_batch.forward_mode is not EXTEND:
+        return None  # a graph makes it
+    make = backend.group_forwards
+
+    def changed(batch: ForwardBatch) -> dict[str, WindowForward]:
+        made = make(batch)
+        change(made[scene.group], victim.batch_row)
         return made
 
-    vars(backend)["group_forwards"] = late
+    vars(backend)["group_forwards"] = changed
     return Damage(
         req_row=victim.req_row,
         serial=victim.serial,
-        position=victim.first_read,
-        places=frozenset({(-1, victim.first_read)}),
+        position=position,
+        places=frozenset({(-1, position)}),
         undo=lambda: vars(backend).pop("group_forwards"),
     )
 

@@ -77,6 +77,7 @@ class AttentionCalls:
             attended["prefix_lens"] = batch.prefix_lens
             attended["qo_indptr"] = batch.qo_indptr
             attended["tree_mask"] = batch.tree_mask
+            attended["positions"] = batch.positions
         self._store_args = {self._primary: stored}
         self._attend_args = {self._primary: attended}
         for group, forward in forwards.items():
@@ -84,6 +85,8 @@ class AttentionCalls:
             own = {name: getattr(rows, name, value) for name, value in attended.items()}
             # Row r of a group's own tables is row r of the batch.
             own["row_index"] = None
+            if forward.positions is not None:
+                own["positions"] = forward.positions
             self._store_args[group] = stored | {"out_cache_loc": forward.cache_loc}
             self._attend_args[group] = own
 

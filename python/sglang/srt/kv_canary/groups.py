@@ -176,6 +176,8 @@ class WindowGroup(PoolGroup):
             page_size=read.page_size,
             first_position=rows.first_position,
             prev_slots=self._no_slots[: view.num_rows],
+            prefix_lens=rows.prefix_lens,
+            positions=forward.positions,
             takes_new=read.takes_new,
             reach=self.slots.window - 1,
         )

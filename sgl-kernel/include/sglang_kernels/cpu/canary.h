@@ -69,6 +69,7 @@ struct Indices {
 struct Table {
   Indices entries;  // page table, or flat slot indices
   const int64_t *read_lens, *row_index, *indptr, *first, *prev_slots;
+  const int64_t *prefix_lens, *positions;  // as attention counts them; null: not compared
   int64_t rows, columns, row_stride, column_stride, page_size;  // flat: columns entries
   int64_t entry_size;  // flat: elements of an entry
   int64_t reach;  // negative: rows may begin anywhere

@@ -294,8 +294,10 @@ struct Read {
     kPageIndices = 5,
     kFirstPosition = 6,
     kPrevSlots = 7,
+    kPrefixLens = 8,
+    kPositions = 9,
   };
-  static constexpr int64_t kCount = 8;
+  static constexpr int64_t kCount = 10;
 };
 
 struct Size {

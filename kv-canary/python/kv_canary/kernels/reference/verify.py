@@ -124,6 +124,7 @@ def verify(
     _check_records(state, view, checks, table, at, columns)
     report.add(columns)
     report.add(_check_length(view, table, first, lens, sweep=sweep))
+    report.add(_check_counting(view, table, first, sweep=sweep))
     visited = Counter.SWEPT_SLOTS if sweep else Counter.VERIFIED_SLOTS
     state.counters[visited] += at.is_prefix.sum()
 
@@ -187,13 +188,42 @@ def _check_length(
     due = (rows.prefix_lens - table.reach).clamp(min=0)
     late = live & (first > due) & (table.reach != ANY_REACH)
     missing = torch.where(late, due, end)
+    return _row_entries(rows, short | late, missing, sweep=sweep)
+
+
+def _check_counting(
+    rows: ForwardView, table: KVReadView, first: Tensor, *, sweep: bool
+) -> dict[Ring, Tensor]:
+    """Return entries for rows whose prefix or new tokens attention counts differently
+    from the forward: a READ_SET with slot -1 at the first due position that differs."""
+    live, nowhere = rows.req_rows != 0, torch.iinfo(torch.int64).max
+    differs = torch.full_like(first, nowhere)
+    if table.prefix_lens is not None:
+        is_wrong = first + table.prefix_lens != rows.prefix_lens
+        differs = torch.where(live & is_wrong, rows.prefix_lens, differs)
+    if table.positions is not None:
+        starts, counts = load_starts(rows)
+        row = torch.repeat_interleave(counts)
+        number = torch.arange(len(row), device=row.device)
+        place = starts[row] + number - (counts.cumsum(0) - counts)[row]
+        due = rows.positions[place]
+        is_wrong = first[row] + table.positions[place] != due
+        due = torch.where(is_wrong, due, nowhere)
+        differs = differs.scatter_reduce(0, row, due, "amin")
+    return _row_entries(rows, differs != nowhere, differs, sweep=sweep)
+
+
+def _row_entries(
+    rows: ForwardView, is_wrong: Tensor, position: Tensor, *, sweep: bool
+) -> dict[Ring, Tensor]:
+    """Return a READ_SET with slot -1 for each wrong row, at a position [R]."""
     return {
-        Ring.REASONS: flag(Reason.READ_SET, short | late),
+        Ring.REASONS: flag(Reason.READ_SET, is_wrong),
         Ring.REQ_ROW: rows.req_rows * (not sweep),
         Ring.SERIAL: rows.serials,
-        Ring.POSITION: missing,
-        Ring.EXPECTED_WORD0: pack_word0_tensor(-torch.ones_like(end), missing),
-        Ring.BATCH_ROW: torch.arange(len(end), device=end.device),
+        Ring.POSITION: position,
+        Ring.EXPECTED_WORD0: pack_word0_tensor(-torch.ones_like(position), position),
+        Ring.BATCH_ROW: torch.arange(len(position), device=position.device),
     }
 
 

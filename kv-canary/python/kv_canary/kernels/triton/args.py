@@ -72,6 +72,8 @@ class Reads(NamedTuple):
     indptr: Tensor | None
     first_position: Tensor | None
     prev_slots: Tensor | None
+    prefix_lens: Tensor | None
+    positions: Tensor | None
 
 
 class Bytes(NamedTuple):
@@ -201,6 +203,8 @@ def read_args(view: KVReadView) -> Reads:
         indptr=view.indptr,
         first_position=view.first_position,
         prev_slots=view.prev_slots,
+        prefix_lens=view.prefix_lens,
+        positions=view.positions,
     )
 
 

@@ -79,6 +79,8 @@ SWEPT = tl.constexpr(int(Counter.SWEPT_SLOTS))
 REHASHED = tl.constexpr(int(Counter.REHASHED_SLOTS))
 LAUNCHES = tl.constexpr(int(Counter.VERIFY_LAUNCHES))
 SWEEPS = tl.constexpr(int(Counter.SWEEP_LAUNCHES))
+# Greater than any position.
+NOWHERE = tl.constexpr((1 << 63) - 1)
 
 
 class _Reader(NamedTuple):
@@ -253,26 +255,55 @@ def _check_length(state, site, reader, PAGES: tl.constexpr):
         missing = tl.where(is_late, due, end)
         is_wrong = is_wrong | is_late
     if reader.live & is_wrong:
-        short = RingFinding(
-            reasons=READ_SET,
-            req_row=reader.owner,
-            serial=reader.serial,
-            slot=-1,
-            position=missing,
-            expected_word0=pack_word0(missing * 0 - 1, missing),
-            found_word0=0,
-            expected_lineage=None,
-            found_lineage=None,
-            found_word3=None,
-            clock=site.clock,
-            batch_row=reader.row,
-            expected_slot=-1,
-            found_fingerprint=None,
-            computed_fingerprint=None,
-            tag=site.tag,
-        )
-        report_one(state, short)
+        _report_row(state, site, reader, missing)
     return tl.minimum(reader.prefix, end) - reader.first
+
+
+@triton.jit
+def _check_counting(state, rows, reads, site, reader, BLOCK: tl.constexpr):
+    """Report the first due position of a row whose prefix or new tokens attention
+    counts differently from the forward."""
+    differs = reader.prefix * 0 + NOWHERE
+    if reads.prefix_lens is not None:
+        prefix = tl.load(reads.prefix_lens + reader.row, mask=reader.live, other=0)
+        is_wrong = reader.first + prefix != reader.prefix
+        differs = tl.where(is_wrong, reader.prefix, differs)
+    if reads.positions is not None:
+        for begin in range(0, reader.extend, BLOCK):
+            j = begin + tl.arange(0, BLOCK)
+            mask = j < reader.extend
+            at = reader.start + j
+            due = tl.load(rows.positions + at, mask=mask, other=0)
+            position = tl.load(reads.positions + at, mask=mask, other=0)
+            is_wrong = mask & (reader.first + position != due)
+            first = tl.min(tl.where(is_wrong, due, NOWHERE), axis=0)
+            differs = tl.minimum(differs, first)
+    if reader.live & (differs != NOWHERE):
+        _report_row(state, site, reader, differs)
+
+
+@triton.jit
+def _report_row(state, site, reader, position):
+    """Report a READ_SET of a row at a position, with slot -1."""
+    finding = RingFinding(
+        reasons=READ_SET,
+        req_row=reader.owner,
+        serial=reader.serial,
+        slot=-1,
+        position=position,
+        expected_word0=pack_word0(position * 0 - 1, position),
+        found_word0=0,
+        expected_lineage=None,
+        found_lineage=None,
+        found_word3=None,
+        clock=site.clock,
+        batch_row=reader.row,
+        expected_slot=-1,
+        found_fingerprint=None,
+        computed_fingerprint=None,
+        tag=site.tag,
+    )
+    report_one(state, finding)
 
 
 @triton.jit
@@ -459,6 +490,7 @@ def verify_program(
             step_phase(state, site, DUE=IDLE, NEXT=NEXT_PHASE)
             tl.atomic_add(state.counters + (SWEEPS if IS_SWEEP else LAUNCHES), 1)
         visited = _check_length(state, site, reader, PAGES)
+        _check_counting(state, rows, reads, site, reader, BLOCK)
         if visited > 0:
             tl.atomic_add(state.counters + (SWEPT if IS_SWEEP else VERIFIED), visited)
 

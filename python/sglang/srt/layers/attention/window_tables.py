@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import KVCache
 
 
+# What is made for each forward.
+_PARTS = ("rows", "cache_loc", "positions")
+
 ROW_ALIGNMENT = 16
 """A table row has a multiple of this many columns."""
 
@@ -114,10 +117,13 @@ class WindowForward(NamedTuple):
     Fields:
         rows: rows that attention of sliding layers reads.
         cache_loc: int64 [T], where sliding layers store the new tokens.
+        positions: int64 [T], positions of the new tokens of trees, counted like the
+            elements of their rows. None without trees.
     """
 
     rows: WindowRows
     cache_loc: Tensor
+    positions: Tensor | None = None
 
 
 class WindowTables:
@@ -138,9 +144,9 @@ class WindowTables:
         self._static: dict[int, WindowRows] = {}
         self._rows: WindowRows | None = None
         self._cache_loc: Tensor | None = None
-        # Made for a forward in which no sliding layer has attended, or stored, yet.
-        self._is_ahead = {"rows": False, "cache_loc": False}
         self._positions: Tensor | None = None
+        # Made for a forward in which no sliding layer has attended, or stored, yet.
+        self._is_ahead = dict.fromkeys(_PARTS, False)
 
     def for_table(self, max_rows: int) -> WindowTables:
         """Return the same tables for forwards over another page table."""
@@ -150,8 +156,11 @@ class WindowTables:
         """Make the window slots of a forward, before its first layer."""
         rows = self._make_rows(view, forward_batch)
         cache_loc = self._make_cache_loc(forward_batch)
-        self._is_ahead = {"rows": True, "cache_loc": True}
-        return WindowForward(rows, cache_loc)
+        positions = None
+        if forward_batch.tree_mask is not None:
+            positions = self._make_tree_positions(forward_batch)
+        self._is_ahead = dict.fromkeys(_PARTS, True)
+        return WindowForward(rows, cache_loc, positions)
 
     def cache_loc(self, layer_id: int, forward_batch: ForwardBatch) -> Tensor:
         """Return the window slots of the new tokens, int64 [T]."""
@@ -199,12 +208,16 @@ class WindowTables:
     def tree_positions(self, layer_id: int, forward_batch: ForwardBatch) -> Tensor:
         """Return positions of the new tokens of trees, int64 [T], counted like the
         elements of their rows. Call it after `rows`."""
-        if layer_id == self._first_layer:
-            assert self._rows is not None
-            first = self._rows.first_position[:, None]
-            whole = forward_batch.positions.view(len(first), -1)
-            self._positions = (whole - first).view(-1)
+        if self._is_due("positions", layer_id):
+            self._make_tree_positions(forward_batch)
         assert self._positions is not None
+        return self._positions
+
+    def _make_tree_positions(self, forward_batch: ForwardBatch) -> Tensor:
+        assert self._rows is not None
+        first = self._rows.first_position[:, None]
+        whole = forward_batch.positions.view(len(first), -1)
+        self._positions = (whole - first).view(-1)
         return self._positions
 
     def _tensors(self, batch: ForwardBatch, page_size: int) -> WindowRows:
