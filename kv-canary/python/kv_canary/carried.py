@@ -13,7 +13,7 @@ h' = h ^ (h >> 32), modulo 2^64, with the shift of signed numbers
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -24,7 +24,8 @@ FACTOR = to_signed64(0x9E3779B97F4A7C15)
 KEY = to_signed64(0xD6E8FEB86659FD93)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen, like `ForwardView`: they are made many times in a step.
+@dataclass(slots=True, kw_only=True)
 class CarriedRows:
     """State of R rows of b requests, `group` = R / b rows each.
 
@@ -35,6 +36,8 @@ class CarriedRows:
         hidden: [R, width], a whole number of 32-bit words per row, or None.
         ids, probs: int64 and float32 [R, K], or None.
         sums: int64 [N], recorded or compared.
+        words, bits: int32 [R, C] and [R, K], the memory of `hidden` and of `probs`.
+        numbers: `group`, K, C, and the elements between rows of `words`.
     """
 
     places: Tensor
@@ -45,29 +48,23 @@ class CarriedRows:
     ids: Tensor | None
     probs: Tensor | None
     sums: Tensor
+    words: Tensor | None = field(init=False, repr=False)
+    bits: Tensor | None = field(init=False, repr=False)
+    numbers: list[int] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        hidden, probs, ids = self.hidden, self.probs, self.ids
+        self.words = words = None if hidden is None else hidden.view(torch.int32)
+        self.bits = None if probs is None else probs.view(torch.int32)
+        known = 0 if ids is None else ids.shape[1]
+        width, stride = 0, 0
+        if words is not None:
+            width, stride = words.shape[1], words.stride(0)
+        self.numbers = [self.group, known, width, stride]
 
     @property
     def group(self) -> int:
-        return len(self.places) // max(len(self.req_rows), 1)
-
-    @property
-    def words(self) -> Tensor | None:
-        """int32 [R, C]: the memory of `hidden`."""
-        return None if self.hidden is None else self.hidden.view(torch.int32)
-
-    @property
-    def bits(self) -> Tensor | None:
-        """int32 [R, K]: the memory of `probs`."""
-        return None if self.probs is None else self.probs.view(torch.int32)
-
-    @property
-    def numbers(self) -> list[int]:
-        """`group`, K, C, and the elements between rows of `words`."""
-        known = 0 if self.ids is None else self.ids.shape[1]
-        words = self.words
-        if words is None:
-            return [self.group, known, 0, 0]
-        return [self.group, known, words.shape[1], words.stride(0)]
+        return self.places.shape[0] // max(self.req_rows.shape[0], 1)
 
     def check_layout(self) -> None:
         """Check for kernels that index raw memory and would misread another layout.
@@ -75,18 +72,23 @@ class CarriedRows:
         Raises:
             ValueError: a tensor has another shape or layout.
         """
-        rows, requests = len(self.places), len(self.req_rows)
-        sizes = {"places": rows, "req_rows": requests, "serials": requests}
-        sizes["positions"] = requests
-        for f in fields(self):
-            t = getattr(self, f.name)
+        rows, requests = self.places.shape[0], self.req_rows.shape[0]
+        for name, t, due in (
+            ("places", self.places, rows),
+            ("req_rows", self.req_rows, requests),
+            ("serials", self.serials, requests),
+            ("positions", self.positions, requests),
+            ("hidden", self.hidden, rows),
+            ("ids", self.ids, rows),
+            ("probs", self.probs, rows),
+            ("sums", self.sums, self.sums.shape[0]),
+        ):
             if t is None:
                 continue
-            is_whole = t.stride(-1) == 1 if f.name == "hidden" else t.is_contiguous()
-            due = sizes.get(f.name, len(self.sums) if f.name == "sums" else rows)
+            is_whole = t.stride(-1) == 1 if name == "hidden" else t.is_contiguous()
             if t.shape[0] != due or not is_whole:
                 raise ValueError(
-                    f"CarriedRows: {f.name} of shape {list(t.shape)} and strides "
+                    f"CarriedRows: {name} of shape {list(t.shape)} and strides "
                     f"{list(t.stride())}; expected {due} contiguous rows"
                 )
         if requests and rows % requests:

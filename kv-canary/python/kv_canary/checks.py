@@ -261,7 +261,8 @@ CHECKS: tuple[Check, ...] = (
             Diagnosis(
                 name="state of another row or iteration",
                 look_at="what a draft leaves for its next forward: the relay's stash "
-                "and gather, the rows of accepted nodes",
+                "and gather, the rows of accepted nodes, the rows that the branches of "
+                "a level follow",
             ),
         ),
         # The rows that the state comes from also choose the logprobs.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.speculative import eagle_worker_v2
+from sglang.srt.speculative import eagle_draft_worker, eagle_worker_v2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,6 +74,35 @@ def take_other_nodes(site: FaultSite) -> None:
             site.harm(row)
 
     site.wrap(eagle_worker_v2, "gather_accepted", fault)
+
+
+def descend_swapped(site: FaultSite) -> None:
+    """Let the first branches of two requests go on from each other's hidden state."""
+
+    def fault(select: Fault, level: int, **out: Any) -> None:
+        select(level, **out)
+        topk, rows = out["shape"].topk, out["hidden_rows"]
+        for a, b in site.pairs()[:1]:
+            rows.copy_(_swapped(rows, a * topk, b * topk))
+            site.harm(a, b)
+
+    site.wrap(eagle_draft_worker, "select_top_k", fault)
+
+
+def descend_neighbours(site: FaultSite) -> None:
+    """Let a branch go on from the hidden state of a branch that is not its parent."""
+
+    def fault(select: Fault, level: int, **out: Any) -> None:
+        select(level, **out)
+        if not level:
+            return  # all branches follow the root
+        topk, rows = out["shape"].topk, out["hidden_rows"]
+        for row in site.candidates()[:1]:
+            branch, first = row * topk + site.rng.randrange(topk), row * topk
+            rows[branch] = first + (rows[branch] - first + 1) % topk
+            site.harm(row)
+
+    site.wrap(eagle_draft_worker, "select_top_k", fault)
 
 
 def _swapped(values: Tensor, a: int, b: int) -> Tensor:

@@ -184,9 +184,7 @@ class EagleDraftWorker:
         )
         self.state_check = None
         if self.canary is not None:
-            self.state_check = self.canary.draft_state(
-                max_nodes=pool.size * shape.num_draft_tokens
-            )
+            self.state_check = self.canary.draft_state(shape)
         self.workspace = EagleWorkspace(
             shape=shape,
             layout=self._layout,
@@ -391,6 +389,8 @@ class EagleDraftWorker:
                 return
             if hidden is not None:
                 hidden = hidden.index_select(0, hidden_rows)
+                if self.state_check is not None:
+                    self.state_check.on_descend(views, level, hidden)
             output = self.run_step(
                 level,
                 ForwardBatch(
@@ -407,6 +407,8 @@ class EagleDraftWorker:
                     **identity._asdict(),
                 ),
             )
+            if self.state_check is not None:
+                self.state_check.on_level(views, level + 1, output.hidden_states)
             candidates = propose(output.next_token_logits, shape.topk)
             hidden, lens = output.hidden_states, lens + 1
 

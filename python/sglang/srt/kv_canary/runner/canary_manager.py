@@ -63,6 +63,7 @@ from sglang.srt.mem_cache.radix_cache import RadixCache
 if TYPE_CHECKING:
     from kv_canary.reporter import OwnerOf, ViolationReporter
     from kv_canary.view import KVReadView
+    from sglang.srt.configs.draft_layout import TreeShape
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.config import CanaryConfig
@@ -240,10 +241,10 @@ class CanaryManager:
         for callers that look at the state before it."""
         self.runtime.settle()
 
-    def draft_state(self, *, max_nodes: int) -> DraftState:
+    def draft_state(self, shape: TreeShape) -> DraftState:
         """The check of what this pool's worker hands on from forward to forward."""
-        req_rows = self.target.req_to_token_pool.size + 1
-        return DraftState(self._state, req_rows=req_rows, max_nodes=max_nodes)
+        max_requests = self.target.req_to_token_pool.size
+        return DraftState(self._state, max_requests=max_requests, shape=shape)
 
     def mark_init_finished(self) -> None:
         """Let sweeps and health checks begin: all graphs are captured."""
