@@ -12,6 +12,7 @@ from kv_canary.attended import SUM_BYTES, AttendedBytes, attended_bytes
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.forward.batch import ForwardBatch
+from sglang.srt.kv_canary.attention_views import check_views
 from sglang.srt.kv_canary.capacities import bytes_per_slot
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
@@ -48,6 +49,7 @@ def install_canary(
 
     Raises:
         ValueError: flags, environment or pool do not fit; names what to change.
+        RuntimeError: attention is given other views than the pool's.
     """
     config = CanaryConfig.from_server_args(server_args)
     is_draft = model_runner.is_draft_worker
@@ -76,6 +78,7 @@ def install_canary(
         num_branches=req_to_token_pool.size * topk if is_draft else 0,
         keeps_sums=keeps_sums,
     )
+    check_views(pool, groups, model_runner.model)
     compared = {group.name: _attended(group) for group in groups}
     if compared[groups[0].name] is not None:
         backend.compare_bytes({n: own for n, own in compared.items() if own})
