@@ -15,7 +15,9 @@ decode 90 s, prefill 35 s, rotate 90 s, all 40 s, sweep 150 s, throughput 170 s,
 in-order (steps that wait for their result) 80 s.
 
 With `--record N` (the measurement `record`) both have the canary, and what is compared
-is keeping the decisions of the last N forwards (`--kv-canary-record`).
+is keeping the decisions of the last N forwards (`--kv-canary-record`). With `--draws`
+(the measurement `draws`) both have it, too, and what is compared is the check of what
+is sampled; `--temperature` samples.
 
 With `--trees` (topk,steps,draft tokens; the measurement `spec`) the two speculate with
 an EAGLE3 head of dummy weights, and a block is one of whole cycles: draft, verify,
@@ -65,6 +67,7 @@ MEASUREMENTS: dict[str, list[str]] = {
     "throughput": ["--throughput", "3", "--batch-size", "--prefill"],
     "in-order": ["--disable-overlap-schedule", "--prefill"],
     "record": ["--record", "1000", "--batch-size", "1", "16", "--prefill"],
+    "draws": ["--draws", "--prefill", "128", "8192"],
     "spec": [
         *("--trees", "8,5,64", "1,3,4", "--page-size", "64", "--block", "32"),
         *("--batch-size", "1", "16", "--prefill"),
@@ -118,12 +121,21 @@ class Side:
             self.io,
         )
         self.slots = args.slots
+        self._temperature = args.temperature
         self._count = 0
+
+    def leave_out_draws(self) -> None:
+        """Do not check what is sampled."""
+        manager = self.scheduler.worker.model_runner.canary_manager
+        assert manager is not None and manager.draws is not None
+        manager.draws.is_on = False
 
     def submit(self, length: int, new: int, generator: torch.Generator) -> None:
         vocab = self.scheduler.model_config.vocab_size
         ids = torch.randint(0, vocab, (length,), generator=generator).tolist()
-        params = SamplingParams(max_new_tokens=new, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(
+            max_new_tokens=new, temperature=self._temperature, ignore_eos=True
+        )
         self._count += 1
         self.io.requests.append(
             GenerateReq(rid=str(self._count), input_ids=ids, sampling_params=params)
@@ -260,6 +272,7 @@ def add_side_flags(
     parser.add_argument("--context-length", type=int, default=context_length)
     parser.add_argument("--disable-overlap-schedule", action="store_true")
     parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--temperature", type=float, default=0.0)
 
 
 def parse_args() -> argparse.Namespace:
@@ -290,6 +303,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument(
         "--record", type=int, default=0, help="compare recording of so many forwards"
     )
+    parser.add_argument("--draws", action="store_true", help="compare their check")
     parser.add_argument("--trees", type=Tree.parse, nargs="*", default=[])
     parser.add_argument("--algorithm", default="EAGLE3")
     parser.add_argument("--draft-model-path", help="a draft instead of a dummy head")
@@ -342,11 +356,13 @@ def measure_steps(
         *args.prefill,
         requests * 1400,
     )
-    plain = "raise" if args.record else None
+    plain = "raise" if args.record or args.draws else None
     sides = (
         Side(args, folder, plain),
         Side(args, folder, "raise", record=args.record),
     )
+    if args.draws:
+        sides[0].leave_out_draws()
     for rows in args.batch_size:
         for side in sides:
             side.start_decoding(rows, args.input_len, new)

@@ -233,7 +233,7 @@ AREAS = (
         modules=(
             "constrained.grammar_manager",
             "constrained.tree_masks",
-            "managers.batch.grammar_masks",
+            "managers.worker.grammar_masks",
             "managers.scheduler.grammar_queue",
         ),
         worlds=Kind.GRAMMAR,

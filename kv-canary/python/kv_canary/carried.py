@@ -36,8 +36,10 @@ class CarriedRows:
         hidden: [R, width], a whole number of 32-bit words per row, or None.
         ids, probs: int64 and float32 [R, K], or None.
         sums: int64 [N], recorded or compared.
+        clock_offset: from the clock to the forward of these rows: -1 after its own
+            tail, which has already advanced the clock.
         words, bits: int32 [R, C] and [R, K], the memory of `hidden` and of `probs`.
-        numbers: `group`, K, C, and the elements between rows of `words`.
+        numbers: `group`, K, C, the elements between rows of `words`, `clock_offset`.
     """
 
     places: Tensor
@@ -48,6 +50,7 @@ class CarriedRows:
     ids: Tensor | None
     probs: Tensor | None
     sums: Tensor
+    clock_offset: int = 0
     words: Tensor | None = field(init=False, repr=False)
     bits: Tensor | None = field(init=False, repr=False)
     numbers: list[int] = field(init=False, repr=False)
@@ -60,7 +63,7 @@ class CarriedRows:
         width, stride = 0, 0
         if words is not None:
             width, stride = words.shape[1], words.stride(0)
-        self.numbers = [self.group, known, width, stride]
+        self.numbers = [self.group, known, width, stride, self.clock_offset]
 
     @property
     def group(self) -> int:

@@ -108,6 +108,10 @@ class Sources(NamedTuple):
     found: str
 
 
+RECOMPUTES = 3
+_DAMAGED = "the KV cache of this request was damaged"
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Check:
     """A check.
@@ -123,6 +127,10 @@ class Check:
         severity: what a finding in the draft's pool puts in doubt. In the target's pool
             it is always tokens.
         shows: the lines that `explain` adds. sources: for `Shows.INPUT`.
+        recomputes: how often healing recomputes a request that gains no token.
+        ends_alone: whether only the request is wrong, so that `raise` ends it and goes
+            on.
+        damage: what the client of a request that ends is told.
         since: the version of kv-canary that added it.
     """
 
@@ -135,6 +143,9 @@ class Check:
     severity: Severity = Severity.DRAFTS
     shows: Shows = Shows.RECORD
     sources: Sources = Sources("as published", "in the forward's inputs")
+    recomputes: int = RECOMPUTES
+    ends_alone: bool = False
+    damage: str = _DAMAGED
     since: str = "0.1.0"
 
     @property
@@ -297,6 +308,9 @@ CHECKS: tuple[Check, ...] = (
         severity=Severity.TOKENS,
         shows=Shows.INPUT,
         sources=_DRAWN,
+        recomputes=1,
+        ends_alone=True,
+        damage="the logits of this request were not finite",
     ),
     Check(
         reason=Reason.GRAMMAR_MASK,
@@ -557,3 +571,15 @@ def reasons_where(condition: Callable[[Check], bool]) -> Reason:
         if condition(check):
             bits |= check.reason
     return bits
+
+
+def recomputes(reasons: int) -> int:
+    """Return how often healing recomputes a request that gains no token."""
+    counts = [check.recomputes for check in CHECKS if check.reason & reasons]
+    return min(counts, default=RECOMPUTES)
+
+
+def damage_of(reasons: int) -> str:
+    """Return what the client of a request that ends is told."""
+    found = (check.damage for check in CHECKS if check.reason & reasons)
+    return next(found, _DAMAGED)

@@ -12,11 +12,9 @@ from torch import Tensor
 from sglang.faults.pools.planters import PLANTERS
 from sglang.faults.pools.scene import Damage, Moves, Scene, When
 from sglang.faults.settings import FULL, NEXT_TOKEN_SWAP
-from sglang.srt.kv_canary.token_oracle import oracle_tokens
 
 if TYPE_CHECKING:
     from sglang.faults.settings import PerturbSettings
-    from sglang.srt.draft_trees.workspace import RowIdentity
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -192,39 +190,7 @@ class PerturbDriver:
         while undo:
             undo.pop()()
 
-    def tokens(self, forward_batch: ForwardBatch, token_ids: Tensor) -> Tensor:
-        """Return the sampled tokens [R]: the oracle's where it is on. Two are swapped
-        where that fault is planted."""
-        config = self._target.config
-        if config.use_token_oracle:
-            token_ids = oracle_tokens(
-                forward_batch.rids_int,
-                forward_batch.seq_lens,
-                vocab_size=self._target.vocab_size,
-            )
-        return self._swapped(
-            token_ids,
-            rows=forward_batch.req_pool_indices,
-            serials=forward_batch.req_serial,
-            ends=forward_batch.seq_lens,
-        )
-
-    def node_tokens(self, identity: RowIdentity, positions: Tensor) -> Tensor:
-        """Return the oracle's tokens [b, D] after the nodes of trees, at `positions`
-        [b, D]. Two requests' are swapped where that fault is planted."""
-        tokens = oracle_tokens(
-            identity.rids_int[:, None],
-            positions + 1,
-            vocab_size=self._target.vocab_size,
-        )
-        return self._swapped(
-            tokens,
-            rows=identity.req_pool_indices,
-            serials=identity.req_serial,
-            ends=positions[:, 0] + 1,
-        )
-
-    def _swapped(
+    def swapped(
         self, tokens: Tensor, *, rows: Tensor, serials: Tensor, ends: Tensor
     ) -> Tensor:
         """Return `tokens` [R] or [R, ...]; two requests' are swapped if that is due.

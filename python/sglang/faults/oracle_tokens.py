@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
-from sglang.srt.kv_canary.token_oracle import oracle_logits
+from sglang.srt.kv_canary.token_oracle import oracle_logits, oracle_tokens
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
 if TYPE_CHECKING:
@@ -19,48 +19,73 @@ if TYPE_CHECKING:
     from sglang.srt.managers.worker.interface import Worker
     from sglang.srt.sampling.sampler import SamplerOutput
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+    from sglang.srt.speculative.eagle_utils import Decision
 
 Sample: TypeAlias = "Callable[[ScheduleBatch, ForwardBatch, Tensor], SamplerOutput]"
 
 
-def install_token_oracle(worker: Worker, perturb: PerturbDriver) -> None:
-    """Wrap `TpModelWorker.sample`, and `EAGLEWorkerV2.verify`, so that the token oracle
-    chooses. `perturb` is the driver of the target's pool."""
-    target = _target(worker)
-    target.sample = _with_faults(target.sample, perturb)
-    if isinstance(worker, EAGLEWorkerV2):
-        _replace_choices(worker, perturb)
+class TokenOracle:
+    """Chooses the tokens of a worker: wraps `TpModelWorker.sample`, and
+    `EAGLEWorkerV2.verify`.
 
+    Attributes:
+        perturb: driver of the target's pool, which swaps two tokens where that fault is
+            planted; None: nobody does.
+    """
 
-def _target(worker: Worker) -> Any:
-    return worker.target_worker if isinstance(worker, EAGLEWorkerV2) else worker
+    def __init__(self, worker: Worker) -> None:
+        self.perturb: PerturbDriver | None = None
+        target: Any = worker
+        if isinstance(worker, EAGLEWorkerV2):
+            target = worker.target_worker
+            self._replace_choices(worker)
+        self._vocab_size = target.model_runner.model_config.vocab_size
+        target.sample = self._replacing(target.sample)
 
+    def _replacing(self, sample: Sample) -> Sample:
+        def sample_by_oracle(
+            batch: ScheduleBatch, forward_batch: ForwardBatch, logits: Tensor
+        ) -> SamplerOutput:
+            ends = forward_batch.seq_lens
+            tokens = self._swapped(
+                oracle_tokens(
+                    forward_batch.rids_int, ends, vocab_size=self._vocab_size
+                ),
+                rows=forward_batch.req_pool_indices,
+                serials=forward_batch.req_serial,
+                ends=ends,
+            )
+            return sample(batch, forward_batch, logits).forced(tokens)
 
-def _with_faults(sample: Sample, perturb: PerturbDriver) -> Sample:
-    def sample_with_faults(
-        batch: ScheduleBatch, forward_batch: ForwardBatch, logits: Tensor
-    ) -> SamplerOutput:
-        sampled = sample(batch, forward_batch, logits)
-        tokens = perturb.tokens(forward_batch, sampled.token_ids)
-        return sampled._replace(token_ids=tokens)
+        return sample_by_oracle
 
-    return sample_with_faults
+    def _replace_choices(self, worker: Any) -> None:
+        """Let the target choose the oracle's token after each node: its logits allow no
+        other one, whether the request samples or not."""
+        verify = worker.verify
 
+        def verify_by_oracle(
+            live: WorkspaceRows,
+            logits: Tensor,
+            sampling_info: SamplingBatchInfo,
+            **options: Any,
+        ) -> Decision:
+            identity, positions = live.row_identity(), live.tree.positions
+            tokens = self._swapped(
+                oracle_tokens(
+                    identity.rids_int[:, None],
+                    positions + 1,
+                    vocab_size=self._vocab_size,
+                ),
+                rows=identity.req_pool_indices,
+                serials=identity.req_serial,
+                ends=positions[:, 0] + 1,
+            )
+            only = oracle_logits(logits, tokens.view(-1))
+            decided: Decision = verify(live, only, sampling_info, **options)
+            return decided
 
-def _replace_choices(worker: Any, perturb: PerturbDriver) -> None:
-    """Let the target choose the oracle's token after each node: its logits allow no
-    other one, whether the request samples or not."""
-    verify = worker.verify
+        worker.verify = verify_by_oracle
 
-    def verify_with_oracle(
-        live: WorkspaceRows,
-        logits: Tensor,
-        sampling_info: SamplingBatchInfo,
-        **options: Any,
-    ) -> Tensor:
-        tokens = perturb.node_tokens(live.row_identity(), live.tree.positions)
-        only = oracle_logits(logits, tokens.view(-1))
-        processed: Tensor = verify(live, only, sampling_info, **options)
-        return processed
-
-    worker.verify = verify_with_oracle
+    def _swapped(self, tokens: Tensor, **rows: Tensor) -> Tensor:
+        return tokens if self.perturb is None else self.perturb.swapped(tokens, **rows)

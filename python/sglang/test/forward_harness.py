@@ -27,6 +27,8 @@ from sglang.srt.mem_cache.groups.slots import GroupHold, GroupSlots
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.tree_node import TreeNode
 from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.sampling.sampling_batch_info import SamplingRow
+from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.test.scale import with_canary
 
@@ -52,6 +54,7 @@ class _Row:
 
     def __post_init__(self) -> None:
         self.serial = self.req_pool_idx
+        self.sampling_row = SamplingRow(params=SamplingParams(temperature=0.0))
 
     @property
     def prompt_len(self) -> int:

@@ -614,7 +614,7 @@ void canary_carry(
     const std::vector<int64_t>& numbers, bool checks) {
   const char* op = "canary_carry";
   const canary::State s = read_state(op, state);
-  SGLK_REQUIRE(given.size() == 7 && numbers.size() == 4, op, ": not those of CarriedRows");
+  SGLK_REQUIRE(given.size() == 7 && numbers.size() == 5, op, ": not those of CarriedRows");
   for (int64_t i = 0; i < 4; i++) SGLK_REQUIRE(given[i], op, ": tensor ", i, " is missing");
   canary::Carried c{};
   c.count = given[0]->numel();
@@ -633,7 +633,8 @@ void canary_carry(
   c.width = numbers[2];
   c.row_stride = numbers[3];
   SGLK_REQUIRE(c.count == c.group * requests, op, ": ", c.count, " rows of ", requests);
-  const canary::Site site = make_site(s, canary::Launch::kCarried, canary::kNoManager);
+  canary::Site site = make_site(s, canary::Launch::kCarried, canary::kNoManager);
+  site.clock += numbers[4];
   for (int64_t i = 0; i < c.count; i++) {
     if (!canary::is_carried(c, i)) continue;
     SGLK_REQUIRE(c.places[i] < c.num_sums, op, ": places[", i, "] is ", c.places[i],

@@ -36,6 +36,7 @@ class FakeGrammar:
         self.source = source
         self.limit = limit
         self.worn = [0] if worn is None else worn
+        self.num_accepted = 0
 
     def accept(self, token_id: int) -> None:
         raise RuntimeError("not allowed")

@@ -12,7 +12,7 @@ from kv_canary.faults.catalogue import CATALOGUE, by_host_name, planted_in
 from kv_canary.faults.fault import FaultPlace, HostEngine, Planted, Serving, SlotGroup
 from kv_canary.faults.sglang import planters as sglang_planters
 from kv_canary.faults.vllm import planters as vllm_planters
-from scripts.mutation.targets import AREAS
+from scripts.mutation.areas import AREAS
 from sglang.faults.fault_points import FAULT_POINTS
 from sglang.faults.pools.planters import PLANTERS as POOLS
 from sglang.faults.settings import FULL, SWA, VARIABLES

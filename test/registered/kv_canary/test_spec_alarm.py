@@ -10,8 +10,8 @@ import pytest
 
 from kv_canary.explain import explain
 from sglang.srt.managers.batch.forward_result import GenerationBatchResult
-from sglang.srt.managers.batch.grammar_masks import GrammarMasks
 from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
+from sglang.srt.managers.worker.grammar_masks import GrammarMasks
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import Finished
 from sglang.test.mock_oracle import next_tokens

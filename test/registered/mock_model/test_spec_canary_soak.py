@@ -14,8 +14,8 @@ import torch
 from kv_canary.records import Counter
 from sglang.srt.configs.draft_layout import TreeShape
 from sglang.srt.managers.batch.forward_result import GenerationBatchResult
-from sglang.srt.managers.batch.grammar_masks import GrammarMasks
 from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
+from sglang.srt.managers.worker.grammar_masks import GrammarMasks
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness, Finished

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative import eagle_draft_worker, eagle_worker_v2
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
 
     from sglang.faults.steps.site import Fault, FaultSite
     from sglang.srt.draft_trees.buffers import DraftCandidates, VerifyResult
+    from sglang.srt.forward.batch import ForwardBatch
 
 
 def stash_nothing(site: FaultSite) -> None:
@@ -74,6 +76,22 @@ def take_other_nodes(site: FaultSite) -> None:
             site.harm(row)
 
     site.wrap(eagle_worker_v2, "gather_accepted", fault)
+
+
+def extend_head_swapped(site: FaultSite) -> None:
+    """Let the draft propose two requests' next tokens by each other's last hidden
+    state."""
+
+    def fault(extend_batch: Fault, *args: Any, **options: Any) -> ForwardBatch:
+        batch: ForwardBatch = extend_batch(*args, **options)
+        rows = batch.logits_rows
+        for a, b in site.pairs()[:1]:
+            assert rows is not None
+            batch = dataclasses.replace(batch, logits_rows=_swapped(rows, a, b))
+            site.harm(a, b)
+        return batch
+
+    site.wrap(site.worker.draft_worker, "extend_batch", fault)
 
 
 def descend_swapped(site: FaultSite) -> None:

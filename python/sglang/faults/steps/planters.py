@@ -6,7 +6,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from kv_canary.faults.catalogue import STEP_FAULTS
-from sglang.faults.steps import carried, lengths, publishing, results, stores, trees
+from sglang.faults.steps import (
+    carried,
+    draws,
+    lengths,
+    publishing,
+    results,
+    stores,
+    trees,
+)
 from sglang.faults.steps.site import FaultSite
 from sglang.faults.steps.stores import StoreOf
 from sglang.srt.forward.batch import ForwardMode
@@ -38,7 +46,7 @@ _DRAFT_LENGTHS = {
 PLANTERS: Mapping[str, Plant] = {
     **{
         name: vars(module)[name]
-        for module in (publishing, lengths, results, carried)
+        for module in (publishing, lengths, results, carried, draws)
         for name in STEP_FAULTS
         if hasattr(module, name)
     },

@@ -77,6 +77,11 @@ class Cancellation:
 class Grammar(Protocol):
     """The position of one request in its grammar. Not thread-safe."""
 
+    @property
+    def num_accepted(self) -> int:
+        """Number of tokens accepted and not undone."""
+        ...
+
     def accept(self, token_id: int) -> None:
         """Advance by one token.
 

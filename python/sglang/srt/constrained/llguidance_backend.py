@@ -84,6 +84,10 @@ class LLGuidanceGrammar:
         # The matcher does not count an EOS after it has stopped by itself.
         self._n_late_eos = n_late_eos
 
+    @property
+    def num_accepted(self) -> int:
+        return self._n_accepted + self._n_late_eos
+
     def accept(self, token_id: int) -> None:
         matcher = self._own()
         if token_id in self._eos_ids and self._is_over():
@@ -120,10 +124,10 @@ class LLGuidanceGrammar:
         return bool(self._matcher.is_stopped())
 
     def rollback(self, n_tokens: int) -> None:
-        if not 0 <= n_tokens <= self._n_accepted + self._n_late_eos:
+        if not 0 <= n_tokens <= self.num_accepted:
             raise ValueError(
                 f"cannot roll back {n_tokens} tokens: the grammar has accepted "
-                f"{self._n_accepted + self._n_late_eos}"
+                f"{self.num_accepted}"
             )
         late = min(n_tokens, self._n_late_eos)
         self._n_late_eos -= late

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from sglang.srt.constrained.base_grammar import Grammar
 
 
@@ -20,6 +23,7 @@ def fill_tree_masks(
     next_token: Sequence[int],
     next_sibling: Sequence[int],
     masks: Tensor,
+    accepted: npt.NDArray[np.int32],
 ) -> None:
     """Write the mask of tokens allowed after each node that the grammar reaches.
 
@@ -31,6 +35,7 @@ def fill_tree_masks(
         tokens: token of each node; the root's is unused.
         next_token, next_sibling: first child and next sibling of each node, or -1.
         masks: int32 [D, words] on the host.
+        accepted: [D]; written, the tokens that the grammar has accepted at each node.
 
     Raises:
         GrammarLimitError: the grammar has grown to a limit and is lost.
@@ -38,6 +43,7 @@ def fill_tree_masks(
 
     def visit(node: int) -> None:
         grammar.fill_mask(masks[node])
+        accepted[node] = grammar.num_accepted
         child = next_token[node]
         while child != -1:
             token = tokens[child]

@@ -1,5 +1,6 @@
 """The check of what a draft hands on beside its KV: from iteration to iteration through
-the relay, from level to level of a tree, from a verification to the extend after it.
+the relay, from level to level of a tree, from a verification to the extend after it,
+from an extend to its head.
 
 Sums are noted from what was computed and compared with what is about to be used.
 """
@@ -7,13 +8,15 @@ Sums are noted from what was computed and compared with what is about to be used
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kv_canary.carried import CarriedRows
+from sglang.srt.draft_trees.draft_input import EagleDraftInput
+from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.kv_canary.kernels import check_carried, note_carried
 
 if TYPE_CHECKING:
@@ -21,6 +24,8 @@ if TYPE_CHECKING:
     from sglang.srt.configs.draft_layout import TreeShape
     from sglang.srt.draft_trees.buffers import DraftCandidates
     from sglang.srt.draft_trees.workspace import WorkspaceRows
+    from sglang.srt.forward.batch import ForwardBatch
+    from sglang.srt.layers.logits_processor import HeadCall
 
 
 class DraftState:
@@ -39,11 +44,36 @@ class DraftState:
         max_nodes = max_requests * shape.num_draft_tokens
         self._of_requests = state.counters.new_zeros(max_requests + 1)
         self._of_nodes = state.counters.new_zeros(max_nodes)
+        self._of_heads = state.counters.new_zeros(max_nodes)
         self._places = torch.arange(max_nodes, device=state.counters.device)
         self._levels = _LevelPlaces.create(
             max_requests, shape, device=state.counters.device
         )
         self._of_groups = state.counters.new_zeros(max_requests * shape.num_groups)
+
+    def on_head(self, forward_batch: ForwardBatch, head: HeadCall) -> None:
+        """Check the rows that the head of an extend read, one per request: of its last
+        token, or of the last accepted one."""
+        offsets = forward_batch.qo_indptr
+        assert offsets is not None
+        last = offsets[1:] - 1
+        if forward_batch.forward_mode is ForwardMode.DRAFT_EXTEND_V2:
+            given = forward_batch.spec_info
+            assert isinstance(given, EagleDraftInput) and given.accept_lens is not None
+            last = offsets[:-1] + given.accept_lens - 1
+        rows = CarriedRows(
+            places=self._places[: len(last)],
+            req_rows=forward_batch.req_pool_indices,
+            serials=forward_batch.req_serial,
+            positions=forward_batch.prefix_lens,
+            hidden=head.hidden.index_select(0, last),
+            ids=None,
+            probs=None,
+            sums=self._of_heads,
+            clock_offset=-1,
+        )
+        note_carried(self._state, rows)
+        check_carried(self._state, replace(rows, hidden=head.inputs))
 
     def on_stash(
         self,

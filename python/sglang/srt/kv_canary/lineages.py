@@ -4,21 +4,25 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 from weakref import WeakKeyDictionary
 
 import numpy as np
 
 from kv_canary.records import TokenRun, draft_seed, extend_lineages
 
+if TYPE_CHECKING:
+    from sglang.srt.sampling.sampling_batch_info import SamplingRow
+
 
 class TokenOwner(Protocol):
     """A request: its tokens so far, of which the first `prompt_len` are its client's,
-    the salt of its cache namespace, and its number."""
+    the salt of its cache namespace, its number, and how it is sampled."""
 
     tokens: array[int]
     salt: int
     serial: int
+    sampling_row: SamplingRow
 
     @property
     def prompt_len(self) -> int: ...

@@ -22,6 +22,28 @@ PROMPT_LOGITS_SLICE = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HeadCall:
+    """What the head was given and what it returned, for checks.
+
+    Fields:
+        hidden: [T, H], the output of the layer stack.
+        inputs: [R, H], what the head read; may be `hidden` itself.
+        logits: [R, V], as it returned them.
+    """
+
+    hidden: Tensor
+    inputs: Tensor
+    logits: Tensor
+
+    def narrow(self, rows: int) -> HeadCall:
+        """Return the first rows of a call that had one row per token."""
+        hidden = inputs = self.hidden[:rows]
+        if self.inputs is not self.hidden:
+            inputs = self.inputs[:rows]
+        return HeadCall(hidden=hidden, inputs=inputs, logits=self.logits[:rows])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LogitsProcessorOutput:
     """Results of a forward.
 
@@ -33,12 +55,28 @@ class LogitsProcessorOutput:
         last_hidden: the same rows of the last layer, normed, for clients that ask. It
             is `hidden_states` itself if the draft reads that.
         input_logprobs: prompt logprobs by row, for the rows that asked.
+        head: the call of the head that made the logits.
     """
 
     next_token_logits: Tensor
     hidden_states: Tensor | None
     last_hidden: Tensor | None
     input_logprobs: dict[int, LogprobResult]
+    head: HeadCall
+
+
+class _NotedHead:
+    """A head that notes what really goes in and comes out."""
+
+    __slots__ = ("_head", "inputs", "logits")
+
+    def __init__(self, head: Callable[[Tensor], Tensor]) -> None:
+        self._head = head
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        self.inputs = rows
+        self.logits = self._head(rows)
+        return self.logits
 
 
 class LogitsProcessor:
@@ -76,11 +114,14 @@ class LogitsProcessor:
             captured, last = returned, hidden
         elif forward_batch.capture_hidden_mode is CaptureHiddenMode.LAST:
             captured, last = returned if rows is None else returned[rows], needed
+        noted = _NotedHead(head)
+        logits = noted(needed)
         return LogitsProcessorOutput(
-            next_token_logits=head(needed),
+            next_token_logits=logits,
             hidden_states=captured,
             last_hidden=captured if aux_hidden is None else last,
             input_logprobs=self._input_logprobs(hidden, head, forward_batch),
+            head=HeadCall(hidden=hidden, inputs=noted.inputs, logits=noted.logits),
         )
 
     def _capped(self, head: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:

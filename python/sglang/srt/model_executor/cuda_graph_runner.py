@@ -138,6 +138,7 @@ class CudaGraphRunner:
             hidden_states=None if hidden is None else hidden[:tokens],
             last_hidden=None if last is None else last[:tokens],
             input_logprobs={},
+            head=output.head.narrow(tokens),
         )
 
     def _capture(self, batch_sizes: list[int]) -> GraphSet[int]:

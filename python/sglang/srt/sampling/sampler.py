@@ -28,11 +28,42 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
-class SamplerOutput(NamedTuple):
-    """`token_ids` [R] int64 on the device; `logprobs` if they were requested."""
+class Choice(NamedTuple):
+    """Tokens that were chosen, and what from.
+
+    Fields:
+        token_ids: [R] int64 on the device.
+        edited: [R, V] float32, the logits after bias, penalties, bans, mask and
+            temperature; None if there are none of these.
+        kept: [R, V] float32, the probabilities that filters left; None without filters.
+    """
 
     token_ids: torch.Tensor
+    edited: torch.Tensor | None = None
+    kept: torch.Tensor | None = None
+
+
+class SamplerOutput(NamedTuple):
+    """The sampled tokens.
+
+    Fields:
+        logprobs: if they were requested.
+        is_drawn: whether the sampler chose the tokens; False if they are forced.
+    """
+
+    choice: Choice
     logprobs: LogprobResult | None
+    is_drawn: bool = True
+
+    @property
+    def token_ids(self) -> torch.Tensor:
+        """[R] int64 on the device."""
+        return self.choice.token_ids
+
+    def forced(self, token_ids: torch.Tensor) -> SamplerOutput:
+        """Return other tokens than the sampler chose."""
+        choice = self.choice._replace(token_ids=token_ids)
+        return self._replace(choice=choice, is_drawn=False)
 
 
 class Sampler:
@@ -67,12 +98,13 @@ class Sampler:
         if not is_argmax:
             logits = logits.float()
         processed = process_logits(logits, info, positions=positions, history=history)
-        token_ids = select_tokens(processed, info, positions)
+        choice = select_tokens(processed, info, positions)
+        if processed is not logits:
+            choice = choice._replace(edited=processed)
         if logprobs is None:
-            return SamplerOutput(token_ids, None)
-        return SamplerOutput(
-            token_ids, compute_logprobs(processed, token_ids, logprobs)
-        )
+            return SamplerOutput(choice, None)
+        scored = compute_logprobs(processed, choice.token_ids, logprobs)
+        return SamplerOutput(choice, scored)
 
     __call__ = forward
 
@@ -127,7 +159,7 @@ def _restrict(
 
 def select_tokens(
     logits: torch.Tensor, info: SamplingBatchInfo, positions: torch.Tensor
-) -> torch.Tensor:
+) -> Choice:
     """Take the argmax of greedy rows; draw by inverse CDF with noise for the others.
 
     The CDF follows the order of the ids, whatever filters the batch has, so a row's
@@ -137,19 +169,16 @@ def select_tokens(
         logits: [R, V] from `process_logits`, left unmodified: float32, or in the
             model's dtype if every row is greedy.
         positions: [R] int64, which key the noise together with the rows' seeds.
-
-    Returns:
-        [R] int64.
     """
     if not (info.needs_sort or info.needs_min_p):
-        return _choose_unfiltered(logits, info, positions)
+        return Choice(_choose_unfiltered(logits, info, positions))
     if info.is_all_greedy:
-        return row_ops.argmax_rows(logits)
+        return Choice(row_ops.argmax_rows(logits))
     probs = filtered_probs(logits, info)
     drawn = row_ops.inverse_cdf(probs, uniform(info.seeds, positions))
-    if not info.has_greedy:
-        return drawn
-    return torch.where(info.greedy_rows, row_ops.argmax_rows(logits), drawn)
+    if info.has_greedy:
+        drawn = torch.where(info.greedy_rows, row_ops.argmax_rows(logits), drawn)
+    return Choice(drawn, kept=probs)
 
 
 def _choose_unfiltered(
@@ -173,7 +202,7 @@ def node_choices(
     nodes: int,
     positions: torch.Tensor,
     history: TokenHistory | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> Choice:
     """Choose the token after each node of b trees as a plain step would: with the noise
     of that position, which all nodes of one depth share.
 
@@ -184,16 +213,16 @@ def node_choices(
         history: tokens on the path to each node; required if a request has a penalty.
 
     Returns:
-        The processed logits [b * nodes, V] and the tokens [b * nodes] int64.
+        One token for each of the b * nodes rows.
     """
     if info.is_plain_greedy:
-        processed = logits
-    else:
-        info = info.repeat_rows(nodes, keep_mask=True)
-        processed = process_logits(
-            logits.float(), info, positions=positions, history=history
-        )
-    return processed, select_tokens(processed, info, positions)
+        return select_tokens(logits, info, positions)
+    info = info.repeat_rows(nodes, keep_mask=True)
+    processed = process_logits(
+        logits.float(), info, positions=positions, history=history
+    )
+    choice = select_tokens(processed, info, positions)
+    return choice._replace(edited=processed)
 
 
 def target_weights(

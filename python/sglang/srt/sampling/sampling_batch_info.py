@@ -78,7 +78,7 @@ class SamplingRow:
         )
         ints = (
             1 if greedy else p.top_k,
-            mix_seed(self.seed),
+            self.key,
             self.prompt_len,
             p.min_new_tokens,
             int(greedy),
@@ -86,6 +86,16 @@ class SamplingRow:
         object.__setattr__(self, "needs", needs)
         object.__setattr__(self, "floats", floats)
         object.__setattr__(self, "ints", ints)
+
+    @property
+    def key(self) -> int:
+        """Key of its noise."""
+        return mix_seed(self.seed)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether bias, penalties or a minimum length change its logits."""
+        return bool(self.needs & (_PENALTY | _LOGIT_BIAS | _MIN_NEW_TOKENS))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -592,5 +592,6 @@ class EagleDraftWorker:
         rows, hidden = forward_batch.req_pool_indices, output.hidden_states
         if self.state_check is not None:
             serials = forward_batch.req_serial
+            self.state_check.on_head(forward_batch, output.head)
             self.state_check.on_stash(rows, serials, candidates, hidden)
         self.relay.stash(rows, candidates, hidden)

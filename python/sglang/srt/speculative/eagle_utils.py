@@ -22,7 +22,7 @@ from sglang.srt.draft_trees.ops.verify.op import (
 )
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult, compute_logprobs
 from sglang.srt.sampling.penalties import TokenHistory
-from sglang.srt.sampling.sampler import node_choices, target_weights
+from sglang.srt.sampling.sampler import Choice, node_choices, target_weights
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -73,12 +73,18 @@ class AcceptThresholds:
 
 
 class Decision(NamedTuple):
-    """The logits that tokens were chosen from, [b * D, V], edited as the requests ask,
-    and the target's choices [b, D], or None if lowered thresholds also accept
-    others."""
+    """What a verification decided by.
+
+    Fields:
+        logits: [b * D, V], edited as the requests ask.
+        choices: [b, D], of the target, or None if lowered thresholds also accept
+            others.
+        made: how the choices were made; None likewise.
+    """
 
     logits: Tensor
     choices: Tensor | None
+    made: Choice | None
 
 
 def accept_drafts(
@@ -108,14 +114,14 @@ def accept_drafts(
     nodes = tree.tokens.shape[1]
     positions = tree.positions.view(-1) + 1
     if info.is_all_greedy or thresholds.are_exact:
-        processed, choices = node_choices(
+        made = node_choices(
             logits, info, nodes=nodes, positions=positions, history=history
         )
-        choices = choices.view(-1, nodes)
+        choices = made.token_ids.view(-1, nodes)
         if not info.is_all_greedy:
             choices = agree(choices.contiguous())
         verify_tree_greedy(tree, choices, result=result)
-        return Decision(processed, choices)
+        return Decision(logits if made.edited is None else made.edited, choices, made)
     processed, weights = target_weights(
         logits, info, nodes=nodes, positions=positions, history=history
     )
@@ -130,7 +136,7 @@ def accept_drafts(
     )
     for tensor in (result.predict, result.accept_index, result.accept_lens):
         agree(tensor)
-    return Decision(processed, None)
+    return Decision(processed, None, None)
 
 
 def node_history(

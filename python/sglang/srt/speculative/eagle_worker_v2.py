@@ -41,9 +41,10 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.draft_trees.workspace import WorkspaceRows
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+    from sglang.srt.layers.logits_processor import HeadCall
     from sglang.srt.managers.batch.forward_result import GenerationBatchResult
-    from sglang.srt.managers.batch.grammar_masks import GrammarMasks
     from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.worker.grammar_masks import GrammarMasks
     from sglang.srt.sampling.penalties import TokenHistory
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.server_args import ServerArgs
@@ -168,7 +169,14 @@ class EAGLEWorkerV2:
         if batch.wants_hidden_states and output.last_hidden is not None:
             rows = live.node_rows.view(-1)
             hidden = output.last_hidden.index_select(0, rows)
-        result = self._to_host(batch, live, decided, hidden)
+        result = self._to_host(
+            batch,
+            live,
+            decided,
+            hidden,
+            head=output.head,
+            masks=sampling_info.vocab_mask,
+        )
         draft._draft_extend_for_decode(bs, seq_lens=seq_lens)
         return result
 
@@ -294,7 +302,10 @@ class EAGLEWorkerV2:
         self,
         pools: Sequence[CanaryManager],
         live: WorkspaceRows,
-        choices: Tensor | None,
+        decided: Decision,
+        *,
+        head: HeadCall,
+        masks: Tensor | None,
     ) -> Tensor:
         """Return the words of a step, after the canaries of both pools have checked and
         recorded them."""
@@ -309,7 +320,7 @@ class EAGLEWorkerV2:
             accept_index=result.accept_index,
             accept_lens=result.accept_lens,
             gained=live.tokens,
-            choices=choices,
+            choices=decided.choices,
         )
         target, draft = pools
         return target.ends.finish_verify(
@@ -317,6 +328,9 @@ class EAGLEWorkerV2:
             draft=draft.ends,
             salts=identity.salt,
             accepted=lambda: self._accepted_rows(live),
+            head=head,
+            choice=decided.made,
+            masks=masks,
         )
 
     def _to_host(
@@ -325,6 +339,9 @@ class EAGLEWorkerV2:
         live: WorkspaceRows,
         decided: Decision,
         hidden: Tensor | None,
+        *,
+        head: HeadCall,
+        masks: Tensor | None,
     ) -> GenerationBatchResult:
         logprobs = None
         if batch.logprob_request is not None:
@@ -337,7 +354,7 @@ class EAGLEWorkerV2:
         vectors = [live.tokens.view(-1), live.result.accept_lens]
         pools = self.canary_managers()
         if pools:
-            vectors = [self._checked(pools, live, decided.choices)]
+            vectors = [self._checked(pools, live, decided, head=head, masks=masks)]
         return to_host(
             vectors,
             bs=live.bs,

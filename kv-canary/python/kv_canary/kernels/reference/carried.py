@@ -26,7 +26,8 @@ def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
         return
     due = rows.sums[rows.places.clamp(min=0)]
     request = torch.arange(len(rows.places), device=rows.places.device) // rows.group
-    Report(state, Launch.CARRIED, NO_MANAGER).add(
+    report = Report(state, Launch.CARRIED, NO_MANAGER, clock_offset=rows.clock_offset)
+    report.add(
         {
             Ring.REASONS: flag(Reason.CARRIED_STATE, live & (due != found)),
             Ring.REQ_ROW: rows.req_rows[request],

@@ -36,7 +36,9 @@ def carried_term(words, place):
     return mixed ^ (mixed >> 32)
 
 
-@triton.jit(do_not_specialize=["num_rows", "tag", "group", "row_stride"])
+@triton.jit(
+    do_not_specialize=["num_rows", "tag", "group", "row_stride", "clock_offset"]
+)
 def carried_kernel(
     state,
     places,
@@ -51,6 +53,7 @@ def carried_kernel(
     tag,
     group,
     row_stride,
+    clock_offset,
     WIDTH: tl.constexpr,
     KNOWN: tl.constexpr,
     KNOWN_BLOCK: tl.constexpr,
@@ -98,7 +101,7 @@ def carried_kernel(
                     expected_lineage=due,
                     found_lineage=found,
                     found_word3=None,
-                    clock=tl.load(state.clock),
+                    clock=tl.load(state.clock) + clock_offset,
                     batch_row=request,
                     expected_slot=-1,
                     found_fingerprint=None,
@@ -116,7 +119,7 @@ _CARRIED_BLOCK = 512
 def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
     rows.check_layout()
     count = len(rows.places)
-    group, known, width, row_stride = rows.numbers
+    group, known, width, row_stride, clock_offset = rows.numbers
     carried_kernel[(max(count, 1),)](
         state=state_args(state),
         places=rows.places,
@@ -131,6 +134,7 @@ def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
         tag=ring_tag(Launch.CARRIED, NO_MANAGER, state.pool),
         group=group,
         row_stride=row_stride,
+        clock_offset=clock_offset,
         WIDTH=width,
         KNOWN=known,
         KNOWN_BLOCK=triton.next_power_of_2(max(known, 1)),

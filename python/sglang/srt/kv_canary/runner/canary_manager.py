@@ -43,6 +43,7 @@ from sglang.srt.forward.context import get_forward_context
 from sglang.srt.forward.scopes import context_tuple
 from sglang.srt.kv_canary.attention_calls import AttentionCalls
 from sglang.srt.kv_canary.draft_state import DraftState
+from sglang.srt.kv_canary.draws import DrawCheck
 from sglang.srt.kv_canary.lineages import PrefixLineages
 from sglang.srt.kv_canary.runner.details import TokensOf, details
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
@@ -118,6 +119,8 @@ class CanaryManager:
         reporter: of everything found so far.
         runtime: what is due and what was found, in all groups.
         order: of the launches around the model.
+        draws: the check of what is sampled; None for a draft, and with the token
+            oracle, whose tokens are not drawn.
         ends: ends steps.
         active: whose forward is open.
         calls: of attention, in the forward that is open.
@@ -161,7 +164,13 @@ class CanaryManager:
         self._device = self._state.head.device
         self._lineages = PrefixLineages(token_offset=target.token_offset)
         self._managers = [SingleForwardManager(target, i) for i in range(num_managers)]
-        self.ends = StepEnd(target, last=self._managers[-1], group=group)
+        self.draws: DrawCheck | None = None
+        if not (target.is_draft or target.oracle):
+            rows = target.req_to_token_pool.size + 1
+            self.draws = DrawCheck(self._state, req_rows=rows)
+        self.ends = StepEnd(
+            target, last=self._managers[-1], group=group, draws=self.draws
+        )
         self._forward_scopes = [
             ForwardScope(self, manager) for manager in self._managers
         ]
@@ -227,13 +236,13 @@ class CanaryManager:
         self, owners: Sequence[TokenOwner], prefix_lens: Sequence[int], rows: Tensor
     ) -> Announcement:
         values = self._lineages.announcement(owners, prefix_lens)
-        oracle, then = self.target.oracle, None
-        if oracle is not None:
+        oracle = self.target.oracle
+        then: Callable[[], None] | None = None
+        if self.draws is not None:
+            then = partial(self.draws.announce, owners, rows)
+        elif oracle is not None:
             prompts = torch.tensor([owner.prompt_len for owner in owners])
-
-            def then() -> None:
-                oracle.expect_prompts(upload(prompts, self._device), rows)
-
+            then = partial(oracle.expect_prompts, upload(prompts, self._device), rows)
         return Announcement(rows, upload_rows(values, self._device), then)
 
     def settle(self) -> None:
@@ -248,9 +257,14 @@ class CanaryManager:
 
     def mark_init_finished(self) -> None:
         """Let sweeps and health checks begin: all graphs are captured."""
-        self._is_init_finished = True
+        self._set_init_finished(True)
         self.clock = int(self._state.clock.item())
         self._launches.clear()
+
+    def _set_init_finished(self, is_finished: bool) -> None:
+        self._is_init_finished = is_finished
+        if self.draws is not None:
+            self.draws.is_on = is_finished
 
     @property
     def next_forward(self) -> int:
@@ -275,11 +289,11 @@ class CanaryManager:
         Raises:
             RuntimeError: something was found in them.
         """
-        self._is_init_finished = False
+        self._set_init_finished(False)
         try:
             yield
         finally:
-            self._is_init_finished = True
+            self._set_init_finished(True)
         found = int(self._state.ring_count.item())
         if found:
             raise RuntimeError(f"{found} finding(s) in forwards that rebuilt the pool")

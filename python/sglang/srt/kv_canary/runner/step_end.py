@@ -5,7 +5,7 @@ Findings of all groups of slots and of all ranks are united before they are sent
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import reduce
 from typing import TYPE_CHECKING
 
@@ -26,10 +26,13 @@ from sglang.srt.kv_canary.kernels import (
 if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
     from sglang.srt.forward.batch import ForwardBatch
+    from sglang.srt.kv_canary.draws import DrawCheck
     from sglang.srt.kv_canary.single_forward_manager.manager import (
         CanaryTarget,
         SingleForwardManager,
     )
+    from sglang.srt.layers.logits_processor import HeadCall
+    from sglang.srt.sampling.sampler import Choice, SamplerOutput
 
 
 class StepEnd:
@@ -38,6 +41,7 @@ class StepEnd:
     Args:
         last: of the forward that ends a step.
         group: ranks that must come to the same verdicts.
+        draws: the check of what is sampled; None for a draft.
     """
 
     def __init__(
@@ -46,6 +50,7 @@ class StepEnd:
         *,
         last: SingleForwardManager,
         group: TensorParallelGroup,
+        draws: DrawCheck | None,
     ) -> None:
         self._state = target.groups[0].state
         # Findings of these groups are united with the primary group's.
@@ -53,6 +58,7 @@ class StepEnd:
         self._oracle = target.oracle
         self._last = last
         self._group = group
+        self._draws = draws
 
     def finish_step(self, forward_batch: ForwardBatch) -> Tensor:
         """Findings of a step whose tokens all stay, for callers that sample nothing;
@@ -63,6 +69,10 @@ class StepEnd:
             see `kv_canary/findings.py`.
         """
         findings, *others = self._last.findings(forward_batch)
+        return self._unite(findings, others)
+
+    def _unite(self, findings: Tensor, others: Sequence[Tensor]) -> Tensor:
+        """Unite the findings of all groups and ranks, in place."""
         for other in others:
             combine(findings, other)
         if self._group.size > 1:
@@ -70,23 +80,40 @@ class StepEnd:
         return findings
 
     def send_step(
-        self, forward_batch: ForwardBatch, tokens: Tensor, sampled: Tensor | None
+        self,
+        forward_batch: ForwardBatch,
+        sampled: SamplerOutput,
+        rows: Tensor | None,
+        *,
+        head: HeadCall,
     ) -> list[Tensor]:
-        """Note the sampler's own result, before it is published: the next inputs are
-        compared with it. Once per step whose tokens all stay, after its forward.
+        """Check and note the sampler's own result, before it is published: the next
+        inputs are compared with it. Once per step whose tokens all stay, after its
+        forward.
 
         Args:
-            tokens: int64 [R], of each row.
-            sampled: int64, the rows whose token counts; None: all.
+            sampled: one token per row.
+            rows: int64, the rows whose token counts; None: all.
+            head: the call of the head whose logits were sampled from.
 
         Returns:
             int64 vectors on the device: tokens, findings as of `finish_step`, and marks
             [2 * R], for `CanaryGate.confirm`; on a GPU in one vector.
         """
-        if sampled is not None:
+        tokens = sampled.token_ids
+        if rows is not None:
             counting = torch.full_like(tokens, UNKNOWN)
-            counting[sampled] = tokens[sampled]
+            counting[rows] = tokens[rows]
             tokens = counting
+        findings, *others = self._last.findings(forward_batch)
+        if self._draws is not None and self._draws.is_on and sampled.is_drawn:
+            self._draws.check_step(
+                forward_batch,
+                tokens,
+                head=head,
+                choice=sampled.choice,
+                findings=findings,
+            )
         drawn = SampledTokens(
             req_rows=forward_batch.req_pool_indices,
             serials=forward_batch.req_serial,
@@ -96,16 +123,13 @@ class StepEnd:
         )
         if self._state.is_cpu:
             # To join them would delay a step of a small model.
-            findings = self.finish_step(forward_batch)
+            findings = self._unite(findings, others)
             return [tokens, findings, note_tokens(self._state, drawn).view(-1)]
-        if self._group.size > 1:
-            findings, other = self.finish_step(forward_batch), None
-        else:
-            findings, *others = self._last.findings(forward_batch)
-            # The launch unites the findings of two groups.
-            other = others[0] if others else None
-            for more in others[1:]:
-                combine(findings, more)
+        # The launch unites the findings of two groups.
+        other = None
+        if self._group.size == 1 and others:
+            other, *others = others
+        findings = self._unite(findings, others)
         return [send_tokens(self._state, drawn, findings, other)]
 
     def finish_verify(
@@ -115,6 +139,9 @@ class StepEnd:
         draft: StepEnd,
         salts: Tensor,
         accepted: Callable[[], ForwardBatch],
+        head: HeadCall,
+        choice: Choice | None,
+        masks: Tensor | None,
     ) -> Tensor:
         """Check and note what a verification accepted, and gather the findings of both
         pools.
@@ -124,6 +151,7 @@ class StepEnd:
             salts: as for `launches.finish_accepted`.
             accepted: makes the batch of the tokens whose KV stays, `extend_lens` of
                 each row, for the token oracle.
+            head, choice, masks: as for `DrawCheck.check_path`.
 
         Returns:
             `AcceptedWords.words`, on the device.
@@ -133,6 +161,10 @@ class StepEnd:
         sent = finish_accepted(
             self._state, draft._state, path, salts=salts, checks=True
         )
+        if self._draws is not None and self._draws.is_on:
+            self._draws.check_path(
+                path, head=head, choice=choice, masks=masks, findings=sent.findings
+            )
         for state in self._others:
             combine(sent.findings, finish_step(state, path.rows(salts)))
         for state in draft._others:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from operator import or_
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -59,6 +60,10 @@ class StepDamage:
     facts: Sequence[Fact]
     verdicts: Sequence[Sequence[int]]
     has_overflowed: bool = False
+
+    def reasons_of(self, serial: int) -> int:
+        """Return the reasons of all facts about a request."""
+        return reduce(or_, (f.reasons for f in self.facts if f.serial == serial), 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

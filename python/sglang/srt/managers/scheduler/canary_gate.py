@@ -7,18 +7,20 @@ import time
 from collections import Counter as CountsOf
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kv_canary.checks import EVERY_REASON
+from kv_canary.checks import EVERY_REASON, damage_of, reasons_where
 from kv_canary.findings import parse_verdicts
 from kv_canary.records import Counter, Ring
 from kv_canary.reporter import CanaryViolation, as_error
 from kv_canary.violation import POOLS
 from sglang.srt.kv_canary.config import CanaryMode
 from sglang.srt.managers.scheduler.blame import Fact, StepDamage
+from sglang.srt.managers.scheduler.heal_stats import heal_outcome
 from sglang.srt.managers.scheduler.result_faults import (
     find_result_faults,
     idle_fault,
@@ -40,6 +42,8 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.quarantine import SlotPattern
 
 logger = logging.getLogger(__name__)
+
+_ALONE = reasons_where(lambda check: check.ends_alone)
 
 _Seen = tuple[list[Fact], bool, float]
 
@@ -65,6 +69,11 @@ class Sighting:
     @property
     def violations(self) -> list[Violation]:
         return [finding.violation for finding in self.found]
+
+
+def _are_alone(reasons: Iterable[int]) -> bool:
+    """Whether these findings, if any, only end their requests."""
+    return not any(found & ~_ALONE for found in reasons)
 
 
 class CanaryGate:
@@ -107,10 +116,11 @@ class CanaryGate:
         """Inspect the findings of a step before any of its tokens is used.
 
         Returns:
-            The damage to heal, or None if there is none or the mode is not `heal`.
+            The damage to heal, in `heal`. In `raise`, damage that only ends its
+            requests (`end_alone`). Otherwise None.
 
         Raises:
-            CanaryViolation: a violation was found and the mode is `raise`.
+            CanaryViolation: any other violation was found and the mode is `raise`.
         """
         # A prefill's result does not have the draft's findings yet.
         found = []
@@ -119,10 +129,58 @@ class CanaryGate:
                 found.append(manager)
         if not found:
             return None
+        verdicts = [parse_verdicts(words) for words in result.findings]
         if self.heals:
-            return self._sight([parse_verdicts(words) for words in result.findings])
+            return self._sight(verdicts)
+        is_raise = self.manager.config.mode is CanaryMode.RAISE
+        if is_raise and _are_alone(chain.from_iterable(verdicts)):
+            return self._sight_alone(verdicts)
         self._report(found)
         return None
+
+    def _sight_alone(self, verdicts: list[list[int]]) -> Sighting | None:
+        """
+        Raises:
+            CanaryViolation: there is more than the verdicts say.
+        """
+        sighting = self._sight(verdicts)
+        if not _are_alone(fact.reasons for fact in sighting.damage.facts):
+            raise self.report_violation(sighting)
+        # With overlap everything may have been read with the step before.
+        return sighting if sighting.damage.facts or any(verdicts[0]) else None
+
+    def end_alone(
+        self, launched: LaunchRecord, sighting: Sighting
+    ) -> list[tuple[Req, str]]:
+        """Report damage that only ends its requests, and return the live ones of the
+        step, each with the error that it ends with."""
+        verdicts = sighting.damage.verdicts[0]
+        ended = [
+            (launched.reqs[row], self.why_ended(sighting, verdicts[row]))
+            for row in launched.live_rows()
+            if verdicts[row]
+        ]
+        outcome = heal_outcome(ended=[req for req, _ in ended], num_cut=0)
+        self.publish(sighting, outcome)
+        return ended
+
+    def why_ended(
+        self, sighting: Sighting, reasons: int, *, recomputed: int = 0
+    ) -> str:
+        """Return the error of a request that ends because of damage that has yet to be
+        published.
+
+        Args:
+            recomputed: how often it was recomputed in vain.
+        """
+        what, times = damage_of(reasons), f"{recomputed} times"
+        if recomputed == 1:
+            times = "once"
+        again = f" again after it was recomputed {times}" if recomputed else ""
+        where = ""
+        if sighting.found:
+            where = f"; see incident {self.manager.reporter.next_number}"
+        return f"kv_canary: {what}{again}{where}"
 
     def confirm(
         self,

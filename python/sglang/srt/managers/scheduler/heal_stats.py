@@ -1,12 +1,12 @@
-"""Statistics of healings: how many, of which diagnosis, and how long until the next
-token.
+"""Statistics of healings: how many, of which diagnosis, how long until the next token,
+and what each did.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kv_canary.checks import DIAGNOSES
 from sglang.srt.managers.messages.io_struct import HistogramStats
@@ -15,10 +15,13 @@ if TYPE_CHECKING:
     from kv_canary.violation import Violation
     from sglang.srt.managers.batch.req import Req
     from sglang.srt.managers.messages.io_struct import SchedulerStats
+    from sglang.srt.managers.scheduler.blame import Blame
     from sglang.srt.mem_cache.quarantine import Quarantine
 
 RECOVERY_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 DEGRADED_SECONDS = 60.0
+# Number of requests and pages listed in an incident.
+MAX_LISTED = 64
 ELSEWHERE = "found elsewhere"
 """Found by another rank or in the step before; this rank has no violation."""
 
@@ -109,3 +112,36 @@ def _name(diagnosis: str) -> str:
 
 EVERY_DIAGNOSIS = (*(_name(diagnosis.name) for diagnosis in DIAGNOSES), ELSEWHERE)
 """Labels of healings."""
+
+
+def heal_outcome(
+    again: Sequence[Req] = (),
+    ended: Sequence[Req] = (),
+    *,
+    blame: Blame | None = None,
+    num_cut: int,
+) -> dict[str, Any]:
+    """Return what a healing did, in the form of incidents."""
+    rebuilt = () if blame is None else blame.rebuilt
+    pages = [] if blame is None else blame.pages[:MAX_LISTED].tolist()
+    return {
+        "recomputed": [_about(req, rebuilt) for req in again[:MAX_LISTED]],
+        "ended": [_about(req, rebuilt) for req in ended[:MAX_LISTED]],
+        "num_recomputed": len(again),
+        "num_ended": len(ended),
+        "cached_tokens_cut": num_cut,
+        "pages_watched": pages,
+    }
+
+
+def _about(req: Req, rebuilt: Collection[Req]) -> dict[str, Any]:
+    """Describe a request in an incident; `sent` counts tokens its client has, which
+    cannot be taken back.
+    """
+    return {
+        "rid": req.rid,
+        "pool": "draft" if req in rebuilt else "target",
+        "tokens": len(req.tokens),
+        "output_tokens": req.output_len,
+        "sent": req.sent.tokens,
+    }

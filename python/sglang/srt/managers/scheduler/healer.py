@@ -6,7 +6,8 @@ withhold   no token of theirs is used; what was launched for them is dropped
 cut        their slots are freed uncached; touched runs leave the cache
 quarantine damaged pages are watched before anybody gets them    (quarantine.py)
 again      they are queued first, with all the tokens that they have
-bound      three times without a new token: an error; too often in all: as `raise`
+bound      too often without a new token (`Check.recomputes`): an error; too often in
+           all: as `raise`
 ```
 """
 
@@ -17,15 +18,20 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from kv_canary.checks import recomputes
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.managers.scheduler.blame import Blame, find_blame
 from sglang.srt.managers.scheduler.heal_check import HealCheck
-from sglang.srt.managers.scheduler.heal_stats import HealStats, first_diagnosis
+from sglang.srt.managers.scheduler.heal_stats import (
+    HealStats,
+    first_diagnosis,
+    heal_outcome,
+)
 from sglang.srt.managers.scheduler.result_processor import ProcessedBatch
 from sglang.srt.managers.scheduler.step_check import StepCheck
 from sglang.srt.mem_cache.allocator import host_array
@@ -46,10 +52,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_HEALS_WITHOUT_TOKEN = 3
 WINDOW_SECONDS = 60.0
-# Number of requests and pages listed in a log line or an incident.
-MAX_LISTED = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +270,7 @@ class Healer:
         for quarantine in self._quarantines:
             quarantine.take_again()
         self.stats.on_heal(sighting.violations, [], now=sighting.seconds)
-        self._gate.publish(sighting, _outcome(num_cut=num_cached))
+        self._gate.publish(sighting, heal_outcome(num_cut=num_cached))
         _log(sighting, [], [], num_cached)
 
     def _admit(self, sighting: Sighting) -> None:
@@ -326,7 +329,7 @@ class Healer:
         check.check(again, ended, batches=self._batches, intake=self._intake)
         self.stats.on_heal(sighting.violations, again, now=sighting.seconds)
         self._gate.publish(
-            sighting, _outcome(again, ended, blame=blame, num_cut=num_cut)
+            sighting, heal_outcome(again, ended, blame=blame, num_cut=num_cut)
         )
         _log(sighting, again, ended, num_cut)
 
@@ -376,25 +379,16 @@ class Healer:
         for req in sorted(reqs, key=lambda req: req.serial):
             req.prepare_again()
             req.heals.add(len(req.tokens))
-            if (
-                not req.finish_if_aborted()
-                and req.heals.count > MAX_HEALS_WITHOUT_TOKEN
-            ):
-                req.abort(self._why_ended(sighting), status_code=500)
+            reasons = sighting.damage.reasons_of(req.serial)
+            limit = recomputes(reasons)
+            if not req.finish_if_aborted() and req.heals.count > limit:
+                why = self._gate.why_ended(sighting, reasons, recomputed=limit)
+                req.abort(why, status_code=500)
             (ended if req.is_finished else again).append(req)
         for req in ended:
             self._intake.end(req)
         self._intake.queue_first(again)
         return again, ended
-
-    def _why_ended(self, sighting: Sighting) -> str:
-        where = ""
-        if sighting.found:
-            where = f"; see incident {self._gate.manager.reporter.next_number}"
-        return (
-            "kv_canary: the KV cache of this request was damaged again after it was "
-            f"recomputed {MAX_HEALS_WITHOUT_TOKEN} times{where}"
-        )
 
     # -- afterwards ----------------------------------------------------------------
 
@@ -470,39 +464,6 @@ class Healer:
         slots = allocator.size - gone
         # The last sampled token needs no slot.
         self._intake.limit_length(slots - self._limits.decode_reserve + 1)
-
-
-def _outcome(
-    again: Sequence[Req] = (),
-    ended: Sequence[Req] = (),
-    *,
-    blame: Blame | None = None,
-    num_cut: int,
-) -> dict[str, Any]:
-    """Return what a healing did, in the form of incidents."""
-    rebuilt = () if blame is None else blame.rebuilt
-    pages = [] if blame is None else blame.pages[:MAX_LISTED].tolist()
-    return {
-        "recomputed": [_about(req, rebuilt) for req in again[:MAX_LISTED]],
-        "ended": [_about(req, rebuilt) for req in ended[:MAX_LISTED]],
-        "num_recomputed": len(again),
-        "num_ended": len(ended),
-        "cached_tokens_cut": num_cut,
-        "pages_watched": pages,
-    }
-
-
-def _about(req: Req, rebuilt: Collection[Req]) -> dict[str, Any]:
-    """Describe a request in an incident; `sent` counts tokens its client has, which
-    cannot be taken back.
-    """
-    return {
-        "rid": req.rid,
-        "pool": "draft" if req in rebuilt else "target",
-        "tokens": len(req.tokens),
-        "output_tokens": req.output_len,
-        "sent": req.sent.tokens,
-    }
 
 
 def _log(

@@ -95,6 +95,13 @@ class BatchResultProcessor:
             reqs=[launched.reqs[i] for i in live], num_generated=generated
         )
 
+    def end(self, req: Req, message: str) -> None:
+        """End a request with an error of the server; its KV is not cached."""
+        req.no_cache = True
+        req.abort(message, status_code=500)
+        with self._cache.allocator.free_group():
+            self._release(req)
+
     def _take_tokens(
         self, launched: LaunchRecord, index: int, new_tokens: list[int]
     ) -> int:

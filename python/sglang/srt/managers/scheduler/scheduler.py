@@ -12,7 +12,6 @@ from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from sglang.srt.distributed.parallel_state import get_tp_group
-from sglang.srt.managers.batch.grammar_masks import GrammarMasks
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     FlushCacheReq,
@@ -55,6 +54,7 @@ from sglang.srt.managers.scheduler.stall_check import SchedulerStalled, StallChe
 from sglang.srt.managers.scheduler.stats import StatsTracker, add_runner_stats
 from sglang.srt.managers.scheduler.step_inputs import StepInputs
 from sglang.srt.managers.scheduler.watchdog import Watchdog
+from sglang.srt.managers.worker.grammar_masks import GrammarMasks
 from sglang.srt.mem_cache.common import check_idle
 from sglang.srt.replay.recording.attach import create_recorder
 
@@ -429,12 +429,15 @@ class Scheduler:
         if healer is not None:
             return healer.process(launched, result, sighting)
         before = launched.before_result()
+        ended = [] if sighting is None else canary.end_alone(launched, sighting)
+        for req, why in ended:
+            self._results.end(req, why)
         failures: dict[int, Exception] = {}
         processed = self._results.process(
             launched, result, on_error=failures.__setitem__
         )
         canary.confirm(launched, result, before, failures)
-        return processed
+        return processed._replace(reqs=[req for req, _ in ended] + processed.reqs)
 
     def _explain(self, error: Exception) -> None:
         """Report what the canary found before a launch or a result failed.

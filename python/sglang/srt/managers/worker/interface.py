@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
     from sglang.srt.managers.batch.forward_result import GenerationBatchResult
-    from sglang.srt.managers.batch.grammar_masks import GrammarMasks
     from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.worker.grammar_masks import GrammarMasks
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 

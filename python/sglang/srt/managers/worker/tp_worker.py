@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.managers.batch.grammar_masks import GrammarMasks
     from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
+    from sglang.srt.managers.worker.grammar_masks import GrammarMasks
     from sglang.srt.sampling.logprobs import LogprobResult
     from sglang.srt.server_args import ServerArgs
 
@@ -130,7 +130,7 @@ class TpModelWorker:
         rows = batch.sampled_rows()
         sent = [sampled.token_ids]
         if canary is not None:
-            sent = canary.ends.send_step(forward_batch, sampled.token_ids, rows)
+            sent = canary.ends.send_step(forward_batch, sampled, rows, head=output.head)
         self._publish(forward_batch, sampled.token_ids, rows)
         return SampledForward(
             forward_batch=forward_batch,

@@ -63,7 +63,7 @@ def force_tokens(worker: Worker, tokens_of: TokensOf) -> list[int]:
         ]
         differing.append(sum(a != b for a, b in zip(own, wanted, strict=True)))
         ids = torch.tensor(wanted, dtype=sampled.token_ids.dtype)
-        return sampled._replace(token_ids=ids.to(sampled.token_ids.device))
+        return sampled.forced(ids.to(sampled.token_ids.device))
 
     target.sample = forced
     return differing

@@ -1,0 +1,355 @@
+"""Whose logits gave whose token, in whole engines: a mistake between the last hidden
+state and the token is named before a wrong token is sent; sound traffic is silent."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from kv_canary.reporter import CanaryViolation
+from sglang.srt.layers import logits_processor
+from sglang.srt.managers.worker.grammar_masks import GrammarMasks
+from sglang.srt.sampling import sampler, sampling_batch_info
+from sglang.srt.sampling.ops.choose_tokens import op as choose_op
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.harness import EngineHarness, Finished
+from sglang.test.scale import count, sampled
+from sglang.test.spec_matrix import SpecConfig
+from sglang.test.spec_world import ModelFolders, plain_engine, spec_engine
+
+register_cpu_ci(est_time=30, suite="cpu", full_time=900)
+register_cuda_ci(est_time=60, suite="cuda")
+
+SEEDS = range(count(ci=1, full=20))
+WARM_STEPS = 4
+NEW_TOKENS = 40
+LATE = " late"
+TREE = SpecConfig(
+    algorithm="EAGLE3",
+    topk=4,
+    page_size=4,
+    num_steps=4,
+    nodes="middle",
+    backend="cpu_native",
+    overlap=True,
+    model="llama",
+    variant=False,
+)
+CHAIN = SpecConfig(
+    algorithm="STANDALONE",
+    topk=1,
+    page_size=1,
+    num_steps=3,
+    nodes=None,
+    backend="cpu_native",
+    overlap=False,
+    model="llama",
+    variant=None,
+)
+ENGINES = ("plain", "overlap", "chain", "tree")
+# Every kind of sampling; none may end early.
+ASKED: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "drawn": {"temperature": 0.9, "sampling_seed": 3},
+    "hot": {"temperature": 1.7, "sampling_seed": 4},
+    "top-k": {"temperature": 1.2, "top_k": 7, "sampling_seed": 5},
+    "top-p": {"temperature": 1.1, "top_p": 0.8, "sampling_seed": 6},
+    "min-p": {"temperature": 1.3, "min_p": 0.1, "sampling_seed": 7},
+    "penalties": {
+        "temperature": 0.8,
+        "frequency_penalty": 0.3,
+        "repetition_penalty": 1.1,
+        "sampling_seed": 8,
+    },
+    "bias": {"logit_bias": {10: 3.0, 65: 2.5, 32: -8.0}},
+    "regex": {"regex": r"([a-z]{1,6} ){40}[.]", "ignore_eos": False},
+    "other-regex": {
+        "regex": r"([0-9]{1,3},){60}[.]",
+        "temperature": 1.0,
+        "sampling_seed": 9,
+        "ignore_eos": False,
+    },
+}
+SAMPLED = {name: ASKED[name] for name in ("drawn", "hot", "top-p", "greedy")}
+BOUND = {name: ASKED[name] for name in ("regex", "other-regex", "greedy")}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> ModelFolders:
+    return ModelFolders(tmp_path_factory.mktemp("models"))
+
+
+def build(folders: ModelFolders, name: str, mode: str = "raise") -> EngineHarness:
+    options = {
+        "skip_tokenizer_init": False,
+        "kv_canary": mode,
+        "chunked_prefill_size": 512,
+    }
+    if name in ("plain", "overlap"):
+        engine = plain_engine(folders.target("llama"), **options)
+        engine.scheduler.max_in_flight = int(name == "overlap")
+        return engine
+    return spec_engine(folders, TREE if name == "tree" else CHAIN, **options)
+
+
+def submit(
+    engine: EngineHarness,
+    asked: dict[str, dict[str, Any]],
+    seed: int,
+    late: str = "",
+    *,
+    new_tokens: int = NEW_TOKENS,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, options in asked.items():
+        length = int(torch.randint(5, 40, (), generator=generator))
+        prompt = torch.randint(0, 256, (length,), generator=generator).tolist()
+        usual = {"max_new_tokens": new_tokens, "ignore_eos": True}
+        engine.submit(prompt, rid=name + late, stream=True, **usual | options)
+
+
+# -- faults ----------------------------------------------------------------------------
+
+
+def flipped(tensor: Tensor) -> Tensor:
+    return tensor.flip(0)
+
+
+@contextmanager
+def wrong_head_rows() -> Iterator[None]:
+    """The head reads the rows of a batch in reverse order."""
+    rows_of = logits_processor._logits_rows
+
+    def reversed_rows(batch: Any) -> Tensor | slice | None:
+        rows = rows_of(batch)
+        if rows is None:
+            return torch.arange(batch.num_tokens, device=batch.input_ids.device).flip(0)
+        return flipped(rows) if isinstance(rows, Tensor) else slice(0, 1)
+
+    with patch.object(logits_processor, "_logits_rows", reversed_rows):
+        yield
+
+
+@contextmanager
+def reversed_logits() -> Iterator[None]:
+    """The sampler gets the rows of the logits in reverse order."""
+    process = sampler.process_logits
+
+    def reversed_rows(logits: Tensor, *args: Any, **options: Any) -> Tensor:
+        return process(flipped(logits), *args, **options)
+
+    with patch.object(sampler, "process_logits", reversed_rows):
+        yield
+
+
+@contextmanager
+def reversed_parameters() -> Iterator[None]:
+    """Each row is sampled with another row's parameters."""
+    tensors = sampling_batch_info._row_tensors
+
+    def reversed_rows(rows: Any, *args: Any) -> Any:
+        return tensors(tuple(reversed(rows)), *args)
+
+    with patch.object(sampling_batch_info, "_row_tensors", reversed_rows):
+        yield
+
+
+@contextmanager
+def late_noise() -> Iterator[None]:
+    """The noise of a draw is that of the position after it."""
+    noise = sampler.uniform
+
+    def late(keys: Tensor, positions: Tensor) -> Tensor:
+        return noise(keys, positions + 1)
+
+    with (
+        patch.object(sampler, "uniform", late),
+        patch.object(choose_op, "uniform", late),
+    ):
+        yield
+
+
+@contextmanager
+def cold_rows() -> Iterator[None]:
+    """Logits are not divided by the temperature."""
+    neutral = property(lambda info: torch.ones_like(info.floats[0]))
+    with patch.object(SamplingBatchInfo, "temperatures", neutral):
+        yield
+
+
+@contextmanager
+def reversed_masks() -> Iterator[None]:
+    """Each row gets another row's grammar mask."""
+    attach = SamplingBatchInfo.with_vocab_mask
+
+    def reversed_rows(info: Any, mask: Tensor | None) -> Any:
+        return attach(info, None if mask is None else flipped(mask))
+
+    with patch.object(SamplingBatchInfo, "with_vocab_mask", reversed_rows):
+        yield
+
+
+@contextmanager
+def no_masks() -> Iterator[None]:
+    """Rows with a grammar are sampled without a mask."""
+    attach = SamplingBatchInfo.with_vocab_mask
+    with patch.object(
+        SamplingBatchInfo, "with_vocab_mask", lambda info, mask: attach(info, None)
+    ):
+        yield
+
+
+@contextmanager
+def old_masks() -> Iterator[None]:
+    """Masks are those of the step before."""
+    last: list[Tensor] = []
+    make = GrammarMasks._with_masks
+
+    def stale(masks: GrammarMasks, batch: Any, made: Tensor) -> Any:
+        last.append(made.clone())
+        same = len(last) > 1 and last[-2].shape == made.shape
+        return make(masks, batch, last[-2] if same else made)
+
+    with patch.object(GrammarMasks, "_with_masks", stale):
+        yield
+
+
+Fault = Callable[[], Any]
+FAULTS: dict[str, tuple[Fault, set[str], dict[str, dict[str, Any]]]] = {
+    "wrong head rows": (wrong_head_rows, {"logits_row"}, ASKED),
+    "reversed logits": (reversed_logits, {"sampled_token", "grammar_mask"}, ASKED),
+    "reversed parameters": (reversed_parameters, {"sampled_token"}, SAMPLED),
+    "late noise": (late_noise, {"sampled_token"}, SAMPLED),
+    "no temperature": (cold_rows, {"sampled_token"}, SAMPLED),
+    "reversed masks": (reversed_masks, {"grammar_mask"}, BOUND),
+    "no masks": (no_masks, {"grammar_mask"}, BOUND),
+    "old masks": (old_masks, {"grammar_mask"}, BOUND),
+}
+
+
+def stop_by(
+    engine: EngineHarness, fault: Fault, asked: dict[str, dict[str, Any]], seed: int
+) -> tuple[CanaryViolation, dict[str, Finished]]:
+    """Run a few steps, then with the fault and more requests until the engine stops."""
+    submit(engine, asked, seed)
+    for _ in range(WARM_STEPS):
+        engine.scheduler.step()
+    submit(engine, asked, seed + 1, LATE)
+    with fault():
+        for _ in range(NEW_TOKENS):
+            try:
+                engine.scheduler.step()
+            except CanaryViolation as error:
+                return error, engine.collect()
+    raise AssertionError("not reported")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    sampled(itertools.product(FAULTS, ENGINES), key=lambda case: case[0], ci=2),
+)
+def test_is_named_before_a_wrong_token_is_sent(
+    folders: ModelFolders, name: str, kind: str
+) -> None:
+    fault, reasons, asked = FAULTS[name]
+    sound = build(folders, kind)
+    for seed in SEEDS:
+        submit(sound, asked, seed)
+        submit(sound, asked, seed + 1, LATE)
+        right = sound.run()
+        engine = build(folders, kind)
+        _, said = stop_by(engine, fault, asked, seed)
+        manager = engine.scheduler.worker.canary_managers()[0]
+        found = [v for i in manager.reporter.incidents for v in i["violations"]]
+        assert all(reasons & set(v["reasons"]) for v in found), found
+        assert {v["launch"] for v in found} == {"drawn"}
+        for rid, answer in said.items():
+            sent = answer.output_ids
+            assert sent == right[rid].output_ids[: len(sent)], rid
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_sound_traffic_is_silent(folders: ModelFolders, kind: str) -> None:
+    engine = build(folders, kind)
+    for seed in range(count(ci=1, full=20)):
+        submit(engine, ASKED, seed)
+        answers = engine.run()
+        assert len(answers) == len(ASKED)
+        for rid, answer in answers.items():
+            assert answer.finish_reason is not None
+            assert answer.finish_reason.type != "abort", (rid, answer.finish_reason)
+
+
+# -- logits that are not finite --------------------------------------------------------
+
+
+# Longer than the others ever get.
+WILD_PROMPT = [200] * 59 + [255]
+
+
+@contextmanager
+def wild_logits(value: float) -> Iterator[None]:
+    """Logits after `WILD_PROMPT` have a value that is not finite."""
+    call = logits_processor.LogitsProcessor.__call__
+
+    def run(self: Any, hidden: Tensor, head: Any, batch: Any, **options: Any) -> Any:
+        rows = logits_processor._logits_rows(batch)
+        at = slice(None) if rows is None else rows
+        is_wild = batch.input_ids[at] == WILD_PROMPT[-1]
+        is_wild &= batch.positions[at] == len(WILD_PROMPT) - 1
+
+        def damaged(states: Tensor) -> Tensor:
+            logits: Tensor = head(states)
+            logits[is_wild, 7] = value
+            return logits
+
+        return call(self, hidden, damaged, batch, **options)
+
+    with patch.object(logits_processor.LogitsProcessor, "__call__", run):
+        yield
+
+
+NOT_FINITE = "kv_canary: the logits of this request were not finite"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("mode", ["raise", "heal"])
+@pytest.mark.parametrize("kind", ENGINES)
+def test_a_request_whose_logits_are_not_finite_ends_alone(
+    folders: ModelFolders, kind: str, mode: str, value: float
+) -> None:
+    engine = build(folders, kind, mode)
+    submit(engine, SAMPLED, 1, new_tokens=12)
+    right = engine.run()
+    submit(engine, SAMPLED, 1, new_tokens=12)
+    engine.submit(WILD_PROMPT, rid="wild", max_new_tokens=9, ignore_eos=True)
+    with wild_logits(value):
+        answers = engine.run()
+    wild = answers.pop("wild")
+    reason = wild.finish_reason
+    assert reason is not None and reason.status_code == 500
+    again = " again after it was recomputed once" if mode == "heal" else ""
+    assert reason.message == f"{NOT_FINITE}{again}; see incident {1 + bool(again)}"
+    assert wild.output_ids == []
+    for rid, answer in answers.items():
+        assert answer.output_ids == right[rid].output_ids, rid
+    # Nothing of it is left to hit.
+    hit = engine.generate([*WILD_PROMPT[:-1], 9], max_new_tokens=1)
+    assert hit.cached_tokens == 0
+    incident = engine.scheduler.own_incidents()[-1]
+    assert {r for v in incident["violations"] for r in v["reasons"]} == {
+        "logits_not_finite"
+    }
+    assert [request["rid"] for request in incident["healing"]["ended"]] == ["wild"]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
