@@ -43,7 +43,7 @@ class Sampling(IntEnum):
     KEY = 1
     """Key of its noise: its mixed seed."""
     TEMPERATURE = 2
-    """Bits of a float32, sign-extended."""
+    """Bits of a float32, sign-extended; not read if GREEDY or EDITED."""
     TOP_K = 3
     """At least 1; the vocabulary size or more if there is no top-k."""
     TOP_P = 4

@@ -232,7 +232,7 @@ class _Batch:
                 [
                     int(self.serials[row]),
                     mix_seed(int(self.seeds[row])),
-                    float_word(p.temperature or 1.0),
+                    float_word(p.temperature),
                     vocab if p.top_k == -1 else p.top_k,
                     float_word(p.top_p),
                     float_word(p.min_p),

@@ -211,6 +211,48 @@ PARTS: list[tuple[Reason, dict[str, int], list[str]]] = [
         ],
     ),
     (
+        Reason.LOGITS_ROW,
+        {"FOUND_WORD0": 0, "FOUND_WORD3": 0, "TAG": Launch.DRAWN},
+        [
+            "because   the output head read another hidden state than the token is due "
+            "from [logits_row]",
+            "expected  a state with sum 0x0000000000000001",
+            "found     sum 0xffffffffffffffff",
+        ],
+    ),
+    (
+        Reason.SAMPLED_TOKEN,
+        {
+            "EXPECTED_WORD0": pack_word0(3, 12),
+            "FOUND_WORD0": pack_word0(7, 12),
+            "FOUND_WORD3": 0,
+            "TAG": Launch.DRAWN,
+        },
+        [
+            "because   the request's sampling parameters do not choose this token from "
+            "the logits [sampled_token]",
+            "expected  {3}, position 12, by the announced parameters",
+            "found     {7}, position 12, as sampled",
+        ],
+    ),
+    (
+        Reason.GRAMMAR_MASK | Reason.SAMPLED_TOKEN,
+        {
+            "EXPECTED_WORD0": pack_word0(9, 3),
+            "FOUND_WORD0": 0,
+            "FOUND_WORD3": 0,
+            "TAG": Launch.DRAWN,
+        },
+        [
+            "because   the grammar mask belongs to another request or an earlier "
+            "state, or forbids the token [grammar_mask]",
+            "because   the request's sampling parameters do not choose this token from "
+            "the logits [sampled_token]",
+            "expected  a grammar mask of the request with serial 9 after 3 tokens",
+            "found     no grammar mask",
+        ],
+    ),
+    (
         Reason.PHASE,
         {"EXPECTED_WORD0": Phase.AFTER_VERIFY, "FOUND_WORD0": Phase.IDLE},
         [

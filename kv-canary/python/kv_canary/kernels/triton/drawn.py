@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -70,7 +71,12 @@ INF = tl.constexpr(float("inf"))
 
 class Drawn(NamedTuple):
     """The matrices of `DrawnTokens`, hidden states as 32-bit words, and the elements
-    between their rows."""
+    between their rows.
+
+    `edited`, `kept` and `masks` are all there or all None, because the kernel is
+    compiled for each pattern of None, and whether a batch needs them changes as it
+    runs. Where one is not given, its rows are 0 elements apart, and nothing is read.
+    """
 
     logits: Tensor
     logits_stride: int
@@ -84,8 +90,6 @@ class Drawn(NamedTuple):
     kept: Tensor | None
     kept_stride: int
     masks: Tensor | None
-    masks_stride: int
-    mask_words: int
     sampling: Tensor
     vocab: int
 
@@ -122,6 +126,17 @@ class MaskWords(NamedTuple):
     found: Any
     is_allowed: Any
     has_failed: Any
+
+
+class WeightSums(NamedTuple):
+    """Sums of a row's weights, where the token's own is 1: of all, of ids before it, of
+    larger weights; how many are larger; and the largest."""
+
+    total: Any
+    lower: Any
+    above: Any
+    num_above: Any
+    largest: Any
 
 
 @triton.jit
@@ -189,7 +204,29 @@ def _scan_kept(kept, token, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scan_weights(drawn, token, own, temperature, BLOCK: tl.constexpr):
+def _is_drawn(drawn, token, sums, BLOCK: tl.constexpr):
+    """Whether the noise draws the token, given the sums of its row."""
+    top_k = tl.load(token.announced + TOP_K)
+    top_p = _load_float(token.announced, TOP_P)
+    min_p = _load_float(token.announced, MIN_P)
+    if (top_k < drawn.vocab) | (top_p < 1) | (min_p > 0):
+        floor = min_p.to(tl.float64) * sums.largest.to(tl.float64)
+        hit = (sums.num_above < top_k) & (floor * (1 - SLACK) <= 1)
+        hit = hit & (sums.above < (top_p.to(tl.float64) + SLACK) * sums.total)
+        if drawn.kept is not None:
+            kept = drawn.kept + token.at * drawn.kept_stride
+            hit = hit & (drawn.kept_stride != 0)
+            if hit:
+                hit = _scan_kept(kept, token, drawn.vocab, BLOCK)
+        else:
+            hit = hit & False
+    else:
+        hit = _is_hit(token, sums.lower, 1.0, sums.total)
+    return hit
+
+
+@triton.jit
+def _scan_weights(drawn, token, own, temperature, masks_stride, BLOCK: tl.constexpr):
     """Scan a whole row. Return whether its logits have NaN or +inf, whether another id
     has a larger value, and whether the noise draws the token.
 
@@ -199,6 +236,9 @@ def _scan_weights(drawn, token, own, temperature, BLOCK: tl.constexpr):
     logits = drawn.logits + token.at * drawn.logits_stride
     is_edited = (token.flags & EDITED) != 0
     is_masked = ((token.flags & GRAMMAR) != 0) & (is_edited == 0)
+    if drawn.masks is not None:
+        is_edited = is_edited & (drawn.edited_stride != 0)
+        is_masked = is_masked & (masks_stride != 0)
     totals = tl.zeros([BLOCK], dtype=tl.float32)
     lowers = tl.zeros([BLOCK], dtype=tl.float32)
     aboves = tl.zeros([BLOCK], dtype=tl.float32)
@@ -206,17 +246,23 @@ def _scan_weights(drawn, token, own, temperature, BLOCK: tl.constexpr):
     largest = tl.zeros([BLOCK], dtype=tl.float32)
     wilds = tl.zeros([BLOCK], dtype=tl.int32)
     betters = tl.zeros([BLOCK], dtype=tl.int32)
+    v = tl.arange(0, BLOCK)
+    ahead = tl.load(logits + v, mask=v < drawn.vocab, other=float("-inf"))
     for first in range(0, drawn.vocab, BLOCK):
         v = first + tl.arange(0, BLOCK)
         allowed = v < drawn.vocab
-        x = tl.load(logits + v, mask=allowed, other=float("-inf")).to(tl.float32)
+        x = ahead.to(tl.float32)
+        # One program per row has nobody to hide the wait for the next values.
+        following = v + BLOCK
+        inside = following < drawn.vocab
+        ahead = tl.load(logits + following, mask=inside, other=float("-inf"))
         wilds |= ((x != x) | (x == INF)).to(tl.int32)
         if drawn.edited is not None:
             edited = drawn.edited + token.at * drawn.edited_stride
             e = tl.load(edited + v, mask=allowed & is_edited, other=float("-inf"))
             x = tl.where(is_edited, e, x)
         if drawn.masks is not None:
-            bits = drawn.masks + token.at * drawn.masks_stride
+            bits = drawn.masks + token.at * masks_stride
             word = tl.load(bits + v // 32, mask=allowed & is_masked, other=-1)
             allowed = allowed & (((word >> (v % 32)) & 1) != 0)
         # Divided first, as a sampler does: its rounding is part of the weight.
@@ -231,43 +277,35 @@ def _scan_weights(drawn, token, own, temperature, BLOCK: tl.constexpr):
         largest = tl.maximum(largest, weight)
     wild = tl.max(wilds, axis=0) != 0
     better = tl.max(betters, axis=0) != 0
-    total = tl.sum(totals.to(tl.float64), axis=0)
-    lower = tl.sum(lowers.to(tl.float64), axis=0)
-    above = tl.sum(aboves.to(tl.float64), axis=0)
-    top_k = tl.load(token.announced + TOP_K)
-    top_p = _load_float(token.announced, TOP_P)
-    min_p = _load_float(token.announced, MIN_P)
-    if (top_k < drawn.vocab) | (top_p < 1) | (min_p > 0):
-        floor = min_p.to(tl.float64) * tl.max(largest, axis=0).to(tl.float64)
-        hit = (tl.sum(counts, axis=0) < top_k) & (floor * (1 - SLACK) <= 1)
-        hit = hit & (above < (top_p.to(tl.float64) + SLACK) * total)
-        if drawn.kept is not None:
-            kept = drawn.kept + token.at * drawn.kept_stride
-            hit = hit & _scan_kept(kept, token, drawn.vocab, BLOCK)
-        else:
-            hit = hit & False
-    else:
-        hit = _is_hit(token, lower, 1.0, total)
-    return wild, better, hit
+    sums = WeightSums(
+        total=tl.sum(totals.to(tl.float64), axis=0),
+        lower=tl.sum(lowers.to(tl.float64), axis=0),
+        above=tl.sum(aboves.to(tl.float64), axis=0),
+        num_above=tl.sum(counts, axis=0),
+        largest=tl.max(largest, axis=0),
+    )
+    return wild, better, _is_drawn(drawn, token, sums, BLOCK)
 
 
 @triton.jit
-def _check_all(drawn, token, own, BLOCK: tl.constexpr):
+def _check_all(drawn, token, own, masks_stride, BLOCK: tl.constexpr):
     """Return the reasons of a token whose values are edited, masked or drawn from. Its
     own logit is `own`."""
-    temperature = _load_float(token.announced, TEMPERATURE)
     is_edited = (token.flags & EDITED) != 0
-    is_judged = True
-    value = own
-    if is_edited:
-        temperature = temperature * 0 + 1
-        if drawn.edited is not None:
-            value = tl.load(drawn.edited + token.at * drawn.edited_stride + token.id)
-        else:
-            is_judged = is_judged & False
     is_greedy = (token.flags & GREEDY) != 0
+    temperature = _load_float(token.announced, TEMPERATURE)
+    temperature = tl.where(is_edited | is_greedy, 1.0, temperature)
+    is_judged = is_edited == 0
+    value = own
+    if drawn.edited is not None:
+        is_judged = is_judged | (drawn.edited_stride != 0)
+        edited = drawn.edited + token.at * drawn.edited_stride + token.id
+        value = tl.load(edited, mask=is_edited & is_judged, other=0.0)
+        value = tl.where(is_edited, value, own)
     scaled = tl.div_rn(value, temperature)
-    wild, better, hit = _scan_weights(drawn, token, scaled, temperature, BLOCK)
+    wild, better, hit = _scan_weights(
+        drawn, token, scaled, temperature, masks_stride, BLOCK
+    )
     chosen = tl.where(is_greedy, better == 0, hit) & is_judged
     reasons = tl.where(chosen, 0, SAMPLED_TOKEN)
     return tl.where(wild | (own == float("-inf")), LOGITS_NOT_FINITE, reasons)
@@ -293,7 +331,12 @@ def _check_best(drawn, token, own, DRAWS: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit
 def _check_values(
-    drawn, token, DRAWS: tl.constexpr, BEST_BLOCK: tl.constexpr, BLOCK: tl.constexpr
+    drawn,
+    token,
+    masks_stride,
+    DRAWS: tl.constexpr,
+    BEST_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):
     """Return the reasons that follow from the values in the token's row."""
     own = tl.load(drawn.logits + token.at * drawn.logits_stride + token.id)
@@ -305,7 +348,7 @@ def _check_values(
     if is_shared:
         reasons = _check_best(drawn, token, own, DRAWS, BEST_BLOCK)
     elif tl.program_id(1) == 0:
-        reasons = _check_all(drawn, token, own, BLOCK)
+        reasons = _check_all(drawn, token, own, masks_stride, BLOCK)
     return reasons
 
 
@@ -329,7 +372,7 @@ def _sum_hidden(drawn, token, hidden_ends, num_hidden, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _load_mask(drawn, token):
+def _load_mask(drawn, token, masks_stride, mask_words):
     """Load the words of the token's mask; 0 without one."""
     has_grammar = (token.flags & GRAMMAR) != 0
     nothing = token.index * 0
@@ -337,11 +380,13 @@ def _load_mask(drawn, token):
     accepted = nothing
     is_allowed = token.index == token.index
     if drawn.masks is not None:
-        bits = drawn.masks + token.at * drawn.masks_stride
-        words = bits + drawn.mask_words
-        serial += tl.load(words + MASK_SERIAL, mask=token.is_there, other=0)
-        accepted += tl.load(words + MASK_ACCEPTED, mask=token.is_there, other=0)
-        is_read = token.is_id & has_grammar
+        bits = drawn.masks + token.at * masks_stride
+        words = bits + mask_words
+        is_given = masks_stride != 0
+        is_there = token.is_there & is_given
+        serial += tl.load(words + MASK_SERIAL, mask=is_there, other=0)
+        accepted += tl.load(words + MASK_ACCEPTED, mask=is_there, other=0)
+        is_read = token.is_id & has_grammar & is_given
         word = tl.load(bits + token.id // 32, mask=is_read, other=-1)
         is_allowed = ((word >> (token.id % 32).to(tl.int32)) & 1) != 0
     own = token.serial & OWN_BITS
@@ -357,7 +402,9 @@ def _load_mask(drawn, token):
 
 
 @triton.jit(
-    do_not_specialize=["num_logits", "num_hidden", "width", "tag"],
+    do_not_specialize=[
+        *("num_logits", "num_hidden", "width", "tag", "masks_stride", "mask_words"),
+    ],
     do_not_specialize_on_alignment=[
         *("req_rows", "serials", "prefix_lens", "extend_lens", "tokens"),
         *("logits_rows", "hidden_ends", "findings"),
@@ -377,6 +424,8 @@ def drawn_kernel(
     num_logits,
     num_hidden,
     width,
+    masks_stride,
+    mask_words,
     tag,
     DRAWS: tl.constexpr,
     WORD_BLOCK: tl.constexpr,
@@ -413,7 +462,7 @@ def drawn_kernel(
             is_there=is_there,
             is_id=is_there & (id_ < drawn.vocab),
         )
-        mask = _load_mask(drawn, token)
+        mask = _load_mask(drawn, token, masks_stride, mask_words)
         is_read = is_there & (mask.has_failed == 0)
         reasons = 0
         due_sum = i * 0
@@ -429,7 +478,9 @@ def drawn_kernel(
             is_other = (is_known == 0) | (id_ >= drawn.vocab)
             reasons |= tl.where(is_other & is_read, SAMPLED_TOKEN, 0)
         if token.is_id & is_read:
-            reasons |= _check_values(drawn, token, DRAWS, BEST_BLOCK, BLOCK)
+            reasons |= _check_values(
+                drawn, token, masks_stride, DRAWS, BEST_BLOCK, BLOCK
+            )
         if reasons != 0:
             is_mask = (reasons & GRAMMAR_MASK) != 0
             is_row = (reasons & LOGITS_ROW) != 0
@@ -459,9 +510,13 @@ def drawn_kernel(
 
 _WORD_BLOCK = 1024
 _BEST_BLOCK = 8192
-_BLOCK = 2048
+# Elements that a thread takes at a time if it weighs them.
+_EACH = 8
+# Up to as many tokens, programs are few, so each gets more threads.
+_FEW_TOKENS = 16
 # Programs that share a row: as many as it has blocks if few rows must fill the device.
 _MAX_SPLITS = 16
+_WARP = 32
 _SHARED_ROWS = 64
 
 
@@ -478,28 +533,9 @@ def check_drawn(
     count, vocab = len(drawn.tokens), drawn.logits.shape[1]
     if not count:
         return
-    words = drawn.words
-    inputs, hidden = words if words is not None else (None, None)
+    matrices = _matrices(state, drawn)
+    warps = (16 if count <= _FEW_TOKENS else 8) if vocab > _BEST_BLOCK else 4
     block = triton.next_power_of_2(max(vocab, 1))
-    hidden_words = 0 if hidden is None else hidden.shape[1]
-    matrices = Drawn(
-        logits=drawn.logits,
-        logits_stride=drawn.logits.stride(0),
-        inputs=inputs,
-        inputs_stride=_stride(inputs),
-        hidden=hidden,
-        hidden_stride=_stride(hidden),
-        hidden_words=hidden_words,
-        edited=drawn.edited,
-        edited_stride=_stride(drawn.edited),
-        kept=drawn.kept,
-        kept_stride=_stride(drawn.kept),
-        masks=drawn.masks,
-        masks_stride=_stride(drawn.masks),
-        mask_words=0 if drawn.masks is None else drawn.masks.shape[1],
-        sampling=drawn.sampling,
-        vocab=vocab,
-    )
     drawn_kernel[(count, splits_of(count, vocab))](
         state=state_args(state),
         drawn=matrices,
@@ -512,16 +548,48 @@ def check_drawn(
         hidden_ends=drawn.hidden_ends,
         findings=findings,
         num_logits=drawn.logits.shape[0],
-        num_hidden=0 if hidden is None else hidden.shape[0],
+        num_hidden=0 if drawn.hidden is None else drawn.hidden.shape[0],
         width=drawn.width,
+        masks_stride=_stride(drawn.masks),
+        mask_words=0 if drawn.masks is None else drawn.masks.shape[1],
         tag=ring_tag(Launch.DRAWN, NO_MANAGER, state.pool),
         DRAWS=drawn.draws,
-        WORD_BLOCK=min(_WORD_BLOCK, triton.next_power_of_2(max(hidden_words, 1))),
+        WORD_BLOCK=_WORD_BLOCK,
         BEST_BLOCK=min(_BEST_BLOCK, block),
-        BLOCK=min(_BLOCK, block),
-        num_warps=8 if vocab > _BLOCK else 4,
+        BLOCK=min(_EACH * warps * _WARP, block),
+        num_warps=warps,
+    )
+
+
+def _matrices(state: CanaryState, drawn: DrawnTokens) -> Drawn:
+    inputs, hidden = drawn.words or (None, None)
+    edited, kept, masks = drawn.edited, drawn.kept, drawn.masks
+    if not (edited is None and kept is None and masks is None):
+        # Any memory stands for a matrix that is not given; it is never read.
+        unread = state.verdict
+        edited = unread.view(torch.float32) if edited is None else edited
+        kept = unread.view(torch.float32) if kept is None else kept
+        masks = unread if masks is None else masks
+    return Drawn(
+        logits=drawn.logits,
+        logits_stride=_stride(drawn.logits),
+        inputs=inputs,
+        inputs_stride=_stride(inputs),
+        hidden=hidden,
+        hidden_stride=_stride(hidden),
+        hidden_words=0 if hidden is None else hidden.shape[1],
+        edited=edited,
+        edited_stride=_stride(drawn.edited),
+        kept=kept,
+        kept_stride=_stride(drawn.kept),
+        masks=masks,
+        sampling=drawn.sampling,
+        vocab=drawn.logits.shape[1],
     )
 
 
 def _stride(t: Tensor | None) -> int:
-    return 0 if t is None else t.stride(0)
+    """Return the elements between rows, 0 only if there is no matrix."""
+    if t is None:
+        return 0
+    return t.stride(0) if t.shape[0] > 1 else t.shape[1]
