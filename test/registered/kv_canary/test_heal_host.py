@@ -21,8 +21,9 @@ from heal_world import (
     without_limit,
 )
 
-from kv_canary.checks import Severity
+from kv_canary.checks import Reason, Severity
 from kv_canary.reporter import CanaryViolation
+from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.managers.batch.req import Req
 from sglang.srt.managers.scheduler import blame
 from sglang.srt.managers.scheduler.heal_check import HealingError
@@ -470,6 +471,17 @@ def change_a_sent_token(harness: EngineHarness, patch: pytest.MonkeyPatch) -> No
     patch.setattr(Req, "prepare_again", changed)
 
 
+def change_a_prompt(harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
+    """No digest that was sent covers it."""
+    prepare = Req.prepare_again
+
+    def changed(req: Req) -> None:
+        req.tokens[3] ^= 1
+        prepare(req)
+
+    patch.setattr(Req, "prepare_again", changed)
+
+
 def rewind_nothing(harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Req, "rewind", lambda req, num_tokens: None)
 
@@ -516,6 +528,7 @@ HEALING_FAULTS = {
         (queue_one_less, "shift_view"),
         (forget_a_token, "shift_view"),
         (change_a_sent_token, "shift_view"),
+        (change_a_prompt, "shift_view"),
         (rate_as_drafts, "shift_view"),
         (send_the_early_only, "record"),
         (rewind_nothing, ""),
@@ -549,6 +562,84 @@ def test_a_healing_that_goes_wrong_sends_nothing_wrong(
         i = int(rid[1:])
         assert answer.finish_reason is None
         assert answer.output_ids == answer_of(i)[: len(answer.output_ids)]
+
+
+@pytest.mark.parametrize("kind", ENGINES)
+def test_tokens_that_change_while_a_request_waits_to_be_computed_again(
+    models: dict[str, Path], kind: str
+) -> None:
+    """Compared with what it had before the healing when it is prefilled again."""
+    harness = build(models, kind)
+    for i in range(4):
+        submit(harness, i, stream=True)
+    changed: list[str] = []
+
+    def on_step(step: int) -> None:
+        if step == 5:
+            faults_of(harness).arm("shift_view", seed=1)
+        if heals(harness) and not changed:
+            req = harness.scheduler.waiting[0]
+            req.tokens[3] ^= 1
+            changed.append(req.rid)
+
+    with pytest.raises(RuntimeError, match="tokens of request number .* have changed"):
+        harness.run(on_step=on_step)
+    assert changed
+    for rid, answer in harness.collect().items():
+        assert answer.output_ids == answer_of(int(rid[1:]))[: len(answer.output_ids)]
+
+
+def test_what_a_damaged_step_wrote_does_not_stay_cached(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = healing(model, page_size=1, overlap=False)
+    for i in range(4):
+        submit(harness, i)
+    cache = harness.scheduler.cache
+
+    def keep(req: Req) -> torch.Tensor:
+        cache.cache_finished_req(req)
+        return torch.empty(0, dtype=torch.int64)
+
+    monkeypatch.setattr(cache, "let_go", keep)
+
+    def on_step(step: int) -> None:
+        if step == 5:
+            faults_of(harness).arm("input_token", seed=1)
+
+    with pytest.raises(CanaryViolation) as raised:
+        harness.run(on_step=on_step)
+    assert isinstance(raised.value.__cause__, HealingError)
+    assert "still cached" in str(raised.value.__cause__)
+
+
+def test_an_overwritten_page_that_nobody_follows(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody reads it in the next step: only the cache holds it."""
+    monkeypatch.setattr(blame, "_OVERWRITTEN", Reason(0))
+    harness = healing(model)
+    submit(harness, 4)
+    harness.run()
+    for i in range(2):
+        submit(harness, i)
+    written: list[int] = []
+
+    def write_elsewhere(batch: ForwardBatch, views: Any) -> None:
+        if not batch.forward_mode.is_decode or written:
+            return
+        runs = harness.scheduler.cache.iter_cached_runs()
+        written.append(next(int(run.slots[9]) for run in runs if not run.locked))
+        batch.out_cache_loc[0] = written[0]
+
+    def on_step(step: int) -> None:
+        if step == 5:
+            harness.scheduler.worker.canary_managers()[0].probe = write_elsewhere
+
+    with pytest.raises(CanaryViolation) as raised:
+        harness.run(on_step=on_step)
+    assert written and isinstance(raised.value.__cause__, HealingError)
+    assert "overwrote is kept" in str(raised.value.__cause__)
 
 
 @pytest.mark.parametrize("canary", ["none", "raise", "heal"])

@@ -15,7 +15,7 @@ group are the groups' (`groups`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -62,6 +62,9 @@ from sglang.srt.kv_canary.single_forward_manager.manager import (
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from kv_canary.reporter import OwnerOf, ViolationReporter
     from kv_canary.view import KVReadView
     from sglang.srt.configs.draft_layout import TreeShape
@@ -69,7 +72,7 @@ if TYPE_CHECKING:
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.config import CanaryConfig
     from sglang.srt.kv_canary.groups import PoolGroup
-    from sglang.srt.kv_canary.lineages import TokenOwner
+    from sglang.srt.kv_canary.lineages import KnownTokens, TokenOwner
     from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.groups.slots import GroupSlots
@@ -244,6 +247,10 @@ class CanaryManager:
             prompts = torch.tensor([owner.prompt_len for owner in owners])
             then = partial(oracle.expect_prompts, upload(prompts, self._device), rows)
         return Announcement(rows, upload_rows(values, self._device), then)
+
+    def expect_again(self, tokens: Iterable[tuple[TokenOwner, KnownTokens]]) -> None:
+        """Compare the tokens of requests with these at their next prefill."""
+        self._lineages.expect_again(tokens)
 
     def settle(self) -> None:
         """Tell the device now what was freed and announced, not with the next forward:
@@ -537,6 +544,13 @@ class CanaryManager:
             self.order.side.join()
         found = self.examine(owner_of=owner_of, tokens_of=tokens_of)
         return self.runtime.publish(found)
+
+    def read_heads(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """The head records of primary slots, int64 [n, 4]; waits for the device."""
+        heads: npt.NDArray[np.int64] = (
+            self._state.head[torch.from_numpy(slots).to(self._device)].cpu().numpy()
+        )
+        return heads
 
     def slot_pattern(self, slots: GroupSlots | None) -> PoolPattern | None:
         """A pattern for slots of a group that nobody holds; None if this pool has no

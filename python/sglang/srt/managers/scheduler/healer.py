@@ -324,9 +324,13 @@ class Healer:
         for launched in self._launches():
             launched.dropped.update(req.serial for req in gone)
         self._batches.take_out(gone)
+        check.note_slots(blame.withheld, self._cache.req_to_token_pool)
         num_cut = self._release(touched, blame)
         again, ended = self._queue_again(gone, sighting)
         check.check(again, ended, batches=self._batches, intake=self._intake)
+        manager = self._gate.manager
+        check.check_cache(self._cache, manager.read_heads)
+        manager.expect_again(check.noted(again).items())
         self.stats.on_heal(sighting.violations, again, now=sighting.seconds)
         self._gate.publish(
             sighting, heal_outcome(again, ended, blame=blame, num_cut=num_cut)
