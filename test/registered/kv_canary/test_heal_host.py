@@ -24,6 +24,7 @@ from heal_world import (
 from kv_canary.checks import Reason, Severity
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.forward.batch import ForwardBatch
+from sglang.srt.kv_canary.perturb import PerturbDriver, drivers_of
 from sglang.srt.managers.batch.req import Req
 from sglang.srt.managers.scheduler import blame
 from sglang.srt.managers.scheduler.heal_check import HealingError
@@ -157,6 +158,65 @@ def test_a_result_of_an_ended_request_alone(
     (incident,) = harness.scheduler.own_incidents()
     assert incident["healing"]["num_recomputed"] == 0
     assert [v["rid"] for v in incident["violations"]] == ["q0"]
+
+
+def end_wrongly(
+    harness: EngineHarness, patch: pytest.MonkeyPatch, rid: str
+) -> list[InFlight]:
+    """Let the host read another token than was sampled in the step that ends a
+    request, which is therefore answered and then revived."""
+
+    def change(step: InFlight, words: list[int]) -> bool:
+        for row, req in enumerate(step.launched.reqs):
+            if req.rid == rid and req.output_len == 23 and not req.is_finished:
+                words[row] ^= 1
+                return True
+        return False
+
+    return change_one_result(harness, patch, change)
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_revived_request_can_be_aborted(
+    model: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = healing(model, overlap=overlap)
+    for i in range(2):
+        submit(harness, i, max_new_tokens=24 + i)
+    changed, aborted = end_wrongly(harness, monkeypatch, "q0"), list[str]()
+
+    def on_step(step: int) -> None:
+        if changed and not aborted:
+            (req,) = (r for r in harness.scheduler.unfinished if r.rid == "q0")
+            assert not req.is_finished and req.output_len == 23
+            harness.abort(req.rid)
+            aborted.append(req.rid)
+
+    answers = harness.run(on_step=on_step)
+    assert aborted and heals(harness) == 1
+    reason = answers["q0"].finish_reason
+    assert reason is not None and reason.type == "abort"
+    assert len(answers["q0"].output_ids) == 23
+    assert all(is_exact(prompt_of(i), answers[f"q{i}"]) for i in range(2))
+
+
+def test_a_revived_request_can_be_blamed(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first step afterwards is damaged as well."""
+    harness = healing(model)
+    submit(harness, 0)
+    changed, armed = end_wrongly(harness, monkeypatch, "q0"), list[int]()
+
+    def on_step(step: int) -> None:
+        if changed and not armed:
+            faults_of(harness).arm("real_kv_used", seed=1)
+            armed.append(step)
+
+    check(harness.run(on_step=on_step), of=1)
+    assert armed and heals(harness) == 2
+    last = harness.scheduler.own_incidents()[-1]["healing"]
+    assert [about["rid"] for about in last["recomputed"]] == ["q0"]
 
 
 # -- tokens ----------------------------------------------------------------------------
@@ -427,6 +487,72 @@ def test_watched_pages_stay_watched_through_a_new_start(model: Path) -> None:
     assert heals(harness) == 1 and quarantine.num_pages == 2
     assert allocator.owns(pages).all()
     assert allocator.available_size() == allocator.size - 2 * allocator.page_size
+
+
+def test_an_own_page_that_is_cached_too(model: Path) -> None:
+    """By the host's damaged records a page of a request's own part belongs to the cache
+    as well. The cached run goes with the request that is recomputed."""
+    harness = healing(model)
+    submit(harness, 0)
+    scheduler = harness.scheduler
+    cache, other = scheduler.cache, [VOCAB - 1 - i for i in range(4)]
+    shared: list[int] = []
+
+    def on_step(step: int) -> None:
+        if step != 16:
+            return
+        (req,) = scheduler.unfinished
+        begin = req.cache_protected_len
+        slots = cache.req_to_token_pool.row_slots(req.req_pool_idx, begin, begin + 4)
+        assert req.committed_len > begin + 4
+        cache.insert(cache.key(other), slots)
+        shared.extend(slots.tolist())
+        faults_of(harness).arm("input_token", seed=1)
+
+    check(harness.run(on_step=on_step), of=1)
+    assert shared and heals(harness) == 1
+    assert cache.match_length(cache.key(other)) == 0
+    cached = cache.cached_slots()
+    assert len(cached.unique()) == len(cached)
+    check_books(harness)
+
+
+# -- what is computed with damaged drafts ----------------------------------------------
+
+
+@pytest.mark.parametrize("tree", [(1, 3, 4), (4, 3, 8)], ids=["chain", "tree"])
+def test_damaged_drafts_of_a_request_that_ends_are_not_cached(
+    models: dict[str, Path], tree: tuple[int, int, int]
+) -> None:
+    """The damage is in the draft's pool alone, so the answer is used; its KV must not
+    stay for others."""
+    found = []
+    for length in range(18, 26):
+        harness = speculating(
+            **models, tree=tree, page_size=4, kv_canary="heal", kv_canary_heal_limit=0
+        )
+        _, draft = drivers_of(harness.scheduler)
+        submit(harness, 0, max_new_tokens=length)
+
+        def on_step(
+            step: int,
+            harness: EngineHarness = harness,
+            draft: PerturbDriver = draft,
+            length: int = length,
+        ) -> None:
+            for req in harness.scheduler.unfinished:
+                if req.output_len == length - 1 and not draft.asked:
+                    draft.arm("real_kv_used", seed=length)
+
+        check(harness.run(on_step=on_step), of=1, length=length)
+        if not draft.planted:
+            continue
+        cache, damage = harness.scheduler.cache, draft.planted[0].damage
+        page = damage.slot // 4
+        assert page not in (cache.cached_slots() // 4).tolist()
+        found.append(length)
+        assert heals(harness) == 1
+    assert found
 
 
 # -- faults of the healing itself ------------------------------------------------------

@@ -68,6 +68,20 @@ def test_a_prefill_of_no_tokens_is_refused(mock, length):
     assert [req.req_pool_idx for req in reqs] == [0, 0]
 
 
+def test_rows_are_given_back_if_slots_do_not_suffice(mock):
+    env = mock_harness(mock, max_total_tokens=64).scheduler.env
+    allocator, rows = env.cache.allocator, env.cache.req_to_token_pool
+    reqs, free_rows = [make_req([1, 2, 3]), make_req([1, 2])], rows.available_size()
+    held = allocator.alloc(allocator.available_size() - 4)
+    assert ScheduleBatch.prepare_for_extend(reqs, [3, 2], env) is None
+    assert rows.available_size() == free_rows
+    assert allocator.available_size() == 4
+    assert [req.req_pool_idx for req in reqs] == [0, 0]
+    allocator.free(held)
+    assert ScheduleBatch.prepare_for_extend(reqs, [3, 2], env) is not None
+    assert rows.available_size() == free_rows - 2
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_generated_tokens_are_those_that_were_sent(mock, overlap):
     """Of an aborted request, too."""
