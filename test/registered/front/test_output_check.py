@@ -13,9 +13,14 @@ from hypothesis import strategies as st
 from manager_world import LENGTH, TOKENIZER, Wire, prompt, run
 from web_world import app_of, post, serving
 
+from sglang.srt.managers.front import request_state
 from sglang.srt.managers.front.output_check import OutputCheck
 from sglang.srt.managers.front.output_text import OutputText
-from sglang.srt.managers.front.request_state import RequestState
+from sglang.srt.managers.front.request_state import (
+    RequestGroup,
+    RequestState,
+    Update,
+)
 from sglang.srt.managers.messages.errors import EngineFailure
 from sglang.srt.managers.messages.io_struct import FinishReason, RequestOutput
 from sglang.srt.managers.messages.output_digest import extend_digest, first_digest
@@ -331,5 +336,81 @@ def test_a_fault_of_the_detokenizer_ends_its_request_alone(
             b'":500', b'": 500'
         )
         assert b"kv_canary" not in good and b"height" in good
+
+    run(work())
+
+
+# -- between the check and the client --------------------------------------------------
+
+
+async def answer_of(wire: Wire, group: RequestGroup, *, stream: bool) -> list[Update]:
+    if not stream:
+        return await wire.manager.results(group)
+    return [one async for news in wire.manager.updates(group) for one in news]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"output_ids": [8, 7]}, {"output_ids": [7]}, {"text": "xx"}, {"text": ""}],
+    ids=["order", "fewer", "text", "no text"],
+)
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_update_that_differs_from_what_was_checked_is_an_error(
+    change: dict[str, Any], stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its request alone."""
+
+    def damaged(**fields: Any) -> Update:
+        return Update(**fields | (change if fields["rid"] == "bad" else {}))
+
+    monkeypatch.setattr(request_state, "Update", damaged)
+
+    async def work() -> None:
+        wire = Wire(kv_canary="raise")
+        groups = {}
+        for rid in ("good", "bad"):
+            groups[rid] = await wire.manager.submit([prompt(rid=rid, stream=stream)])
+            wire.answer(rid, [7, 8])
+        with pytest.raises(EngineFailure, match="of request bad: an update differs"):
+            await answer_of(wire, groups["bad"], stream=stream)
+        (update,) = await answer_of(wire, groups["good"], stream=stream)
+        assert update.output_ids == [7, 8]
+        assert update.text == TOKENIZER.decode([7, 8])
+
+    run(work())
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("canary", ["none", "raise"])
+@pytest.mark.parametrize("lost", ["message", "news", "end"])
+def test_a_reader_does_not_wait_for_an_end_that_has_come(
+    lost: str, canary: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receive, notify = RequestState.receive, RequestGroup.notify
+
+    def receive_most(state: RequestState, output: RequestOutput) -> None:
+        if lost != "message" or state.rid != "a-1":
+            receive(state, output)
+
+    def notify_most(
+        group: RequestGroup, state: RequestState, finish: FinishReason | None
+    ) -> None:
+        if state.rid != "a-1":
+            notify(group, state, finish)
+        elif lost != "news":
+            notify(group, state, None)
+
+    monkeypatch.setattr(RequestState, "receive", receive_most)
+    monkeypatch.setattr(RequestGroup, "notify", notify_most)
+
+    async def work() -> None:
+        wire = Wire(kv_canary=canary)
+        both = prompt("x", {"n": 2}, rid="a", stream=stream)
+        group = await wire.manager.submit([both])
+        for copy in range(2):
+            wire.answer(f"a-{copy}", [1])
+        with pytest.raises(EngineFailure, match="its end did not reach its reader"):
+            await answer_of(wire, group, stream=stream)
+        assert wire.manager.num_in_flight == 0
 
     run(work())

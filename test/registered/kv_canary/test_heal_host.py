@@ -797,6 +797,24 @@ def test_a_request_that_the_scheduler_loses_gets_an_error(
     assert is_exact(prompt_of(5), harness.generate(prompt_of(5), max_new_tokens=5))
 
 
+@pytest.mark.parametrize("canary", ["none", "raise", "heal"])
+def test_an_end_that_is_not_sent_in_its_step_is_sent_at_idle(
+    model: Path, canary: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = healing(model, kv_canary=canary)
+    for i in range(3):
+        submit(harness, i, stream=i == 1)
+    streamer = harness.scheduler._streamer
+    send = streamer.send
+
+    def lossy(reqs: Any) -> None:
+        send(req for req in reqs if req.rid == "q0" or not req.is_finished)
+
+    monkeypatch.setattr(streamer, "send", lossy)
+    check(harness.run(), of=3)
+    assert not streamer.owed
+
+
 # -- the watchdog ----------------------------------------------------------------------
 
 

@@ -60,8 +60,10 @@ class OutputCheck:
         self, rid: str, params: SamplingParams, tokenizer: Tokenizer | None
     ) -> None:
         self._rid = rid
-        self.digest = first_digest(rid)
+        self.digest = self._shown_digest = first_digest(rid)
         self.text_len = 0
+        # The newest piece of text that was compared.
+        self._text = ""
         self._table = None if tokenizer is None else tokenizer.token_bytes_table
         self._dropped: frozenset[int] = frozenset()
         if tokenizer is not None and params.skip_special_tokens:
@@ -104,6 +106,7 @@ class OutputCheck:
             EngineFailure: the text does not match the tokens.
         """
         self.text_len += len(text)
+        self._text = text
         if self._table is None:
             return
         if finish is not None:
@@ -112,6 +115,16 @@ class OutputCheck:
         if due != text or (finish is not None and not self._may_hide(rest, finish)):
             raise output_fault(self._rid, "the text is not the one of its tokens")
         self._due = rest
+
+    def check_update(self, update: Update) -> None:
+        """Check the news of a request before anybody gets them.
+
+        Raises:
+            EngineFailure: they are not the tokens and the text that were compared.
+        """
+        self._shown_digest = extend_digest(self._shown_digest, update.output_ids)
+        if self._shown_digest != self.digest or update.text != self._text:
+            raise output_fault(self._rid, "an update differs from what was compared")
 
     def _may_hide(self, rest: str, finish: FinishReason) -> bool:
         """Whether an output with this end may omit the text `rest`."""

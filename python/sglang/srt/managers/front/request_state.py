@@ -169,12 +169,13 @@ class RequestState:
                 ),
             )
         )
+        self.group.on_end(self)
 
     def take(self) -> Update:
         """Return everything that arrived since the last call, as one update.
 
         Raises:
-            EngineFailure: its text does not match its tokens.
+            EngineFailure: the update does not match the engine's tokens.
         """
         outputs, self._outputs = self._outputs, []
         last = outputs[-1]
@@ -183,7 +184,7 @@ class RequestState:
         text = "" if self._text is None else self._text.push(ids, finish)
         if check is not None and self._text is not None:
             check.take_text(text, finish)
-        return Update(
+        update = Update(
             index=self.index,
             rid=self.shown_rid,
             text=text,
@@ -200,6 +201,9 @@ class RequestState:
             prompt_ids=self.prompt_ids,
             text_len=None if check is None else check.text_len,
         )
+        if check is not None:
+            check.check_update(update)
+        return update
 
     @property
     def waits_for_leader(self) -> bool:
@@ -238,6 +242,7 @@ class RequestGroup:
         self.is_released = False
         self._stream = stream
         self._unfinished = 0
+        self._num_ended = 0
         self._error: Exception | None = None
         self._fresh: dict[int, RequestState] = {}
         self._wake = asyncio.Event()
@@ -274,6 +279,20 @@ class RequestGroup:
             if error is not None:
                 self.fail(error)
         if self._stream or self._unfinished == 0:
+            self._wake.set()
+
+    def on_end(self, state: RequestState) -> None:
+        """Make sure that the reader learns of a request that has ended, whatever became
+        of its last output.
+        """
+        if self.is_released or self._error is not None:
+            return
+        self._num_ended += 1
+        is_last = self._num_ended == len(self.states)
+        is_told = state.is_finished and state.index in self._fresh
+        if not is_told or (is_last and self._unfinished):
+            self.fail(output_fault(state.rid, "its end did not reach its reader"))
+        elif self._stream or is_last:
             self._wake.set()
 
     def fail(self, error: Exception) -> None:

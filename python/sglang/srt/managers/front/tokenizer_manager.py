@@ -483,6 +483,8 @@ class TokenizerManager:
             self._occupancy.remove(state.client, state.num_prompt_tokens)
             self._on_change()
         state.receive(output)
+        if output.finish_reason is not None:
+            state.group.on_end(state)
 
     def _check_up(self) -> None:
         """Raise unless the scheduler can answer questions."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.scheduler_io import SchedulerIO
     from sglang.srt.sampling.logprobs import HostLogprob
 
+logger = logging.getLogger(__name__)
+
+# Requests named in a log line.
+MAX_SHOWN = 16
+
 
 class OutputStreamer:
     """Sends one `BatchOutput` per step, for the requests that have new output to send.
@@ -28,6 +34,9 @@ class OutputStreamer:
 
     Args:
         has_digests: whether messages contain digests of their requests' tokens.
+
+    Attributes:
+        owed: requests that have ended, but whose end has not been sent, by serial.
     """
 
     def __init__(
@@ -36,6 +45,19 @@ class OutputStreamer:
         self._io = io
         self._stream_interval = stream_interval
         self._has_digests = has_digests
+        self.owed: dict[int, Req] = {}
+
+    def send_owed(self) -> None:
+        """Send the ends that, because of a scheduler error, were not sent in their
+        step.
+        """
+        reqs = list(self.owed.values())
+        logger.error(
+            "the end of %d request(s) had not been sent: %s",
+            len(reqs),
+            ", ".join(req.rid for req in reqs[:MAX_SHOWN]),
+        )
+        self._io.send(BatchOutput(outputs=[self._output(req) for req in reqs]))
 
     def send(self, reqs: Iterable[Req]) -> None:
         outputs = [self._output(req) for req in reqs if self._is_due(req)]
@@ -67,6 +89,8 @@ class OutputStreamer:
     def _output(self, req: Req) -> RequestOutput:
         start, stop = req.sent.tokens, req.output_len
         req.sent.tokens = stop
+        if req.is_finished:
+            self.owed.pop(req.serial, None)
         return RequestOutput(
             rid=req.rid,
             output_ids=list(req.tokens[req.prompt_len + start : req.prompt_len + stop]),

@@ -206,6 +206,7 @@ class RequestIntake:
     def revive(self, req: Req) -> None:
         """Undo the end of a request that was not answered yet."""
         self._unfinished[req.rid] = req
+        self._streamer.owed.pop(req.serial, None)
         self._stats.on_revived(req)
         if self.recorder is not None:
             self.recorder.on_revived(req)
@@ -217,8 +218,9 @@ class RequestIntake:
         self._streamer.send([req])
 
     def forget(self, req: Req) -> None:
-        """Remove a request that has finished."""
+        """Remove a request that has finished, and whose end is to be sent."""
         self._unfinished.pop(req.rid, None)
+        self._streamer.owed[req.serial] = req
         self._stats.on_finish(req)
         if self.recorder is not None:
             self.recorder.on_end(req)

@@ -466,6 +466,8 @@ class Scheduler:
         slot is free or cached."""
         if self._unfinished:
             self._end_lost()
+        if self._streamer.owed:
+            self._streamer.send_owed()
         if not self.idle_checked:
             try:
                 self._check_idle()
