@@ -107,7 +107,7 @@ def classify(world: str, seed: int, watched: Run, unwatched: Run | None) -> Worl
 def _outcome(watched: Run, changes: str) -> str:
     is_idle = watched.end == "idle"
     # The engine's report, or the error that a request got from the front.
-    is_named = watched.end == "violation" or (is_idle and watched.failed > 0)
+    is_named = watched.end == "violation" or (is_idle and watched.named > 0)
     if changes == "tokens":
         if watched.wrong_sent:
             return AFTER if is_named else NEVER
@@ -122,7 +122,7 @@ def _outcome(watched: Run, changes: str) -> str:
         return NAMED
     if watched.end in SPINNING:
         return HANG
-    if is_idle:
+    if is_idle and not watched.failed:
         return ENDS if watched.wrong_ends else NONE
     return LEAK if watched.end == "leak" else GUARD
 

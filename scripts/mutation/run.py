@@ -1,4 +1,4 @@
-"""Plants one-line faults in the engine's bookkeeping and reports the outcome of each.
+"""Plants one-line faults in the engine and reports the outcome of each.
 
     python scripts/mutation/run.py faults --count 120 --seed 1 --out faults.json
     python scripts/mutation/run.py tests --count 100 --only mem_cache.allocator
@@ -6,8 +6,8 @@
     python scripts/mutation/run.py faults --list --only schedule_batch:281
     python scripts/mutation/run.py faults --show ID
 
-`faults` plants each in engines on the mock model that run under the canary, and sees
-whether it is named before a wrong token leaves. `tests` runs the tests of its area. A
+`faults` plants each in engines that run under the canary, most on the mock model, and
+sees whether it is named before a wrong token leaves. `tests` runs the tests of its area. A
 table follows at the end, then one line of JSON; `--out` keeps all rows and, after
 ctrl-C, those so far.
 
@@ -15,13 +15,16 @@ Outcomes of `faults`, the worst of all worlds first:
 
     never             wrong tokens were sent, and the canary named nothing
     after             wrong tokens were sent before it did
-    before            named before a wrong token left
+    before            named before a wrong token left: by the engine's report, or in
+                      the error that the request gets from the front
     stopped           would change tokens or drafts, but a host guard, the leak check
-                      or a limit stopped the engine first
+                      or a limit stopped the engine first, or the front failed
     drafts unseen     right tokens by worse or other drafts, unnamed
     drafts named      the same, named
+    lost              a request was never answered
     ends              right tokens, but too few or too many, or another finish
     hang, guard, leak stopped so; without that, neither tokens nor drafts change
+                      (a hang is what the watchdog ends)
     named, no effect  named; without the canary neither tokens nor drafts change
     none              no effect that a client or the draft's oracle could see
 """
@@ -59,7 +62,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--count", type=int, help="a sample of so many (default: all)")
     parser.add_argument("--seed", type=int, default=1, help="of the sample")
     parser.add_argument("--only", action="append", help="MODULE or MODULE:LINE")
-    parser.add_argument("--area", action="append", help="such as memory or relay")
+    parser.add_argument("--areas", nargs="+", help="such as streaming healing")
     parser.add_argument("--rerun", type=Path, help="the faults of an --out file")
     parser.add_argument("--outcome", action="append", help="with --rerun: of these")
     parser.add_argument("--list", action="store_true", help="name the faults only")
@@ -79,7 +82,11 @@ def chosen_faults(args: argparse.Namespace) -> list[Fault]:
         SystemExit: there are none.
     """
     areas = [area for area in AREAS if area.worlds or args.command == "tests"]
-    found = all_faults([a for a in areas if args.area is None or a.name in args.area])
+    unknown = set(args.areas or ()) - {area.name for area in areas}
+    if unknown:
+        names = ", ".join(area.name for area in areas)
+        raise SystemExit(f"no area {', '.join(sorted(unknown))}; choose from {names}")
+    found = all_faults([a for a in areas if args.areas is None or a.name in args.areas])
     if args.only:
         found = [fault for place in args.only for fault in only(found, place)]
     if args.rerun:

@@ -23,6 +23,8 @@ from sglang.test.harness import EngineHarness
 from sglang.test.spec_accept import AcceptRecorder, predicted_acceptance
 
 MAX_STEPS = 4000
+# How the front names a difference between the tokens of the engine and an answer.
+NAME = "kv_canary: output of request"
 # Maximum rounds in which nothing runs although there is work, and the pause after each
 # of them: a grammar compiles in another thread.
 MAX_IDLE_ROUNDS = 600
@@ -70,6 +72,7 @@ class Run:
         retracted: number of retractions in a run that ended idle.
         healed: number of healings, likewise.
         failed: requests that the front ended with an error instead of an answer.
+        named: how many of those errors are the canary's.
         lost: requests of a run that ended idle that nobody has answered.
     """
 
@@ -84,6 +87,7 @@ class Run:
     retracted: int
     healed: int = 0
     failed: int = 0
+    named: int = 0
     lost: int = 0
 
 
@@ -169,6 +173,7 @@ class Course:
             retracted=retracted,
             healed=healed,
             failed=len(failures),
+            named=sum(NAME in failure for failure in failures),
             lost=sum(not one.is_answered for one in received.values())
             if is_idle
             else 0,

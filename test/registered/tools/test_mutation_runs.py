@@ -324,6 +324,7 @@ def run(
     drafts: int = 0,
     ends: int = 0,
     failed: int = 0,
+    named: int = 0,
     lost: int = 0,
 ) -> Run:
     return Run(
@@ -336,7 +337,8 @@ def run(
         verified={},
         wrong_drafts=drafts,
         retracted=0,
-        failed=failed,
+        failed=failed + named,
+        named=named,
         lost=lost,
     )
 
@@ -358,9 +360,11 @@ def run(
         (run("stall"), None, "hang"),
         (run("time"), None, "hang"),
         (run("idle", ends=1), None, "ends"),
-        (run("idle", failed=1, ends=1), run("idle", wrong=1), "before"),
-        (run("idle", failed=1, wrong=1), None, "after"),
-        (run("idle", failed=1, ends=1), run("idle"), "named, no effect"),
+        (run("idle", named=1, ends=1), run("idle", wrong=1), "before"),
+        (run("idle", named=1, wrong=1), None, "after"),
+        (run("idle", named=1, ends=1), run("idle"), "named, no effect"),
+        (run("idle", failed=1, ends=1), run("idle", wrong=1), "stopped"),
+        (run("idle", failed=1, ends=1), run("idle"), "guard"),
         (run("idle", lost=1), None, "lost"),
     ],
 )
