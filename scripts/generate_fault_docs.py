@@ -26,6 +26,7 @@ from kv_canary.faults.catalogue import (  # noqa: E402
 from kv_canary.faults.fault import Fault, HostEngine, Planted, Serving  # noqa: E402
 from scripts.mutation.areas import AREAS  # noqa: E402
 from scripts.mutation.operators import OPERATORS  # noqa: E402
+from scripts.mutation.worlds import WORLDS, World  # noqa: E402
 from sglang.faults.fault_points import FAULT_POINTS  # noqa: E402
 
 PAGES = ("docs/kv_canary_faults.md", "docs/mutation.md", "kv-canary/README.md")
@@ -109,6 +110,36 @@ def operators() -> str:
     )
 
 
+def worlds() -> str:
+    return table(
+        ("engine", "runs", "page size", "model", "draft", "requests", "also"),
+        (
+            (
+                world.name,
+                world.kind.name.lower(),  # type: ignore[union-attr]
+                str(world.page_size),
+                world.model,
+                world.draft and f"{world.draft}, {' x '.join(map(str, world.tree))}",
+                world.asks,
+                also(world),
+            )
+            for world in WORLDS
+        ),
+    )
+
+
+def also(world: World) -> str:
+    """Return what a world has besides its engine."""
+    parts = [f"`{name}`" for name in world.options]
+    if world.has_front:
+        parts.append("the front")
+    if world.damage_every:
+        parts.append(f"a damage every {world.damage_every} steps")
+    if world.ranks > 1:
+        parts.append(f"{world.ranks} ranks")
+    return ", ".join(parts)
+
+
 IN_SLOTS = "fault, what it does, reported as, by"
 TABLES: dict[str, Callable[[], str]] = {
     "pools": view(IN_SLOTS, Planted.POOL, Planted.SAMPLING),
@@ -119,6 +150,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "plugins": view("what it does, in vLLM, in SGLang, reported as"),
     "areas": areas,
     "operators": operators,
+    "worlds": worlds,
 }
 
 

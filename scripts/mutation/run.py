@@ -7,9 +7,9 @@
     python scripts/mutation/run.py faults --show ID
 
 `faults` plants each in engines that run under the canary, most on the mock model, and
-sees whether it is named before a wrong token leaves. `tests` runs the tests of its area. A
-table follows at the end, then one line of JSON; `--out` keeps all rows and, after
-ctrl-C, those so far.
+sees whether it is named before a wrong token leaves. `tests` runs the tests of its
+area. A table follows at the end, then one line of JSON; `--out` keeps all rows and,
+after ctrl-C, those so far.
 
 Outcomes of `faults`, the worst of all worlds first:
 
