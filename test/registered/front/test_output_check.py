@@ -414,3 +414,37 @@ def test_a_reader_does_not_wait_for_an_end_that_has_come(
         assert wire.manager.num_in_flight == 0
 
     run(work())
+
+
+class Skipping(dict[int, RequestState]):
+    """Loses its first element whenever it is read."""
+
+    def values(self) -> Any:
+        return list(super().values())[1:]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("lost", ["count", "element"])
+def test_a_reader_gets_the_end_of_every_request_or_an_error(
+    lost: str, stream: bool
+) -> None:
+    async def work() -> None:
+        wire = Wire()
+        both = prompt("x", {"n": 2}, rid="a", stream=stream)
+        group = await wire.manager.submit([both])
+        if lost == "count":
+            group._unfinished -= 2
+        else:
+            group._fresh = Skipping()
+        reading = asyncio.create_task(answer_of(wire, group, stream=stream))
+        await asyncio.sleep(0)
+        for copy in range(2):
+            wire.answer(f"a-{copy}", [1])
+        if lost == "element" and not stream:
+            # The results of a whole answer are not read from there.
+            assert len(await reading) == 2
+            return
+        with pytest.raises((EngineFailure, IndexError)):
+            await reading
+
+    run(work())

@@ -106,6 +106,7 @@ class RequestState:
         self.last_output: float | None = None
         self.is_sent = False
         self.is_finished = False
+        self.has_shown_end = False
         self.group = group
         self._request: GenerateReq | None = request
         self.prompt_ids: list[int] | None = None
@@ -203,6 +204,7 @@ class RequestState:
         )
         if check is not None:
             check.check_update(update)
+        self.has_shown_end = update.finish_reason is not None
         return update
 
     @property
@@ -309,8 +311,11 @@ class RequestGroup:
             ClientDisconnected: the client has left.
         """
         while self._unfinished or self._fresh:
-            await self._wake.wait()
-            self._wake.clear()
+            is_last = self._error is not None or self._num_ended == len(self.states)
+            if not is_last:
+                await self._wake.wait()
+                self._wake.clear()
+            fresh: list[RequestState] = []
             # Outputs from before an engine failure are valid and yielded first, even if
             # the failure arrived while the reader was busy.
             if not self._is_refused():
@@ -324,8 +329,12 @@ class RequestGroup:
                     del self._fresh[state.index]
                 if fresh:
                     yield [state.take() for state in fresh]
-            if self._error is not None and (self._is_refused() or not self._fresh):
+            is_drained = not fresh or not self._fresh
+            if self._error is not None and (self._is_refused() or is_drained):
                 raise self._error
+            if is_last and not fresh:
+                break
+        self._check_ends()
 
     def _is_refused(self) -> bool:
         return self._error is not None and not isinstance(self._error, EngineFailure)
@@ -343,8 +352,24 @@ class RequestGroup:
         self._fresh.clear()
 
     def take_results(self) -> list[Update]:
-        """Return one update per request, in order; they no longer change."""
-        return [state.take() for state in self.states]
+        """Return one update per request, in order; they no longer change.
+
+        Raises:
+            EngineFailure: an update does not match the engine's tokens.
+        """
+        results = [state.take() for state in self.states]
+        self._check_ends()
+        return results
+
+    def _check_ends(self) -> None:
+        """Check that the reader has got the end of every request.
+
+        Raises:
+            EngineFailure: it has not.
+        """
+        for state in self.states:
+            if not state.has_shown_end:
+                raise output_fault(state.rid, "its end was not shown")
 
     @property
     def num_output_tokens(self) -> int:
