@@ -268,6 +268,7 @@ AREAS = (
             "managers.scheduler.heal_check",
             "managers.scheduler.healer",
             "managers.scheduler.result_faults",
+            "managers.scheduler.step_check",
             "mem_cache.quarantine",
         ),
         worlds=Kind.HEAL,
