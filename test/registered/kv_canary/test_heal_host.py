@@ -768,6 +768,31 @@ def test_an_overwritten_page_that_nobody_follows(
     assert "overwrote is kept" in str(raised.value.__cause__)
 
 
+@pytest.mark.parametrize("kind", ENGINES)
+@pytest.mark.parametrize("blind", ["inspect", "confirm"])
+def test_damage_that_the_gate_overlooks_stops_the_engine(
+    models: dict[str, Path], kind: str, blind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness = build(models, kind)
+    for i in range(4):
+        submit(harness, i, stream=True)
+    monkeypatch.setattr(harness.scheduler._canary, blind, lambda *args: None)
+    if blind == "confirm":
+        change_one_result(harness, monkeypatch, change_a_token)
+
+    def on_step(step: int) -> None:
+        if step == 5 and blind == "inspect":
+            faults_of(harness).arm("shift_view", seed=1)
+
+    with pytest.raises((CanaryViolation, HealingError)) as raised:
+        harness.run(on_step=on_step)
+    error = raised.value
+    assert isinstance(error, HealingError) or isinstance(error.__cause__, HealingError)
+    for rid, answer in harness.collect().items():
+        due = answer_of(int(rid[1:]))
+        assert answer.output_ids == due[: len(answer.output_ids)]
+
+
 @pytest.mark.parametrize("canary", ["none", "raise", "heal"])
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_request_that_the_scheduler_loses_gets_an_error(

@@ -33,7 +33,11 @@ from sglang.srt.managers.scheduler.heal_stats import (
     heal_outcome,
 )
 from sglang.srt.managers.scheduler.result_processor import ProcessedBatch
-from sglang.srt.managers.scheduler.step_check import StepCheck
+from sglang.srt.managers.scheduler.step_check import (
+    StepCheck,
+    check_newest,
+    check_sighted,
+)
 from sglang.srt.mem_cache.allocator import host_array
 from sglang.srt.mem_cache.common import start_over
 from sglang.srt.mem_cache.quarantine import Quarantine
@@ -129,7 +133,9 @@ class Healer:
 
         Raises:
             CanaryViolation: the damage cannot be healed within the limits.
+            HealingError: damage was overlooked.
         """
+        check_sighted(result, sighting)
         before = launched.before_result()
         failures: dict[int, Exception] = {}
         on_error = failures.__setitem__
@@ -145,6 +151,7 @@ class Healer:
                 step_check.check(sighting.damage, processed.reqs, withheld)
         wrong = self._gate.confirm(launched, result, before, failures)
         if wrong is None:
+            check_newest(launched, result.marks)
             return processed
         with self._as_violation(wrong):
             return self._take_back(launched, processed, wrong, before)

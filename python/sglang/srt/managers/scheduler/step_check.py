@@ -1,9 +1,8 @@
-"""Checks a damaged step by its findings alone: nobody gained a token that they put in
-doubt, and nobody was left out.
+"""Checks a step of an engine that heals once more, by shorter ways.
 
-`blame.py` follows damage through many records, and a healing processes a result in
-parts. This module asks only what each row must not have gained, so a mistake there
-cannot send a wrong token.
+The gate decides what was found, `blame.py` follows it through many records, and a
+healing processes a result in parts. This module asks only what each row must have
+gained or must not have gained, so no single mistake there can send a wrong token.
 """
 
 from __future__ import annotations
@@ -14,13 +13,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from kv_canary.checks import Blames, Severity, reasons_where
+from kv_canary.findings import is_clean
+from kv_canary.records import HALF_BITS
 from sglang.srt.managers.scheduler.heal_check import HealingError
 from sglang.srt.mem_cache.allocator import host_array
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.batch.forward_result import GenerationBatchResult
     from sglang.srt.managers.batch.req import Req
     from sglang.srt.managers.batch.schedule_batch import LaunchRecord, StepStart
     from sglang.srt.managers.scheduler.blame import StepDamage
+    from sglang.srt.managers.scheduler.canary_gate import Sighting
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.page_ledger import IntArray
 
@@ -106,3 +109,39 @@ def _row_pages(req: Req, cache: BasePrefixCache) -> IntArray:
 
 def _doubts_tokens(pool: int, reasons: int) -> bool:
     return bool(reasons) and (pool == _TARGET or bool(reasons & _OF_TOKENS))
+
+
+def check_sighted(result: GenerationBatchResult, sighting: Sighting | None) -> None:
+    """Check that the findings of a step were not overlooked.
+
+    Raises:
+        HealingError: there are some, but no damage is to be healed.
+    """
+    if sighting is None and not all(map(is_clean, result.findings)):
+        raise HealingError("the findings of the step were overlooked")
+
+
+def check_newest(
+    launched: LaunchRecord, marks: tuple[list[int], list[int]] | None
+) -> None:
+    """Check that the newest token of each request that goes on is the one that the
+    device recorded.
+
+    Args:
+        launched: a step whose result was processed and confirmed.
+        marks: serials and words of its rows.
+
+    Raises:
+        HealingError: it is another one.
+    """
+    if marks is None:
+        return
+    dropped, is_chunked = launched.dropped, launched.is_chunked
+    for row, (req, serial, word) in enumerate(zip(launched.reqs, *marks, strict=True)):
+        tokens = req.tokens
+        if word == len(tokens) - 1 << HALF_BITS | tokens[-1] and serial == req.serial:
+            continue
+        is_over = req.is_finished or req.serial in dropped
+        if is_over or is_chunked[row] or req.grammar_failure is not None:
+            continue
+        raise HealingError(f"request {req.rid} keeps another token than was sampled")
