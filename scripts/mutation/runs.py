@@ -19,6 +19,7 @@ from scripts.mutation.clients import ABORTS, Clients, WireClients
 from scripts.mutation.damage import Damage
 from scripts.mutation.front_clients import FrontClients
 from scripts.mutation.worlds import ModelFolders, World, build
+from sglang.srt.managers.scheduler.heal_check import HealingError
 from sglang.test.harness import EngineHarness
 from sglang.test.spec_accept import AcceptRecorder, predicted_acceptance
 
@@ -61,7 +62,8 @@ class Run:
     """How a run ended.
 
     Fields:
-        end: idle, violation, leak, error, stall, steps or time.
+        end: idle, violation (or a healing that went wrong), leak, error, stall, steps
+            or time.
         detail: detail of an end that is not idle, or the first error of a client.
         steps: scheduler rounds. sent, wrong_sent: tokens that clients received, and how
         many differ from the right ones.
@@ -248,7 +250,7 @@ def _serve_in_time(
             end, detail = course.serve(folders, canary=canary, aborts=aborts)
     except OutOfTimeError:
         end, detail = "time", ""
-    except CanaryViolation as error:
+    except (CanaryViolation, HealingError) as error:
         end, detail = "violation", str(error)
     except Exception as error:
         end, detail = _named_error(error)
