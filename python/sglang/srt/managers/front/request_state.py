@@ -290,12 +290,17 @@ class RequestGroup:
         if self.is_released or self._error is not None:
             return
         self._num_ended += 1
-        is_last = self._num_ended == len(self.states)
+        is_last = self._have_all_ended
         is_told = state.is_finished and state.index in self._fresh
         if not is_told or (is_last and self._unfinished):
             self.fail(output_fault(state.rid, "its end did not reach its reader"))
         elif self._stream or is_last:
             self._wake.set()
+
+    @property
+    def _have_all_ended(self) -> bool:
+        """Whether there is nothing more to wait for."""
+        return self._num_ended == len(self.states)
 
     def fail(self, error: Exception) -> None:
         """Raise `error` in the reader; the first error wins."""
@@ -311,7 +316,7 @@ class RequestGroup:
             ClientDisconnected: the client has left.
         """
         while self._unfinished or self._fresh:
-            is_last = self._error is not None or self._num_ended == len(self.states)
+            is_last = self._error is not None or self._have_all_ended
             if not is_last:
                 await self._wake.wait()
                 self._wake.clear()
@@ -345,6 +350,8 @@ class RequestGroup:
         Raises: as `updates`.
         """
         while self._unfinished and self._error is None:
+            if self._have_all_ended:
+                break
             await self._wake.wait()
             self._wake.clear()
         if self._error is not None:

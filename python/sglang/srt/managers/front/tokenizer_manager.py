@@ -261,6 +261,8 @@ class TokenizerManager:
                 if prompt.has_input_logprobs and leader is None:
                     leader = state
             await _let_others_in(i)
+        if len(group.states) != count:
+            raise log_failure(f"{len(group.states)} of {count} requests would be sent")
         self._check_rids(group)
         # Other requests were admitted while a long text was tokenized.
         self._admit(count, wait_for_room=wait_for_room)
