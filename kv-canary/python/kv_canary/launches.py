@@ -241,8 +241,8 @@ def check_drawn(
     * LOGITS_ROW: the head read another row than the token is due from. The entry has
       the rows' sums as lineages.
     * GRAMMAR_MASK: the mask row belongs to another request, state of the grammar, or is
-      missing; or it forbids the token. A mask whose grammar failed ends the checks of
-      its token.
+      missing; or it forbids the token, and the logits are finite. A mask whose grammar
+      failed ends the checks of its token.
     * LOGITS_NOT_FINITE: the row has a NaN or +inf, or the token's own logit is -inf.
     * SAMPLED_TOKEN: the parameters are not the request's; or, unless the logits are not
       finite, they choose another token. `drawn.draws` leaves out the second question.

@@ -165,8 +165,11 @@ void check_drawn(const State& s, const Site& site, const Drawn& d, int64_t i) {
   const Token t = read_token(d, i);
   if (t.id < 0 || t.at < 0) return;
   Found f;
-  f.expected_word0 = pack_word0(kUnknown, t.position);
-  f.found_word0 = pack_word0(t.id, t.position);
+  const auto show_token = [&] {
+    f.expected_word0 = pack_word0(kUnknown, t.position);
+    f.found_word0 = pack_word0(t.id, t.position);
+  };
+  show_token();
   f.position = t.position;
   // Nothing can be read of a row that is not there, or of an id that is none.
   if (t.at >= d.logits.rows) {
@@ -181,6 +184,12 @@ void check_drawn(const State& s, const Site& site, const Drawn& d, int64_t i) {
       const bool is_id = t.id < d.logits.columns;
       if (!t.is_known || !is_id) f.reasons |= Reason::kSampledToken;
       if (is_id) check_values(d, t, mask, f);
+      const bool is_right_mask = f.expected_word0 == f.found_word0;
+      if (f.reasons & Reason::kLogitsNotFinite && is_right_mask) {
+        // NaN wins over every id, also over those that the mask allows.
+        f.reasons &= ~Reason::kGrammarMask;
+        show_token();
+      }
     }
   }
   if (f.reasons) report(s, site, f, d.req_rows[t.row], d.serials[t.row], t.row);

@@ -355,6 +355,11 @@ def _forbidden(d: DrawnTokens) -> None:
         _mask(d, row)[token // 32] = word + (1 << 32) if word < -(1 << 31) else word
 
 
+def _forbidden_nan(d: DrawnTokens) -> None:
+    _forbidden(d)
+    d.logits[_at(d, 3), int(d.tokens[3])] = torch.nan
+
+
 S, G = Reason.SAMPLED_TOKEN, Reason.GRAMMAR_MASK
 WILD, HEAD = Reason.LOGITS_NOT_FINITE, Reason.LOGITS_ROW
 FAULTS: list[tuple[str, Callable[[DrawnTokens], None], dict[int, Reason]]] = [
@@ -386,6 +391,7 @@ FAULTS: list[tuple[str, Callable[[DrawnTokens], None], dict[int, Reason]]] = [
     ("grammars", _old_mask, {1: G}),
     ("grammars", _mask_of_none, {1: G, 4: G}),
     ("grammars", _forbidden, {0: G, 3: G}),
+    ("grammars", _forbidden_nan, {0: G, 3: WILD}),
 ]
 each_fault = pytest.mark.parametrize(
     ("group", "fault", "due"), FAULTS, ids=lambda v: getattr(v, "__name__", None)

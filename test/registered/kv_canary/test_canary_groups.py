@@ -146,7 +146,10 @@ def test_findings_of_all_groups_are_united(harness: ForwardHarness, name: str) -
     is_found = [bool(words[RING:].any()) for words in by_group]
     assert is_found == [other == name for other in NAMES]
     words = StepEnd(
-        manager.target, last=manager._managers[0], group=TensorParallelGroup()
+        manager.target,
+        last=manager._managers[0],
+        group=TensorParallelGroup(),
+        draws=None,
     ).finish_step(batch)
     # Verdicts of the rows, in the order of the batch.
     assert words[-2:].ne(0).tolist() == [False, True]

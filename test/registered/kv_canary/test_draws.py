@@ -4,6 +4,7 @@ state and the token is named before a wrong token is sent; sound traffic is sile
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -235,14 +236,29 @@ FAULTS: dict[str, tuple[Fault, set[str], dict[str, dict[str, Any]]]] = {
 }
 
 
+def compile_grammars(engine: EngineHarness) -> None:
+    """Wait until no request of the queue waits for its grammar."""
+    scheduler = engine.scheduler
+    for message in engine.io.requests:
+        scheduler._dispatch(message)
+    engine.io.requests.clear()
+    assert scheduler._grammars is not None
+    while decided := scheduler._grammars.decide() or len(scheduler._grammars):
+        if isinstance(decided, list):
+            scheduler.intake.apply_grammars(decided)
+        time.sleep(0.001)
+
+
 def stop_by(
     engine: EngineHarness, fault: Fault, asked: dict[str, dict[str, Any]], seed: int
 ) -> tuple[CanaryViolation, dict[str, Finished]]:
     """Run a few steps, then with the fault and more requests until the engine stops."""
     submit(engine, asked, seed)
+    compile_grammars(engine)
     for _ in range(WARM_STEPS):
         engine.scheduler.step()
     submit(engine, asked, seed + 1, LATE)
+    compile_grammars(engine)
     with fault():
         for _ in range(NEW_TOKENS):
             try:

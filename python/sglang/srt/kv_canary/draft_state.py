@@ -66,7 +66,8 @@ class DraftState:
             req_rows=forward_batch.req_pool_indices,
             serials=forward_batch.req_serial,
             positions=forward_batch.prefix_lens,
-            hidden=head.hidden.index_select(0, last),
+            # A padding row may have accepted nothing: -1 is an index, too.
+            hidden=head.hidden[last],
             ids=None,
             probs=None,
             sums=self._of_heads,

@@ -145,10 +145,11 @@ def _check_values(drawn: DrawnTokens, tokens: _Tokens) -> Tensor:
     """Return the reasons that follow from the values in each token's row."""
     logits = drawn.logits[tokens.at].float()
     allowed = _allowed(drawn, tokens)
-    reasons = flag(Reason.GRAMMAR_MASK, ~_own(allowed, tokens))
     is_wild = (logits.isnan() | (logits == torch.inf)).any(dim=1)
     is_wild |= _own(logits, tokens) == -torch.inf
-    reasons |= flag(Reason.LOGITS_NOT_FINITE, is_wild)
+    reasons = flag(Reason.LOGITS_NOT_FINITE, is_wild)
+    # NaN wins over every id, also over those that the mask allows.
+    reasons |= flag(Reason.GRAMMAR_MASK, ~_own(allowed, tokens) & ~is_wild)
     if drawn.draws:
         is_due = _is_chosen(drawn, tokens, logits, allowed)
         is_judged = tokens.is_known & ~is_wild

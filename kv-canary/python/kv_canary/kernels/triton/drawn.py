@@ -481,6 +481,9 @@ def drawn_kernel(
             reasons |= _check_values(
                 drawn, token, masks_stride, DRAWS, BEST_BLOCK, BLOCK
             )
+        # NaN wins over every id, also over those that the mask allows.
+        is_lost = ((reasons & LOGITS_NOT_FINITE) != 0) & (mask.due == mask.found)
+        reasons = tl.where(is_lost, reasons & ~GRAMMAR_MASK, reasons)
         if reasons != 0:
             is_mask = (reasons & GRAMMAR_MASK) != 0
             is_row = (reasons & LOGITS_ROW) != 0
