@@ -26,7 +26,7 @@ from sglang.test.scale import count, sampled
 from sglang.test.spec_matrix import SpecConfig
 from sglang.test.spec_world import ModelFolders, plain_engine, spec_engine
 
-register_cpu_ci(est_time=30, suite="cpu", full_time=900)
+register_cpu_ci(est_time=45, suite="cpu", full_time=1800)
 register_cuda_ci(est_time=60, suite="cuda")
 
 SEEDS = range(count(ci=1, full=20))
@@ -79,7 +79,10 @@ ASKED: dict[str, dict[str, Any]] = {
         "ignore_eos": False,
     },
 }
-SAMPLED = {name: ASKED[name] for name in ("drawn", "hot", "top-p", "greedy")}
+# The outputs of one prompt (n > 1) are requests that share it.
+TWINS = {f"twin-{i}": {"temperature": 1.0, "sampling_seed": 20 + i} for i in range(2)}
+ASKED |= TWINS
+SAMPLED = {name: ASKED[name] for name in ("drawn", "hot", "top-p", "greedy", *TWINS)}
 BOUND = {name: ASKED[name] for name in ("regex", "other-regex", "greedy")}
 
 
@@ -113,6 +116,8 @@ def submit(
     for name, options in asked.items():
         length = int(torch.randint(5, 40, (), generator=generator))
         prompt = torch.randint(0, 256, (length,), generator=generator).tolist()
+        if name in TWINS:
+            prompt = [seed % 256] * 20
         usual = {"max_new_tokens": new_tokens, "ignore_eos": True}
         engine.submit(prompt, rid=name + late, stream=True, **usual | options)
 
@@ -295,7 +300,7 @@ def test_is_named_before_a_wrong_token_is_sent(
 @pytest.mark.parametrize("kind", ENGINES)
 def test_sound_traffic_is_silent(folders: ModelFolders, kind: str) -> None:
     engine = build(folders, kind)
-    for seed in range(count(ci=1, full=20)):
+    for seed in range(count(ci=1, full=170)):
         submit(engine, ASKED, seed)
         answers = engine.run()
         assert len(answers) == len(ASKED)
