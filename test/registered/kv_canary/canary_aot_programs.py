@@ -433,7 +433,7 @@ def launches() -> Iterator[tuple[str, Any]]:
             )
         for name in VIEWS:
             if mode is FingerprintMode.PARTIAL or name == "tokens":
-                for rows in ("branches",) if name == "window" else ALL_ROWS:
+                for rows in ALL_ROWS:
                     yield (
                         f"before {name} {rows} {mode.name}",
                         lambda mode=mode, name=name, rows=rows: launch_reads(

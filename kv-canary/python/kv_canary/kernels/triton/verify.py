@@ -266,8 +266,8 @@ def _check_counting(state, rows, reads, site, reader, BLOCK: tl.constexpr):
     differs = reader.prefix * 0 + NOWHERE
     if reads.prefix_lens is not None:
         prefix = tl.load(reads.prefix_lens + reader.row, mask=reader.live, other=0)
-        is_wrong = reader.first + prefix != reader.prefix
-        differs = tl.where(is_wrong, reader.prefix, differs)
+        is_other = reader.first + prefix != reader.prefix
+        differs = tl.where(is_other, reader.prefix, differs)
     if reads.positions is not None:
         for begin in range(0, reader.extend, BLOCK):
             j = begin + tl.arange(0, BLOCK)
