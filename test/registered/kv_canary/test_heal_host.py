@@ -22,6 +22,7 @@ from heal_world import (
 )
 
 from kv_canary.checks import Reason, Severity
+from kv_canary.findings import parse_verdicts
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.kv_canary.perturb import PerturbDriver, drivers_of
@@ -838,6 +839,33 @@ def test_an_end_that_is_not_sent_in_its_step_is_sent_at_idle(
     monkeypatch.setattr(streamer, "send", lossy)
     check(harness.run(), of=3)
     assert not streamer.owed
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_damage_of_the_device_and_of_the_host_in_one_step(
+    model: Path, overlap: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the first healing withholds the second one does not miss."""
+    harness = healing(model, overlap=overlap)
+    for i in range(4):
+        submit(harness, i, stream=True)
+
+    def change(step: InFlight, words: list[int]) -> bool:
+        verdicts = parse_verdicts(step.result.findings[0])
+        sound = [row for row in step.launched.live_rows() if not verdicts[row]]
+        if not step.launched.is_decode or not any(verdicts) or not sound:
+            return False
+        words[sound[0]] ^= 1
+        return True
+
+    changed = change_one_result(harness, monkeypatch, change)
+
+    def on_step(step: int) -> None:
+        if step == 5:
+            faults_of(harness).arm("record", seed=1)
+
+    check(harness.run(on_step=on_step), of=4)
+    assert changed and heals(harness) == 2
 
 
 # -- the watchdog ----------------------------------------------------------------------

@@ -138,7 +138,7 @@ class Healer:
         check_sighted(result, sighting)
         before = launched.before_result()
         failures: dict[int, Exception] = {}
-        on_error = failures.__setitem__
+        on_error, withheld = failures.__setitem__, set[int]()
         if sighting is None:
             processed = self._results.process(launched, result, on_error=on_error)
         else:
@@ -154,7 +154,7 @@ class Healer:
             check_newest(launched, result.marks)
             return processed
         with self._as_violation(wrong):
-            return self._take_back(launched, processed, wrong, before)
+            return self._take_back(launched, processed, wrong, before, withheld)
 
     @contextmanager
     def _as_violation(self, sighting: Sighting) -> Iterator[None]:
@@ -226,12 +226,16 @@ class Healer:
         processed: ProcessedBatch,
         sighting: Sighting,
         before: StepStart,
+        withheld: Collection[int],
     ) -> ProcessedBatch:
         """Take back a processed step's tokens from requests that got other tokens than
         were sampled, or whose processing failed.
 
         Requests that had ended before the step were already answered and are not among
         the rows.
+
+        Args:
+            withheld: serials of requests that were left out of the result.
         """
         self._admit(sighting)
         check = HealCheck(launched, before, ())
@@ -253,7 +257,7 @@ class Healer:
             req.rewind(min(before.lengths[row], len(req.tokens)))
         self._heal(blame, sighting, check, others=revived)
         reqs = [req for req in processed.reqs if req.serial not in wrong]
-        StepCheck(launched, before).check(sighting.damage, reqs, wrong)
+        StepCheck(launched, before).check(sighting.damage, reqs, wrong.union(withheld))
         return processed._replace(reqs=reqs)
 
     def heal_idle(self, error: RuntimeError) -> None:
