@@ -121,7 +121,7 @@ class Side:
             self.io,
         )
         self.slots = args.slots
-        self._temperature = args.temperature
+        self._temperature = getattr(args, "temperature", 0.0)
         self._count = 0
 
     def leave_out_draws(self) -> None:
