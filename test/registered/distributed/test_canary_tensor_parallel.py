@@ -43,8 +43,7 @@ import time
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.kv_canary.perturb import PerturbDriver, drivers_of
 from kv_canary.reporter import ViolationReporter
-from sglang.srt.managers.scheduler import scheduler_main
-from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler import build, scheduler_main
 
 report = ViolationReporter.report
 
@@ -67,13 +66,14 @@ def on_one_rank(self, forward_batch):
 
 PerturbDriver.before_forward = on_one_rank
 PerturbDriver.is_idle = property(lambda self: False, lambda self, is_idle: None)
-init = Scheduler.__init__
+build_scheduler = build.build_scheduler
 
-def init_with_faults(self, **options):
-    init(self, **options)
-    drivers_of(self)
+def build_with_faults(*args):
+    scheduler = build_scheduler(*args)  # warm: no made-up request is damaged
+    drivers_of(scheduler)
+    return scheduler
 
-Scheduler.__init__ = init_with_faults
+build.build_scheduler = build_with_faults
 scheduler_main.main()
 """
 
