@@ -5,8 +5,8 @@ Holds tensors and declares their words; launches nothing and knows no sampler.
 
 ```
 tokens  | row 0: 0 .. W - 1 | row 1: 0 .. W - 1 | ...     token i is of row i // W
-logits, inputs, edited, kept, masks: row logits_rows[i];  hidden: row hidden_ends[i] - 1
-sampling: row req_rows[i // W]
+logits, inputs, kept, masks: row logits_rows[i];  hidden: row hidden_ends[i] - 1
+edited: row edited_rows[i];  sampling: row req_rows[i // W]
 
 mask row  | bit v % 32 of word v // 32 allows id v | ... | MaskWord |
 ```
@@ -31,6 +31,9 @@ SLACK_BITS = 12
 """A draw may miss its interval by this power of 1/2 of the total weight, because
 implementations add up in different orders."""
 
+TINY_BITS = 100
+"""Probabilities below this power of 1/2 are not compared: a device may flush them."""
+
 SERIAL_WORD_MASK = (1 << 31) - 1
 """The bits of a serial that fit a mask word."""
 
@@ -43,7 +46,7 @@ class Sampling(IntEnum):
     KEY = 1
     """Key of its noise: its mixed seed."""
     TEMPERATURE = 2
-    """Bits of a float32, sign-extended; not read if GREEDY or EDITED."""
+    """Bits of a float32, sign-extended; not read if GREEDY."""
     TOP_K = 3
     """At least 1; the vocabulary size or more if there is no top-k."""
     TOP_P = 4
@@ -54,6 +57,14 @@ class Sampling(IntEnum):
     """`SamplingFlag`."""
     PROMPT_LEN = 7
     """Tokens before the first output token."""
+    REPETITION = 8
+    """Bits of a float32; 1 if there is no such penalty."""
+    FREQUENCY = 9
+    """Bits of a float32; 0 if there is no such penalty."""
+    PRESENCE = 10
+    """Bits of a float32; 0 if there is no such penalty."""
+    MIN_NEW_TOKENS = 11
+    """Output tokens before a stop id may follow; 0 if any may."""
 
 
 SAMPLING_WORDS = len(Sampling)
@@ -103,15 +114,17 @@ class DrawnTokens:
             0 is padding. Token j of row r is at position prefix_lens[r] +
             extend_lens[r] + j.
         tokens: int64 [R * W]; negative if nothing was drawn.
-        logits_rows: int64 [R * W], the row of `logits`, `inputs`, `edited`, `kept` and
-            `masks` for each token; negative to leave it out. None for row i.
+        logits_rows: int64 [R * W], the row of `logits`, `inputs`, `kept` and `masks`
+            for each token; negative to leave it out. None for row i.
         logits: [N, V], any float dtype, the output of the head.
         inputs: [N, H], what the head read, or None.
         hidden: [T, H], the output of the layer stack, or None.
         hidden_ends: int64 [R * W]: each token must come from the row before. None for
             row i.
-        edited: float32 [N, V], logits after bias, penalties, ban of stops, mask and
-            division by the temperature; for EDITED rows.
+        edited: float32 [E, V], logits after bias, penalties and bans of stops, computed
+            from what was announced. The sampler's own would hide its mistakes.
+        edited_rows: int64 [R * W], the row of `edited` for each token of an EDITED row;
+            others are not read. A row that is not there lets no token pass.
         kept: float32 [N, V], probabilities that need not sum to 1, 0 for ids that
             top-k, top-p or min-p removed; for rows with one of them.
         masks: int32 [N, >= ceil(V / 32) + MASK_WORDS], bits and `MaskWord`, or None.
@@ -134,6 +147,7 @@ class DrawnTokens:
     hidden: Tensor | None
     hidden_ends: Tensor | None
     edited: Tensor | None
+    edited_rows: Tensor | None
     kept: Tensor | None
     masks: Tensor | None
     sampling: Tensor
@@ -167,7 +181,8 @@ class DrawnTokens:
             ValueError: a tensor has another shape, dtype or layout.
         """
         tokens = self.num_rows * self.width
-        sizes = dict.fromkeys(("tokens", "logits_rows", "hidden_ends"), tokens)
+        per_token = ("tokens", "logits_rows", "hidden_ends", "edited_rows")
+        sizes = dict.fromkeys(per_token, tokens)
         for f in fields(self):
             t = getattr(self, f.name)
             if not isinstance(t, Tensor):
@@ -178,6 +193,8 @@ class DrawnTokens:
             due = sizes.get(f.name, self.num_rows)
             if t.dtype is not torch.int64 or t.shape != (due,) or not _is_dense(t):
                 _refuse(f.name, t, f"contiguous int64 [{due}]")
+        if (self.edited is None) is not (self.edited_rows is None):
+            raise ValueError("DrawnTokens: edited and edited_rows belong together")
         hidden, inputs = self.hidden, self.inputs
         if hidden is None or inputs is None:
             return
@@ -193,7 +210,7 @@ class DrawnTokens:
             "masks": -(-vocab // 32) + MASK_WORDS,
             "sampling": SAMPLING_WORDS,
         }.get(name, t.shape[-1])
-        count = None if name in ("hidden", "sampling") else rows
+        count = None if name in ("hidden", "edited", "sampling") else rows
         is_wide = t.shape[-1] >= width if name == "masks" else t.shape[-1] == width
         is_whole = t.is_contiguous() if name == "sampling" else _is_dense(t)
         dtypes, due = _MATRICES[name]

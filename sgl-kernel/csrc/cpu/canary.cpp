@@ -686,7 +686,7 @@ void set_hidden(
 canary::Drawn read_drawn(
     const char* op, const OptionalTensors& given, int64_t req_rows, bool draws) {
   enum { kReqRows, kSerials, kPrefixLens, kExtendLens, kTokens, kLogitsRows, kLogits, kInputs,
-         kHidden, kHiddenEnds, kEdited, kKept, kMasks, kSampling, kTensors };
+         kHidden, kHiddenEnds, kEdited, kEditedRows, kKept, kMasks, kSampling, kTensors };
   SGLK_REQUIRE(given.size() == kTensors, op, ": expected ", int(kTensors), " tensors");
   for (int64_t i : {kReqRows, kSerials, kPrefixLens, kExtendLens, kTokens, kLogits, kSampling})
     SGLK_REQUIRE(given[i], op, ": tensor ", i, " is missing");
@@ -709,7 +709,11 @@ canary::Drawn read_drawn(
   d.dtype = float_type(op, "logits", logits);
   d.logits = read_matrix(op, "logits", logits, -1, vocab, logits.scalar_type());
   set_hidden(op, d, given[kInputs], given[kHidden]);
-  d.edited = read_matrix(op, "edited", given[kEdited], d.logits.rows, vocab, ScalarType::Float);
+  d.edited = read_matrix(op, "edited", given[kEdited], -1, vocab, ScalarType::Float);
+  d.edited_rows = longs(op, "edited_rows", given[kEditedRows], d.count);
+  SGLK_REQUIRE(
+      bool(given[kEdited]) == bool(given[kEditedRows]), op,
+      ": edited and edited_rows belong together");
   d.kept = read_matrix(op, "kept", given[kKept], d.logits.rows, vocab, ScalarType::Float);
   if (const OptionalTensor& masks = given[kMasks]) {
     const int64_t words = masks->dim() == 2 ? masks->size(1) : 0;

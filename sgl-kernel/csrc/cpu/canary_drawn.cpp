@@ -9,6 +9,7 @@ namespace sglk::canary {
 namespace {
 
 constexpr double kSlack = 1.0 / double(int64_t{1} << kSlackBits);
+const float kTiny = std::ldexp(1.0f, -int(kTinyBits));
 
 float float_of(int64_t word) {
   const auto low = static_cast<int32_t>(word);
@@ -102,11 +103,18 @@ bool is_hit(const Token& t, double lower, double own, double total) {
   return std::isfinite(total) && lower - slack <= target && target <= lower + own + slack;
 }
 
-// Whether top-k, top-p and min-p can keep a token of weight 1.
-bool passes(const Token& t, const WeightSums& sums) {
-  return sums.num_above < t.announced[Sampling::kTopK] &&
-         sums.above < (double(t.number(Sampling::kTopP)) + kSlack) * sums.total &&
-         double(t.number(Sampling::kMinP)) * sums.largest * (1 - kSlack) <= 1;
+// Whether `kept` is just what top-k, top-p and min-p leave; see the torch reference.
+bool is_filter_right(const Token& t, const WeightSums& all, const KeptSums& kept) {
+  const int64_t top_k = t.announced[Sampling::kTopK];
+  const double top_p = double(t.number(Sampling::kTopP));
+  const double floor = double(t.number(Sampling::kMinP) * all.largest);
+  const bool may_go = kept.count >= top_k || kept.mass >= (top_p - kSlack) * all.total ||
+                      kept.dropped * (1 - kSlack) <= floor;
+  const bool may_stay = kept.count <= top_k &&
+                        kept.mass - kept.smallest < (top_p + kSlack) * all.total &&
+                        floor * (1 - kSlack) <= kept.smallest;
+  const bool is_prefix = kept.dropped <= kept.smallest * (1 + kSlack);
+  return may_go && may_stay && is_prefix && !kept.is_other;
 }
 
 bool is_drawn(const Drawn& d, const Token& t, const WeightArgs& args) {
@@ -115,10 +123,9 @@ bool is_drawn(const Drawn& d, const Token& t, const WeightArgs& args) {
                            t.number(Sampling::kTopP) < 1 || t.number(Sampling::kMinP) > 0;
   if (!is_filtered) return is_hit(t, sums.lower, 1, sums.total);
   const auto* kept = static_cast<const float*>(d.kept.row(t.at));
-  if (!kept || !(kept[t.id] > 0) || !passes(t, sums)) return false;
-  const double lower = d.scans->sum_floats(kept, t.id);
-  const double total = lower + d.scans->sum_floats(kept + t.id, d.kept.columns - t.id);
-  return is_hit(t, lower, kept[t.id], total);
+  if (!kept || !(kept[t.id] > 0)) return false;
+  const KeptSums left = d.scans->sum_kept(args, kept, float(kSlack), kTiny);
+  return is_filter_right(t, sums, left) && is_hit(t, left.lower, kept[t.id], left.total);
 }
 
 // Whether the announced parameters choose the token from its row.
@@ -127,17 +134,14 @@ bool is_chosen(const Drawn& d, const Token& t, const void* logits, const int32_t
   args.dtype = d.dtype;
   args.logits = logits;
   args.mask = t.has(SamplingFlag::kGrammar) ? mask : nullptr;
-  args.temperature = t.number(Sampling::kTemperature);
   if (t.has(SamplingFlag::kEdited)) {
     args.dtype = DType::f32;
-    args.logits = d.edited.row(t.at);
-    args.mask = nullptr;
-    args.temperature = 1;
+    args.logits = d.edited_rows ? d.edited.row(d.edited_rows[t.index]) : nullptr;
     if (!args.logits) return false;
   }
   args.count = d.logits.columns;
   args.token = t.id;
-  args.limit = float(1 + kSlack);
+  args.temperature = t.number(Sampling::kTemperature);
   if (!t.has(SamplingFlag::kGreedy)) return is_drawn(d, t, args);
   const float own = d.scans->value_at(args.dtype, args.logits, t.id);
   return own == own && !d.scans->any_above(args.dtype, args.logits, args.count, own, args.mask);

@@ -147,6 +147,14 @@ class _Batch:
         processed = process_logits(
             own.float(), info, positions=positions, history=history
         )
+        # Mask and temperature are left to the check.
+        plain = [dataclasses.replace(r, params=_cold(r.params)) for r in info.rows]
+        edits = SamplingBatchInfo.from_rows(
+            plain, vocab_size=shape.vocab, device=DEVICE
+        )
+        edited = process_logits(
+            own.float(), edits, positions=positions, history=history
+        )
         hidden = self.matrix(self.count + 5, shape.hidden, shape.dtype)
         inputs = self.matrix(self.count + 3, shape.hidden, shape.dtype)
         inputs[self.at] = hidden[self.ends - 1]
@@ -163,12 +171,24 @@ class _Batch:
             inputs=inputs,
             hidden=hidden,
             hidden_ends=self.ends,
-            edited=self.rows_only(processed, is_edited),
+            **self.edited(edited.cpu(), is_edited),
             kept=self.rows_only(filtered_probs(processed, info), is_filtered),
             masks=masks,
             sampling=self.sampling(),
         )
         return on_device(drawn)
+
+    def edited(self, values: Tensor, where: Tensor) -> dict[str, Tensor | None]:
+        """The edited rows in any order, and where each token's is."""
+        where = where.repeat_interleave(self.shape.width)
+        number = int(where.sum())
+        if not number:
+            return {"edited": None, "edited_rows": None}
+        rows = torch.full((self.count,), 1 << 40)
+        rows[where] = torch.randperm(number, generator=self.rng)
+        edited = self.matrix(number, self.shape.vocab, torch.float32)
+        edited[rows[where]] = values[where]
+        return {"edited": edited, "edited_rows": rows}
 
     def rows_only(self, values: Tensor, where: Tensor) -> Tensor:
         """Values at the rows of the logits; NaN for rows that nothing may read."""
@@ -238,9 +258,20 @@ class _Batch:
                     float_word(p.min_p),
                     int(kind.flags),
                     int(self.prompts[row]),
+                    float_word(p.repetition_penalty),
+                    float_word(p.frequency_penalty),
+                    float_word(p.presence_penalty),
+                    p.min_new_tokens,
                 ]
             )
         return words
+
+
+def _cold(params: SamplingParams) -> SamplingParams:
+    """The same edits, with nothing done by the temperature."""
+    return msgspec.structs.replace(
+        params, temperature=0.0, top_k=-1, top_p=1.0, min_p=0.0
+    )
 
 
 def _for_vocab(kind: Kind, vocab: int) -> Kind:

@@ -141,7 +141,7 @@ def test_what_is_optional_may_be_missing(backend: Backend) -> None:
     at = drawn.logits_rows
     plain = replace(
         drawn,
-        **dict.fromkeys(("logits_rows", "inputs", "hidden_ends", "edited", "kept")),
+        **dict.fromkeys(("logits_rows", "inputs", "hidden_ends", "kept")),
         logits=drawn.logits[at].contiguous(),
         masks=None,
     )
@@ -321,17 +321,57 @@ def _not_kept(d: DrawnTokens) -> None:
     d.kept[_at(d, 4)] = d.kept[_at(d, 4)].flip(0)
 
 
+def _kept(d: DrawnTokens, row: int) -> torch.Tensor:
+    assert d.kept is not None
+    return d.kept[_at(d, row)]
+
+
+def _keeps_more(d: DrawnTokens) -> None:
+    """Each row keeps the best id that its filter removed."""
+    for row in (0, 1, 2, 4):
+        kept = _kept(d, row)
+        logits = d.logits[_at(d, row)].float()
+        temperature = announced(d, row)[Sampling.TEMPERATURE].int().view(torch.float32)
+        right = (logits / temperature).softmax(dim=0)
+        removed = int(right.masked_fill(kept > 0, 0).argmax())
+        kept[removed] = right[removed]
+
+
+def _keeps_less(d: DrawnTokens) -> None:
+    """Each row loses ids that its filter kept."""
+    for row in (0, 1, 2, 4):
+        kept = _kept(d, row)
+        own = float(kept[d.tokens[row]])
+        kept[(kept < 2 * kept[kept > 0].min()) & (kept < own)] = 0
+
+
+def _keeps_other_shares(d: DrawnTokens) -> None:
+    for row in (0, 1):
+        kept = _kept(d, row)
+        worst = int(kept.masked_fill(kept == 0, 2.0).argmin())
+        kept[worst] *= 1 + 2.0**-9
+
+
+def _edit(d: DrawnTokens, row: int) -> torch.Tensor:
+    assert d.edited is not None and d.edited_rows is not None
+    return d.edited[int(d.edited_rows[row * d.width])]
+
+
 def _other_edit(d: DrawnTokens) -> None:
-    assert d.edited is not None
-    best = d.edited[_at(d, 1)]
+    best = _edit(d, 1)
     best[(int(d.tokens[1]) + 1) % len(best)] = 1e3
-    d.edited[_at(d, 0)] = d.edited[_at(d, 0)].flip(0)
+    _edit(d, 0).copy_(_edit(d, 0).flip(0))
 
 
 def _edit_with_nan(d: DrawnTokens) -> None:
-    assert d.edited is not None
-    d.edited[_at(d, 1), 3] = torch.nan
-    d.edited[_at(d, 2), 3] = torch.nan
+    _edit(d, 1)[3] = torch.nan
+    _edit(d, 2)[3] = torch.nan
+
+
+def _no_edit(d: DrawnTokens) -> None:
+    assert d.edited is not None and d.edited_rows is not None
+    d.edited_rows[0] = -1
+    d.edited_rows[2] = len(d.edited)
 
 
 def _other_mask(d: DrawnTokens) -> None:
@@ -383,9 +423,13 @@ FAULTS: list[tuple[str, Callable[[DrawnTokens], None], dict[int, Reason]]] = [
     ("filtered", _less_mass, {1: S}),
     ("filtered", _higher_floor, {2: S}),
     ("filtered", _not_kept, {0: S, 4: S}),
+    ("filtered", _keeps_more, {0: S, 1: S, 2: S, 4: S}),
+    ("filtered", _keeps_less, {0: S, 1: S, 2: S, 4: S}),
+    ("filtered", _keeps_other_shares, {0: S, 1: S}),
     ("filtered", _nan, {0: WILD, 2: WILD}),
     ("edited", _other_edit, {0: S, 1: S}),
     ("edited", _edit_with_nan, {1: S, 2: S}),
+    ("edited", _no_edit, {0: S, 2: S}),
     ("edited", _nan, {0: WILD, 2: WILD}),
     ("grammars", _other_mask, {0: G, 1: G}),
     ("grammars", _old_mask, {1: G}),
@@ -427,7 +471,8 @@ def test_what_is_needed_and_missing(backend: Backend, name: str) -> None:
         "edited": ("edited", (0, 1, 2, 3), S),
         "masks": ("grammars", (0, 1, 2, 3), G),
     }[name]
-    missing = replace(draw(GROUPS[group], WIDE), **{name: None})
+    names = (name, "edited_rows") if name == "edited" else (name,)
+    missing = replace(draw(GROUPS[group], WIDE), **dict.fromkeys(names))
     by_row = found(check(backend, missing))
     assert by_row.keys() == set(rows)
     assert all(found & reason for found in by_row.values())
@@ -572,6 +617,9 @@ OTHER_LAYOUTS: list[tuple[str, Callable[[torch.Tensor], Any]]] = [
     ("logits", lambda t: t.double()),
     ("logits", lambda t: t.t().contiguous().t()),
     ("edited", lambda t: t[:, :-1]),
+    ("edited_rows", lambda t: t[:-1]),
+    ("edited_rows", lambda t: t.int()),
+    ("edited_rows", lambda t: None),
     ("kept", lambda t: t.half()),
     ("masks", lambda t: t[:, : 1000 // 32 + 1]),
     ("masks", lambda t: t.long()),
@@ -586,7 +634,7 @@ OTHER_LAYOUTS: list[tuple[str, Callable[[torch.Tensor], Any]]] = [
 def test_another_layout_is_refused(
     backend: Backend, name: str, change: Callable[[torch.Tensor], Any]
 ) -> None:
-    drawn = draw(GROUPS["filtered"], WIDE)
+    drawn = draw(GROUPS["edited"], WIDE)
     other = replace(drawn, **{name: change(getattr(drawn, name))})
     with pytest.raises((ValueError, RuntimeError), match=name):
         check(backend, other)

@@ -14,12 +14,14 @@ from torch import Tensor
 from kv_canary.drawn import DrawnTokens, Sampling, SamplingFlag
 from kv_canary.records import UNKNOWN
 from kv_canary.runtime.uploads import upload
+from sglang.srt.kv_canary.edits import EditTable, Positions
 from sglang.srt.kv_canary.kernels import check_drawn
 
 if TYPE_CHECKING:
     from kv_canary.accepted import AcceptedPath
     from kv_canary.state import CanaryState
     from sglang.srt.forward.batch import ForwardBatch
+    from sglang.srt.kv_canary.edits import EditBounds
     from sglang.srt.layers.logits_processor import HeadCall
     from sglang.srt.sampling.sampler import Choice
     from sglang.srt.sampling.sampling_batch_info import SamplingRow
@@ -33,6 +35,7 @@ class SampledOwner(Protocol):
 
     serial: int
     sampling_row: SamplingRow
+    req_pool_idx: int
 
 
 class DrawCheck:
@@ -40,21 +43,26 @@ class DrawCheck:
 
     Args:
         state: of the primary group.
-        req_rows: rows of the request table.
+        token_table: int32 [request rows, width], the tokens of each request.
 
     Attributes:
         is_on: whether draws are checked; not in forwards that only rebuild a pool.
     """
 
-    def __init__(self, state: CanaryState, *, req_rows: int) -> None:
+    def __init__(self, state: CanaryState, *, token_table: Tensor) -> None:
         self._state = state
-        shape = (req_rows, len(Sampling))
+        shape = (len(token_table), len(Sampling))
         self._sampling = state.counters.new_full(shape, UNKNOWN)
-        self._ones = state.counters.new_ones(req_rows)
+        self._edits = EditTable(self._sampling, token_table)
+        self._ones = state.counters.new_ones(len(token_table))
         self.is_on = False
 
     def announce(self, owners: Sequence[SampledOwner], rows: Tensor) -> None:
         """Announce how the requests in rows [R] int64 of the table are sampled."""
+        self._edits.announce(
+            [owner.req_pool_idx for owner in owners],
+            [owner.sampling_row for owner in owners],
+        )
         words = torch.from_numpy(announced_words(owners))
         self._sampling.index_copy_(0, rows, upload(words, rows.device))
 
@@ -65,15 +73,29 @@ class DrawCheck:
         *,
         head: HeadCall,
         choice: Choice,
+        bounds: EditBounds | None,
         findings: Tensor,
     ) -> None:
         """Check one token per row, and put what is found to `findings`.
 
         Args:
             tokens: int64 [R]; negative for rows that sampled nothing.
+            bounds: None if no row edits its logits.
         """
         info, ends = forward_batch.sampling_info, forward_batch.qo_indptr
         assert info is not None
+        edited = None
+        if bounds is not None:
+            due = Positions(
+                req_rows=forward_batch.req_pool_indices,
+                serials=forward_batch.req_serial,
+                starts=forward_batch.seq_lens,
+                gained=tokens[:, None],
+                at=None,
+                logits=head.logits,
+                masks=info.vocab_mask,
+            )
+            edited = self._edits.edit(due, bounds)
         hidden_ends = None if ends is None else ends[1:]
         is_same = hidden_ends is None and head.inputs is head.hidden
         check_drawn(
@@ -89,7 +111,8 @@ class DrawCheck:
                 inputs=None if is_same else head.inputs,
                 hidden=None if is_same else head.hidden,
                 hidden_ends=hidden_ends,
-                edited=choice.edited,
+                edited=edited and edited.values,
+                edited_rows=edited and edited.rows,
                 kept=choice.kept,
                 masks=info.vocab_mask,
                 sampling=self._sampling,
@@ -104,6 +127,7 @@ class DrawCheck:
         head: HeadCall,
         choice: Choice | None,
         masks: Tensor | None,
+        bounds: EditBounds | None,
         findings: Tensor,
     ) -> None:
         """Check the tokens that a verification's requests gain, likewise.
@@ -112,8 +136,21 @@ class DrawCheck:
             head: of all nodes.
             choice: of all nodes; None if lowered thresholds also accept others.
             masks: of all nodes.
+            bounds: None if no request edits its logits.
         """
         nodes = path.accept_index.view(-1)
+        edited = None
+        if bounds is not None and choice is not None:
+            due = Positions(
+                req_rows=path.req_rows,
+                serials=path.serials,
+                starts=path.prefix_lens + 1,
+                gained=path.gained,
+                at=path.accept_index,
+                logits=head.logits,
+                masks=masks,
+            )
+            edited = self._edits.edit(due, bounds)
         is_same = head.inputs is head.hidden
         check_drawn(
             self._state,
@@ -128,7 +165,8 @@ class DrawCheck:
                 inputs=None if is_same else head.inputs,
                 hidden=None if is_same else head.hidden,
                 hidden_ends=None if is_same else nodes + 1,
-                edited=None if choice is None else choice.edited,
+                edited=edited and edited.values,
+                edited_rows=edited and edited.rows,
                 kept=None if choice is None else choice.kept,
                 masks=masks,
                 sampling=self._sampling,
@@ -158,6 +196,10 @@ def announced_words(owners: Sequence[SampledOwner]) -> npt.NDArray[np.int64]:
         | SamplingFlag.EDITED * edits
         | SamplingFlag.GRAMMAR * bound,
         Sampling.PROMPT_LEN: [row.prompt_len for row in rows],
+        Sampling.REPETITION: _bits([p.repetition_penalty for p in params]),
+        Sampling.FREQUENCY: _bits([p.frequency_penalty for p in params]),
+        Sampling.PRESENCE: _bits([p.presence_penalty for p in params]),
+        Sampling.MIN_NEW_TOKENS: [p.min_new_tokens for p in params],
     }
     words = np.empty((len(owners), len(Sampling)), dtype=np.int64)
     for column, values in columns.items():

@@ -18,11 +18,13 @@ if TYPE_CHECKING:
 
 class TokenOwner(Protocol):
     """A request: its tokens so far, of which the first `prompt_len` are its client's,
-    the salt of its cache namespace, its number, and how it is sampled."""
+    the salt of its cache namespace, its number, its row of the request table, and how
+    it is sampled."""
 
     tokens: array[int]
     salt: int
     serial: int
+    req_pool_idx: int
     sampling_row: SamplingRow
 
     @property

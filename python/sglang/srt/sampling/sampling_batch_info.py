@@ -28,6 +28,7 @@ _REPETITION = 32
 _MIN_NEW_TOKENS = 64
 _LOGIT_BIAS = 128
 _PENALTY = _OUTPUT_PENALTY | _REPETITION
+_EDITS = _PENALTY | _LOGIT_BIAS | _MIN_NEW_TOKENS
 
 _N_FLOATS = 6
 _N_INTS = 5
@@ -95,7 +96,7 @@ class SamplingRow:
     @property
     def edits_logits(self) -> bool:
         """Whether bias, penalties or a minimum length change its logits."""
-        return bool(self.needs & (_PENALTY | _LOGIT_BIAS | _MIN_NEW_TOKENS))
+        return bool(self.needs & _EDITS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,6 +277,11 @@ class SamplingBatchInfo:
     @property
     def has_min_new_tokens(self) -> bool:
         return bool(self.needs & _MIN_NEW_TOKENS)
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether bias, penalties or a minimum length change the logits of some row."""
+        return bool(self.needs & _EDITS)
 
     @property
     def has_logit_bias(self) -> bool:

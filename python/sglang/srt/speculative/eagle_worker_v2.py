@@ -22,6 +22,7 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.draft_trees.ops.verify.op import gather_accepted
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode, HostLens
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
+from sglang.srt.kv_canary.edits import EditBounds
 from sglang.srt.managers.worker.tp_worker import TpModelWorker, to_host
 from sglang.srt.mem_cache.ops.branch_slots.op import accepted_moves
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -86,6 +87,8 @@ class EAGLEWorkerV2:
         self.draft_worker = draft
         self.target_worker = TpModelWorker(model_runner=target, canary=canary)
         self._shape = server_args.tree_shape
+        # The device may be one iteration ahead of the host.
+        self._max_ahead = 2 * self._shape.accept_width
         self._thresholds = AcceptThresholds(
             single=server_args.speculative_accept_threshold_single,
             acc=server_args.speculative_accept_threshold_acc,
@@ -217,13 +220,11 @@ class EAGLEWorkerV2:
         """Return the tokens on the path to each node, if a request has a penalty."""
         if not batch.sampling_info.has_penalty:
             return None
-        # The device may be one iteration ahead of the host.
-        ahead = 2 * self._shape.accept_width
         return node_history(
             live.tree,
             token_table=self.model_runner.req_to_token_pool.token_table,
             req_pool_indices=live.identity[0],
-            max_len=int(batch.seq_lens_cpu.max()) + ahead,
+            max_len=int(batch.seq_lens_cpu.max()) + self._max_ahead,
         )
 
     def _take_accepted(self, live: WorkspaceRows, hidden: Tensor | None) -> None:
@@ -300,6 +301,7 @@ class EAGLEWorkerV2:
 
     def _checked(
         self,
+        batch: ScheduleBatch,
         pools: Sequence[CanaryManager],
         live: WorkspaceRows,
         decided: Decision,
@@ -331,6 +333,9 @@ class EAGLEWorkerV2:
             head=head,
             choice=decided.made,
             masks=masks,
+            bounds=EditBounds.of(
+                batch.sampling_info, batch.seq_lens_cpu, ahead=self._max_ahead
+            ),
         )
 
     def _to_host(
@@ -354,7 +359,9 @@ class EAGLEWorkerV2:
         vectors = [live.tokens.view(-1), live.result.accept_lens]
         pools = self.canary_managers()
         if pools:
-            vectors = [self._checked(pools, live, decided, head=head, masks=masks)]
+            vectors = [
+                self._checked(batch, pools, live, decided, head=head, masks=masks)
+            ]
         return to_host(
             vectors,
             bs=live.bs,

@@ -306,7 +306,7 @@ struct Matrix {
 // Tokens and what they were drawn from; see DrawnTokens. `width` tokens per row.
 struct Drawn {
   const int64_t *req_rows, *serials, *prefix_lens, *extend_lens, *tokens, *logits_rows,
-      *hidden_ends, *sampling;
+      *hidden_ends, *edited_rows, *sampling;
   Matrix logits, inputs, hidden, edited, kept, masks;
   DType dtype;  // of the logits
   int64_t count, width, hidden_words;

@@ -25,6 +25,7 @@ constexpr int64_t kCarriedKey = -2960836687051489901;
 constexpr int64_t kNoiseStep = -7046029254386353131;
 constexpr int64_t kNoiseBits = 53;
 constexpr int64_t kSlackBits = 12;
+constexpr int64_t kTinyBits = 100;
 constexpr int64_t kSerialWordMask = 0x7fffffff;
 constexpr int64_t kNoManager = -1;
 constexpr int64_t kHeaderWords = 8;
@@ -145,8 +146,12 @@ struct Sampling {
     kMinP = 5,
     kFlags = 6,
     kPromptLen = 7,
+    kRepetition = 8,
+    kFrequency = 9,
+    kPresence = 10,
+    kMinNewTokens = 11,
   };
-  static constexpr int64_t kCount = 8;
+  static constexpr int64_t kCount = 12;
 };
 
 struct SamplingFlag {

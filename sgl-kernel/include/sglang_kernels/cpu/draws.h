@@ -2,6 +2,8 @@
 // `level.h`.
 #pragma once
 
+#include <limits>
+
 #include "kernels.h"
 #include "pointwise.h"
 
@@ -69,39 +71,53 @@ float value_at(DType dtype, const void* x, int64_t i) {
   return 0;
 }
 
+// Weights of VL ids of a row, 0 for lanes that do not count.
+template <class T>
+struct Weights {
+  explicit Weights(const WeightArgs& args)
+      : a(args),
+        x(static_cast<const T*>(args.logits)),
+        temperature(splat(args.temperature)),
+        own(splat(value_in<T>(args.logits, args.token)) / temperature) {}
+
+  SGLK_INLINE vf at(int64_t i, int n) const {
+    vi counts = lane_numbers() < n;
+    if (a.mask) counts &= allowed_lanes(a.mask, i);
+    return select(counts, exp(load_some(x + i, n) / temperature - own), zero());
+  }
+
+  // Lanes of ids before the token.
+  SGLK_INLINE vi is_lower(int64_t i) const {
+    const int64_t left = a.token - i;
+    return lane_numbers() < int32_t(left < VL ? (left > 0 ? left : 0) : VL);
+  }
+
+  const WeightArgs& a;
+  const T* x;
+  const vf temperature, own;
+};
+
+// Longer sums in float32 would lose more than a draw may miss.
+constexpr int64_t kSumChunk = 64 * VL;
+
 template <class T>
 WeightSums sum_weights_in(const WeightArgs& a) {
-  // Longer sums in float32 would lose more than a draw may miss.
-  constexpr int64_t kChunk = 64 * VL;
-  const T* x = static_cast<const T*>(a.logits);
-  const vf temperature = splat(a.temperature), limit = splat(a.limit);
-  const vf own = splat(value_in<T>(x, a.token)) / temperature;
+  const Weights<T> weights(a);
   WeightSums sums{};
   vf largest = zero();
-  vi count{};
-  for (int64_t begin = 0; begin < a.count; begin += kChunk) {
-    vf total = zero(), lower = zero(), above = zero();
-    const int64_t size = a.count - begin < kChunk ? a.count - begin : kChunk;
+  for (int64_t begin = 0; begin < a.count; begin += kSumChunk) {
+    vf total = zero(), lower = zero();
+    const int64_t size = a.count - begin < kSumChunk ? a.count - begin : kSumChunk;
     for_each_vector(size, [&](int64_t j, int n) {
-      const int64_t i = begin + j;
-      vi counts = lane_numbers() < n;
-      if (a.mask) counts &= allowed_lanes(a.mask, i);
-      const vf w = select(counts, exp(load_some(x + i, n) / temperature - own), zero());
-      const int64_t left = a.token - i;
-      const vi is_lower = lane_numbers() < int32_t(left < VL ? (left > 0 ? left : 0) : VL);
-      const vi is_above = vi(w > limit);
+      const vf w = weights.at(begin + j, n);
       total += w;
-      lower += select(is_lower, w, zero());
-      above += select(is_above, w, zero());
+      lower += select(weights.is_lower(begin + j), w, zero());
       largest = max_ignoring_nan(w, largest);
-      count -= is_above;
     });
     sums.total += double(sum_lanes(total));
     sums.lower += double(sum_lanes(lower));
-    sums.above += double(sum_lanes(above));
   }
   sums.largest = max_lanes(largest);
-  for (int i = 0; i < VL; i++) sums.num_above += count[i];
   return sums;
 }
 
@@ -114,16 +130,50 @@ WeightSums sum_weights(const WeightArgs& a) {
   return {};
 }
 
-double sum_floats(const float* x, int64_t count) {
-  constexpr int64_t kChunk = 64 * VL;
-  double sum = 0;
-  for (int64_t begin = 0; begin < count; begin += kChunk) {
-    vf part = zero();
-    const int64_t size = count - begin < kChunk ? count - begin : kChunk;
-    for_each_vector(size, [&](int64_t i, int n) { part += load_some(x + begin + i, n); });
-    sum += double(sum_lanes(part));
+template <class T>
+KeptSums sum_kept_in(const WeightArgs& a, const float* kept, float slack, float tiny) {
+  const Weights<T> weights(a);
+  const vf own = splat(kept[a.token]);
+  KeptSums sums{};
+  vf smallest = splat(std::numeric_limits<float>::infinity()), dropped = zero();
+  vi count{}, others{};
+  for (int64_t begin = 0; begin < a.count; begin += kSumChunk) {
+    vf total = zero(), lower = zero(), mass = zero();
+    const int64_t size = a.count - begin < kSumChunk ? a.count - begin : kSumChunk;
+    for_each_vector(size, [&](int64_t j, int n) {
+      const int64_t i = begin + j;
+      const vf w = weights.at(i, n), p = load_some(kept + i, n);
+      const vi stays = vi(p > zero());
+      const vf off = p - w * own, most = p * splat(slack) + splat(tiny);
+      others |= stays & (vi(off > most) | vi(zero() - off > most));
+      total += p;
+      lower += select(weights.is_lower(i), p, zero());
+      mass += select(stays, w, zero());
+      count -= stays;
+      dropped = max_ignoring_nan(select(stays, zero(), w), dropped);
+      smallest = select(stays & vi(w < smallest), w, smallest);
+    });
+    sums.total += double(sum_lanes(total));
+    sums.lower += double(sum_lanes(lower));
+    sums.mass += double(sum_lanes(mass));
   }
-  return sum;
+  sums.smallest = smallest[0];
+  for (int i = 0; i < VL; i++) {
+    sums.count += count[i];
+    sums.smallest = smallest[i] < sums.smallest ? smallest[i] : sums.smallest;
+  }
+  sums.dropped = max_lanes(dropped);
+  sums.is_other = any_lane(others);
+  return sums;
+}
+
+KeptSums sum_kept(const WeightArgs& a, const float* kept, float slack, float tiny) {
+  switch (a.dtype) {
+    case DType::f32: return sum_kept_in<float>(a, kept, slack, tiny);
+    case DType::bf16: return sum_kept_in<bf16_t>(a, kept, slack, tiny);
+    case DType::f16: return sum_kept_in<f16_t>(a, kept, slack, tiny);
+  }
+  return {};
 }
 
 }  // namespace SGLK_LEVEL

@@ -192,13 +192,21 @@ struct WeightArgs {
   int64_t count, token;
   const int32_t* mask;  // bit v % 32 of word v / 32 lets id v count; null: all do
   float temperature;
-  float limit;  // a weight that is larger is above the token's
 };
 
 struct WeightSums {
-  double total, lower, above;  // lower: of ids before the token
-  int64_t num_above;
+  double total, lower;  // lower: of ids before the token
   float largest;
+};
+
+// Probabilities `kept` that filters left, beside the weights of the same ids.
+struct KeptSums {
+  double total, lower;  // of probabilities; lower: of ids before the token
+  double mass;          // of the weights of ids that stay
+  int64_t count;        // of ids that stay
+  float smallest;       // weight of an id that stays
+  float dropped;        // the largest weight of an id that went
+  bool is_other;        // whether a probability does not belong to its weight
 };
 
 // Scans of rows, for checks of what was drawn from them.
@@ -208,7 +216,8 @@ struct RowScans {
   bool (*any_above)(
       DType, const void* x, int64_t count, float limit, const int32_t* mask);
   WeightSums (*sum_weights)(const WeightArgs&);
-  double (*sum_floats)(const float* x, int64_t count);
+  // `slack`, `tiny`: by which share, or how much, a probability may differ.
+  KeptSums (*sum_kept)(const WeightArgs&, const float* kept, float slack, float tiny);
 };
 
 struct KernelTable {

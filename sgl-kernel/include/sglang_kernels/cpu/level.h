@@ -34,7 +34,7 @@ constexpr KernelTable make_table(const char* name) {
       weighted_sum,
       exp_array,
       hash_words,
-      {value_at, any_above, sum_weights, sum_floats},
+      {value_at, any_above, sum_weights, sum_kept},
   };
 }
 

@@ -12,6 +12,7 @@ from kv_canary.drawn import (
     MASK_WORDS,
     SERIAL_WORD_MASK,
     SLACK_BITS,
+    TINY_BITS,
     DrawnTokens,
     MaskWord,
     Sampling,
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from kv_canary.state import CanaryState
 
 SLACK = 2.0**-SLACK_BITS
+TINY = 2.0**-TINY_BITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -240,17 +242,28 @@ def _is_chosen(
     drawn: DrawnTokens, tokens: _Tokens, logits: Tensor, allowed: Tensor
 ) -> Tensor:
     """Whether the announced parameters choose each token from its row."""
-    edited = tokens.has(SamplingFlag.EDITED)
-    temperatures = tokens.number(Sampling.TEMPERATURE).masked_fill(edited, 1.0)
-    values = logits
-    if drawn.edited is not None:
-        values = torch.where(edited[:, None], drawn.edited[tokens.at], logits)
-    allowed = allowed | edited[:, None]
+    values, is_there = _edited(drawn, tokens, logits)
     greedy = tokens.has(SamplingFlag.GREEDY)
     is_best = ~(allowed & ~(values <= _own(values, tokens)[:, None])).any(dim=1)
+    temperatures = tokens.number(Sampling.TEMPERATURE).masked_fill(greedy, 1.0)
     is_drawn = _is_drawn(drawn, tokens, values / temperatures[:, None], allowed)
-    is_chosen = torch.where(greedy, is_best, is_drawn)
-    return is_chosen & ~edited if drawn.edited is None else is_chosen
+    return torch.where(greedy, is_best, is_drawn) & is_there
+
+
+def _edited(
+    drawn: DrawnTokens, tokens: _Tokens, logits: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the values that each token is chosen by, [n, V], and whether they are
+    there."""
+    edits = tokens.has(SamplingFlag.EDITED)
+    if drawn.edited is None or drawn.edited_rows is None:
+        return logits, ~edits
+    rows = drawn.edited_rows[tokens.index]
+    is_there = (rows >= 0) & (rows < len(drawn.edited))
+    values = logits.clone()
+    read = edits & is_there
+    values[read] = drawn.edited[rows[read]]
+    return values, ~edits | is_there
 
 
 def _is_drawn(
@@ -264,9 +277,9 @@ def _is_drawn(
     is_drawn = _is_hit(tokens, weights.double(), own=1.0)
     if drawn.kept is None:
         return is_drawn & ~filtered
-    kept = drawn.kept[tokens.at].double()
-    own = _own(kept, tokens)
-    is_kept = (own > 0) & _passes(tokens, weights) & _is_hit(tokens, kept, own=own)
+    kept = drawn.kept[tokens.at]
+    is_kept = _is_filter_right(tokens, weights, kept)
+    is_kept &= _is_hit(tokens, kept.double(), own=_own(kept, tokens).double())
     return torch.where(filtered, is_kept, is_drawn)
 
 
@@ -292,16 +305,29 @@ def _is_hit(tokens: _Tokens, weights: Tensor, *, own: Tensor | float) -> Tensor:
     return is_inside & total.isfinite()
 
 
-def _passes(tokens: _Tokens, weights: Tensor) -> Tensor:
-    """Whether top-k, top-p and min-p can keep each token, whose weight is 1."""
+def _is_filter_right(tokens: _Tokens, weights: Tensor, kept: Tensor) -> Tensor:
+    """Whether `kept` [n, V] are probabilities of just the ids that top-k, top-p and
+    min-p leave of `weights` [n, V], where each token has weight 1.
+
+    An id may go if k others stay, if these have a mass of p, or if it is below the
+    floor of min-p. One may stay if not more than k do, if the others lack mass, and if
+    it is not below the floor. Ids that go are never larger than ids that stay.
+    """
+    stays = kept > 0
+    own = _own(kept, tokens)
     # Rounding may have made a tie of weights that are as close as this.
-    is_above = weights > 1 + SLACK
+    is_other = (kept - weights * own[:, None]).abs() > SLACK * kept + TINY
+    smallest = weights.masked_fill(~stays, torch.inf).amin(dim=1)
+    dropped = weights.masked_fill(stays, 0.0).amax(dim=1)
+    count = stays.sum(dim=1)
     total = weights.double().sum(dim=1)
-    above = (weights.double() * is_above).sum(dim=1)
+    mass = (weights.double() * stays).sum(dim=1)
+    floor = tokens.number(Sampling.MIN_P) * weights.amax(dim=1)
+    top_k = tokens.announced[:, Sampling.TOP_K]
     top_p = tokens.number(Sampling.TOP_P).double()
-    floor = tokens.number(Sampling.MIN_P).double() * weights.amax(dim=1)
-    return (
-        (is_above.sum(dim=1) < tokens.announced[:, Sampling.TOP_K])
-        & (above < (top_p + SLACK) * total)
-        & (floor * (1 - SLACK) <= 1)
-    )
+    may_go = (count >= top_k) | (mass >= (top_p - SLACK) * total)
+    may_go |= dropped * (1 - SLACK) <= floor
+    may_stay = (count <= top_k) & (mass - smallest < (top_p + SLACK) * total)
+    may_stay &= floor * (1 - SLACK) <= smallest
+    is_prefix = dropped <= smallest * (1 + SLACK)
+    return (own > 0) & may_go & may_stay & is_prefix & ~(stays & is_other).any(dim=1)

@@ -20,6 +20,7 @@ from kv_canary.drawn import (
     SAMPLING_WORDS,
     SERIAL_WORD_MASK,
     SLACK_BITS,
+    TINY_BITS,
     MaskWord,
     Sampling,
     SamplingFlag,
@@ -65,6 +66,7 @@ NOISE_SHIFT = tl.constexpr(64 - NOISE_BITS)
 NOISE_MASK = tl.constexpr((1 << NOISE_BITS) - 1)
 NOISE_UNIT = tl.constexpr(2.0**-NOISE_BITS)
 SLACK = tl.constexpr(2.0**-SLACK_BITS)
+TINY = tl.constexpr(2.0**-TINY_BITS)
 UNKNOWN = tl.constexpr(RECORDS_UNKNOWN)
 INF = tl.constexpr(float("inf"))
 
@@ -73,9 +75,9 @@ class Drawn(NamedTuple):
     """The matrices of `DrawnTokens`, hidden states as 32-bit words, and the elements
     between their rows.
 
-    `edited`, `kept` and `masks` are all there or all None, because the kernel is
-    compiled for each pattern of None, and whether a batch needs them changes as it
-    runs. Where one is not given, its rows are 0 elements apart, and nothing is read.
+    `edited`, `edited_rows`, `kept` and `masks` are all there or all None, because the
+    kernel is compiled for each pattern of None, and whether a batch needs them changes
+    as it runs. What is not given stands for memory that is never read.
     """
 
     logits: Tensor
@@ -86,12 +88,22 @@ class Drawn(NamedTuple):
     hidden_stride: int
     hidden_words: int
     edited: Tensor | None
+    edited_rows: Tensor | None
     edited_stride: int
     kept: Tensor | None
     kept_stride: int
     masks: Tensor | None
     sampling: Tensor
     vocab: int
+
+
+class Given(NamedTuple):
+    """Which matrices are given: elements between the rows of `masks`, or 0; rows of
+    `edited`; whether there is `kept`. The kernel is not specialized on these."""
+
+    masks_stride: Any
+    num_edited: Any
+    has_kept: Any
 
 
 class Token(NamedTuple):
@@ -128,14 +140,32 @@ class MaskWords(NamedTuple):
     has_failed: Any
 
 
+class Values(NamedTuple):
+    """What a token is chosen by.
+
+    Fields:
+        edited, logits: pointers to its rows; `is_edited`: whether the former counts.
+        is_there: False if its edited row is missing.
+        bits: pointer to the mask, read if `is_masked`.
+        own: the token's value, divided by `temperature` like all.
+    """
+
+    edited: Any
+    logits: Any
+    is_edited: Any
+    is_there: Any
+    bits: Any
+    is_masked: Any
+    temperature: Any
+    own: Any
+
+
 class WeightSums(NamedTuple):
-    """Sums of a row's weights, where the token's own is 1: of all, of ids before it, of
-    larger weights; how many are larger; and the largest."""
+    """Of a row's weights, where the token's own is 1: the sums of all and of ids before
+    it, and the largest."""
 
     total: Any
     lower: Any
-    above: Any
-    num_above: Any
     largest: Any
 
 
@@ -188,125 +218,163 @@ def _scan_best(logits, own, begin, step, vocab, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _scan_kept(kept, token, vocab, BLOCK: tl.constexpr):
-    """Return whether the noise draws the token from the weights that filters left."""
-    totals = tl.zeros([BLOCK], dtype=tl.float32)
-    lowers = tl.zeros([BLOCK], dtype=tl.float32)
-    for first in range(0, vocab, BLOCK):
-        v = first + tl.arange(0, BLOCK)
-        weight = tl.load(kept + v, mask=v < vocab, other=0.0)
-        totals += weight
-        lowers += tl.where(v < token.id, weight, 0.0)
-    own = tl.load(kept + token.id).to(tl.float64)
-    total = tl.sum(totals.to(tl.float64), axis=0)
-    lower = tl.sum(lowers.to(tl.float64), axis=0)
-    return (own > 0) & _is_hit(token, lower, own, total)
+def _read_values(drawn, token, is_greedy, given):
+    """Return what the token is chosen by."""
+    is_edited = (token.flags & EDITED) != 0
+    is_masked = (token.flags & GRAMMAR) != 0
+    is_there = is_edited == 0
+    logits = drawn.logits + token.at * drawn.logits_stride
+    edited = drawn.edited
+    bits = drawn.masks
+    value = tl.load(logits + token.id).to(tl.float32)
+    if drawn.edited is not None:
+        is_asked = is_edited & (given.num_edited != 0)
+        row = tl.load(drawn.edited_rows + token.index, mask=is_asked, other=-1)
+        is_edited = is_asked & (row >= 0) & (row < given.num_edited)
+        is_there = is_there | is_edited
+        edited = drawn.edited + tl.where(is_edited, row, 0) * drawn.edited_stride
+        e = tl.load(edited + token.id, mask=is_edited, other=0.0)
+        value = tl.where(is_edited, e, value)
+        is_masked = is_masked & (given.masks_stride != 0)
+        bits = drawn.masks + token.at * given.masks_stride
+    temperature = tl.where(is_greedy, 1.0, _load_float(token.announced, TEMPERATURE))
+    return Values(
+        edited=edited,
+        logits=logits,
+        is_edited=is_edited,
+        is_there=is_there,
+        bits=bits,
+        is_masked=is_masked,
+        temperature=temperature,
+        own=tl.div_rn(value, temperature),
+    )
 
 
 @triton.jit
-def _is_drawn(drawn, token, sums, BLOCK: tl.constexpr):
+def _scale(values, x, v, vocab):
+    """Return logits `x` of ids `v` as the token is chosen by them, and which of them
+    count."""
+    allowed = v < vocab
+    if values.edited is not None:
+        e = tl.load(values.edited + v, mask=allowed & values.is_edited, other=0.0)
+        x = tl.where(values.is_edited, e, x)
+        word = tl.load(values.bits + v // 32, mask=allowed & values.is_masked, other=-1)
+        allowed = allowed & (((word >> (v % 32)) & 1) != 0)
+    # Divided first, as a sampler does: its rounding is part of the weight.
+    return tl.div_rn(x, values.temperature), allowed
+
+
+@triton.jit
+def _scan_kept(kept, token, values, sums, vocab, BLOCK: tl.constexpr):
+    """Return whether the noise draws the token from the weights that filters left, and
+    whether these are what the filters should leave; see the reference."""
+    own_kept = tl.load(kept + token.id)
+    totals = tl.zeros([BLOCK], dtype=tl.float32)
+    lowers = tl.zeros([BLOCK], dtype=tl.float32)
+    masses = tl.zeros([BLOCK], dtype=tl.float32)
+    counts = tl.zeros([BLOCK], dtype=tl.int32)
+    others = tl.zeros([BLOCK], dtype=tl.int32)
+    dropped = tl.zeros([BLOCK], dtype=tl.float32)
+    smallest = tl.full([BLOCK], float("inf"), tl.float32)
+    for first in range(0, vocab, BLOCK):
+        v = first + tl.arange(0, BLOCK)
+        inside = v < vocab
+        x = tl.load(values.logits + v, mask=inside, other=0.0).to(tl.float32)
+        scaled, allowed = _scale(values, x, v, vocab)
+        weight = tl.where(allowed, tl.exp(scaled - values.own), 0.0)
+        probability = tl.load(kept + v, mask=inside, other=0.0)
+        stays = probability > 0
+        difference = tl.abs(probability - weight * own_kept)
+        is_other = difference > probability * SLACK + TINY
+        totals += probability
+        lowers += tl.where(v < token.id, probability, 0.0)
+        masses += tl.where(stays, weight, 0.0)
+        counts += stays.to(tl.int32)
+        others |= (stays & is_other).to(tl.int32)
+        dropped = tl.maximum(dropped, tl.where(stays, 0.0, weight))
+        smallest = tl.minimum(smallest, tl.where(stays, weight, float("inf")))
+    total = tl.sum(totals.to(tl.float64), axis=0)
+    lower = tl.sum(lowers.to(tl.float64), axis=0)
+    mass = tl.sum(masses.to(tl.float64), axis=0)
+    count = tl.sum(counts, axis=0)
+    gone = tl.max(dropped, axis=0)
+    least = tl.min(smallest, axis=0)
+    top_k = tl.load(token.announced + TOP_K)
+    top_p = _load_float(token.announced, TOP_P).to(tl.float64)
+    floor = _load_float(token.announced, MIN_P) * sums.largest
+    may_go = (count >= top_k) | (mass >= (top_p - SLACK) * sums.total)
+    may_go = may_go | (gone * (1 - SLACK) <= floor)
+    may_stay = (count <= top_k) & (mass - least < (top_p + SLACK) * sums.total)
+    may_stay = may_stay & (floor * (1 - SLACK) <= least)
+    is_right = may_go & may_stay & (gone <= least * (1 + SLACK))
+    is_right = is_right & (tl.max(others, axis=0) == 0) & (own_kept > 0)
+    return is_right & _is_hit(token, lower, own_kept.to(tl.float64), total)
+
+
+@triton.jit
+def _is_drawn(drawn, token, values, sums, given, BLOCK: tl.constexpr):
     """Whether the noise draws the token, given the sums of its row."""
     top_k = tl.load(token.announced + TOP_K)
     top_p = _load_float(token.announced, TOP_P)
     min_p = _load_float(token.announced, MIN_P)
     if (top_k < drawn.vocab) | (top_p < 1) | (min_p > 0):
-        floor = min_p.to(tl.float64) * sums.largest.to(tl.float64)
-        hit = (sums.num_above < top_k) & (floor * (1 - SLACK) <= 1)
-        hit = hit & (sums.above < (top_p.to(tl.float64) + SLACK) * sums.total)
-        if drawn.kept is not None:
-            kept = drawn.kept + token.at * drawn.kept_stride
-            hit = hit & (drawn.kept_stride != 0)
-            if hit:
-                hit = _scan_kept(kept, token, drawn.vocab, BLOCK)
-        else:
-            hit = hit & False
+        hit = top_k < 0
+        if drawn.kept is not None:  # noqa: SIM102 - known when it is compiled
+            if given.has_kept != 0:
+                kept = drawn.kept + token.at * drawn.kept_stride
+                hit = _scan_kept(kept, token, values, sums, drawn.vocab, BLOCK)
     else:
         hit = _is_hit(token, sums.lower, 1.0, sums.total)
     return hit
 
 
 @triton.jit
-def _scan_weights(drawn, token, own, temperature, masks_stride, BLOCK: tl.constexpr):
+def _scan_weights(drawn, token, values, given, BLOCK: tl.constexpr):
     """Scan a whole row. Return whether its logits have NaN or +inf, whether another id
     has a larger value, and whether the noise draws the token.
 
-    `own` is the token's value, divided by the temperature. Sums of a thread have few
-    terms, so float32 holds them; the threads' sums are added up in float64.
+    Sums of a thread have few terms, so float32 holds them; the threads' sums are added
+    up in float64.
     """
-    logits = drawn.logits + token.at * drawn.logits_stride
-    is_edited = (token.flags & EDITED) != 0
-    is_masked = ((token.flags & GRAMMAR) != 0) & (is_edited == 0)
-    if drawn.masks is not None:
-        is_edited = is_edited & (drawn.edited_stride != 0)
-        is_masked = is_masked & (masks_stride != 0)
     totals = tl.zeros([BLOCK], dtype=tl.float32)
     lowers = tl.zeros([BLOCK], dtype=tl.float32)
-    aboves = tl.zeros([BLOCK], dtype=tl.float32)
-    counts = tl.zeros([BLOCK], dtype=tl.int32)
     largest = tl.zeros([BLOCK], dtype=tl.float32)
     wilds = tl.zeros([BLOCK], dtype=tl.int32)
     betters = tl.zeros([BLOCK], dtype=tl.int32)
     v = tl.arange(0, BLOCK)
-    ahead = tl.load(logits + v, mask=v < drawn.vocab, other=float("-inf"))
+    ahead = tl.load(values.logits + v, mask=v < drawn.vocab, other=float("-inf"))
     for first in range(0, drawn.vocab, BLOCK):
         v = first + tl.arange(0, BLOCK)
-        allowed = v < drawn.vocab
         x = ahead.to(tl.float32)
         # One program per row has nobody to hide the wait for the next values.
         following = v + BLOCK
         inside = following < drawn.vocab
-        ahead = tl.load(logits + following, mask=inside, other=float("-inf"))
+        ahead = tl.load(values.logits + following, mask=inside, other=float("-inf"))
         wilds |= ((x != x) | (x == INF)).to(tl.int32)
-        if drawn.edited is not None:
-            edited = drawn.edited + token.at * drawn.edited_stride
-            e = tl.load(edited + v, mask=allowed & is_edited, other=float("-inf"))
-            x = tl.where(is_edited, e, x)
-        if drawn.masks is not None:
-            bits = drawn.masks + token.at * masks_stride
-            word = tl.load(bits + v // 32, mask=allowed & is_masked, other=-1)
-            allowed = allowed & (((word >> (v % 32)) & 1) != 0)
-        # Divided first, as a sampler does: its rounding is part of the weight.
-        scaled = tl.div_rn(x, temperature)
-        betters |= (allowed & ((scaled <= own) == 0)).to(tl.int32)
-        weight = tl.where(allowed, tl.exp(scaled - own), 0.0)
-        is_above = weight > 1 + SLACK
+        scaled, allowed = _scale(values, x, v, drawn.vocab)
+        betters |= (allowed & ((scaled <= values.own) == 0)).to(tl.int32)
+        weight = tl.where(allowed, tl.exp(scaled - values.own), 0.0)
         totals += weight
         lowers += tl.where(v < token.id, weight, 0.0)
-        aboves += tl.where(is_above, weight, 0.0)
-        counts += is_above.to(tl.int32)
         largest = tl.maximum(largest, weight)
     wild = tl.max(wilds, axis=0) != 0
     better = tl.max(betters, axis=0) != 0
     sums = WeightSums(
         total=tl.sum(totals.to(tl.float64), axis=0),
         lower=tl.sum(lowers.to(tl.float64), axis=0),
-        above=tl.sum(aboves.to(tl.float64), axis=0),
-        num_above=tl.sum(counts, axis=0),
         largest=tl.max(largest, axis=0),
     )
-    return wild, better, _is_drawn(drawn, token, sums, BLOCK)
+    return wild, better, _is_drawn(drawn, token, values, sums, given, BLOCK)
 
 
 @triton.jit
-def _check_all(drawn, token, own, masks_stride, BLOCK: tl.constexpr):
+def _check_all(drawn, token, own, given, BLOCK: tl.constexpr):
     """Return the reasons of a token whose values are edited, masked or drawn from. Its
     own logit is `own`."""
-    is_edited = (token.flags & EDITED) != 0
     is_greedy = (token.flags & GREEDY) != 0
-    temperature = _load_float(token.announced, TEMPERATURE)
-    temperature = tl.where(is_edited | is_greedy, 1.0, temperature)
-    is_judged = is_edited == 0
-    value = own
-    if drawn.edited is not None:
-        is_judged = is_judged | (drawn.edited_stride != 0)
-        edited = drawn.edited + token.at * drawn.edited_stride + token.id
-        value = tl.load(edited, mask=is_edited & is_judged, other=0.0)
-        value = tl.where(is_edited, value, own)
-    scaled = tl.div_rn(value, temperature)
-    wild, better, hit = _scan_weights(
-        drawn, token, scaled, temperature, masks_stride, BLOCK
-    )
-    chosen = tl.where(is_greedy, better == 0, hit) & is_judged
+    values = _read_values(drawn, token, is_greedy, given)
+    wild, better, hit = _scan_weights(drawn, token, values, given, BLOCK)
+    chosen = tl.where(is_greedy, better == 0, hit) & values.is_there
     reasons = tl.where(chosen, 0, SAMPLED_TOKEN)
     return tl.where(wild | (own == float("-inf")), LOGITS_NOT_FINITE, reasons)
 
@@ -333,7 +401,7 @@ def _check_best(drawn, token, own, DRAWS: tl.constexpr, BLOCK: tl.constexpr):
 def _check_values(
     drawn,
     token,
-    masks_stride,
+    given,
     DRAWS: tl.constexpr,
     BEST_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -348,7 +416,7 @@ def _check_values(
     if is_shared:
         reasons = _check_best(drawn, token, own, DRAWS, BEST_BLOCK)
     elif tl.program_id(1) == 0:
-        reasons = _check_all(drawn, token, own, masks_stride, BLOCK)
+        reasons = _check_all(drawn, token, own, given, BLOCK)
     return reasons
 
 
@@ -404,13 +472,14 @@ def _load_mask(drawn, token, masks_stride, mask_words):
 @triton.jit(
     do_not_specialize=[
         *("num_logits", "num_hidden", "width", "tag", "masks_stride", "mask_words"),
+        *("num_edited", "has_kept"),
     ],
     do_not_specialize_on_alignment=[
         *("req_rows", "serials", "prefix_lens", "extend_lens", "tokens"),
         *("logits_rows", "hidden_ends", "findings"),
     ],
 )
-def drawn_kernel(
+def drawn_kernel(  # noqa: PLR0913 - numbers in a tuple would be specialized on
     state,
     drawn,
     req_rows,
@@ -426,6 +495,8 @@ def drawn_kernel(
     width,
     masks_stride,
     mask_words,
+    num_edited,
+    has_kept,
     tag,
     DRAWS: tl.constexpr,
     WORD_BLOCK: tl.constexpr,
@@ -462,6 +533,7 @@ def drawn_kernel(
             is_there=is_there,
             is_id=is_there & (id_ < drawn.vocab),
         )
+        given = Given(masks_stride, num_edited, has_kept)
         mask = _load_mask(drawn, token, masks_stride, mask_words)
         is_read = is_there & (mask.has_failed == 0)
         reasons = 0
@@ -478,9 +550,7 @@ def drawn_kernel(
             is_other = (is_known == 0) | (id_ >= drawn.vocab)
             reasons |= tl.where(is_other & is_read, SAMPLED_TOKEN, 0)
         if token.is_id & is_read:
-            reasons |= _check_values(
-                drawn, token, masks_stride, DRAWS, BEST_BLOCK, BLOCK
-            )
+            reasons |= _check_values(drawn, token, given, DRAWS, BEST_BLOCK, BLOCK)
         # NaN wins over every id, also over those that the mask allows.
         is_lost = ((reasons & LOGITS_NOT_FINITE) != 0) & (mask.due == mask.found)
         reasons = tl.where(is_lost, reasons & ~GRAMMAR_MASK, reasons)
@@ -515,8 +585,6 @@ _WORD_BLOCK = 1024
 _BEST_BLOCK = 8192
 # Elements that a thread takes at a time if it weighs them.
 _EACH = 8
-# Up to as many tokens, programs are few, so each gets more threads.
-_FEW_TOKENS = 16
 # Programs that share a row: as many as it has blocks if few rows must fill the device.
 _MAX_SPLITS = 16
 _WARP = 32
@@ -537,7 +605,8 @@ def check_drawn(
     if not count:
         return
     matrices = _matrices(state, drawn)
-    warps = (16 if count <= _FEW_TOKENS else 8) if vocab > _BEST_BLOCK else 4
+    # The same for every batch: another number is another kernel to compile.
+    warps = 16 if vocab > _BEST_BLOCK else 4
     block = triton.next_power_of_2(max(vocab, 1))
     drawn_kernel[(count, splits_of(count, vocab))](
         state=state_args(state),
@@ -555,6 +624,8 @@ def check_drawn(
         width=drawn.width,
         masks_stride=_stride(drawn.masks),
         mask_words=0 if drawn.masks is None else drawn.masks.shape[1],
+        num_edited=0 if drawn.edited is None else drawn.edited.shape[0],
+        has_kept=int(drawn.kept is not None),
         tag=ring_tag(Launch.DRAWN, NO_MANAGER, state.pool),
         DRAWS=drawn.draws,
         WORD_BLOCK=_WORD_BLOCK,
@@ -567,10 +638,12 @@ def check_drawn(
 def _matrices(state: CanaryState, drawn: DrawnTokens) -> Drawn:
     inputs, hidden = drawn.words or (None, None)
     edited, kept, masks = drawn.edited, drawn.kept, drawn.masks
+    edited_rows, vocab = drawn.edited_rows, drawn.logits.shape[1]
     if not (edited is None and kept is None and masks is None):
         # Any memory stands for a matrix that is not given; it is never read.
         unread = state.verdict
         edited = unread.view(torch.float32) if edited is None else edited
+        edited_rows = state.counters if edited_rows is None else edited_rows
         kept = unread.view(torch.float32) if kept is None else kept
         masks = unread if masks is None else masks
     return Drawn(
@@ -582,12 +655,13 @@ def _matrices(state: CanaryState, drawn: DrawnTokens) -> Drawn:
         hidden_stride=_stride(hidden),
         hidden_words=0 if hidden is None else hidden.shape[1],
         edited=edited,
-        edited_stride=_stride(drawn.edited),
+        edited_rows=edited_rows,
+        edited_stride=_stride(drawn.edited) or vocab,
         kept=kept,
-        kept_stride=_stride(drawn.kept),
+        kept_stride=_stride(drawn.kept) or vocab,
         masks=masks,
         sampling=drawn.sampling,
-        vocab=drawn.logits.shape[1],
+        vocab=vocab,
     )
 
 

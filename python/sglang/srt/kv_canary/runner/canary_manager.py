@@ -169,8 +169,8 @@ class CanaryManager:
         self._managers = [SingleForwardManager(target, i) for i in range(num_managers)]
         self.draws: DrawCheck | None = None
         if not (target.is_draft or target.oracle):
-            rows = target.req_to_token_pool.size + 1
-            self.draws = DrawCheck(self._state, req_rows=rows)
+            table = target.req_to_token_pool.token_table
+            self.draws = DrawCheck(self._state, token_table=table)
         self.ends = StepEnd(
             target, last=self._managers[-1], group=group, draws=self.draws
         )

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.draws import DrawCheck
+    from sglang.srt.kv_canary.edits import EditBounds
     from sglang.srt.kv_canary.single_forward_manager.manager import (
         CanaryTarget,
         SingleForwardManager,
@@ -86,6 +87,7 @@ class StepEnd:
         rows: Tensor | None,
         *,
         head: HeadCall,
+        bounds: EditBounds | None,
     ) -> list[Tensor]:
         """Check and note the sampler's own result, before it is published: the next
         inputs are compared with it. Once per step whose tokens all stay, after its
@@ -95,6 +97,7 @@ class StepEnd:
             sampled: one token per row.
             rows: int64, the rows whose token counts; None: all.
             head: the call of the head whose logits were sampled from.
+            bounds: as for `DrawCheck.check_step`.
 
         Returns:
             int64 vectors on the device: tokens, findings as of `finish_step`, and marks
@@ -112,6 +115,7 @@ class StepEnd:
                 tokens,
                 head=head,
                 choice=sampled.choice,
+                bounds=bounds,
                 findings=findings,
             )
         drawn = SampledTokens(
@@ -142,6 +146,7 @@ class StepEnd:
         head: HeadCall,
         choice: Choice | None,
         masks: Tensor | None,
+        bounds: EditBounds | None,
     ) -> Tensor:
         """Check and note what a verification accepted, and gather the findings of both
         pools.
@@ -151,7 +156,7 @@ class StepEnd:
             salts: as for `launches.finish_accepted`.
             accepted: makes the batch of the tokens whose KV stays, `extend_lens` of
                 each row, for the token oracle.
-            head, choice, masks: as for `DrawCheck.check_path`.
+            head, choice, masks, bounds: as for `DrawCheck.check_path`.
 
         Returns:
             `AcceptedWords.words`, on the device.
@@ -163,7 +168,12 @@ class StepEnd:
         )
         if self._draws is not None and self._draws.is_on:
             self._draws.check_path(
-                path, head=head, choice=choice, masks=masks, findings=sent.findings
+                path,
+                head=head,
+                choice=choice,
+                masks=masks,
+                bounds=bounds,
+                findings=sent.findings,
             )
         for state in self._others:
             combine(sent.findings, finish_step(state, path.rows(salts)))

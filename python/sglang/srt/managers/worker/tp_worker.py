@@ -15,6 +15,7 @@ from sglang.srt.kv_canary.api import (
     watcher_bytes_per_head,
     watcher_bytes_per_slot,
 )
+from sglang.srt.kv_canary.edits import EditBounds
 from sglang.srt.managers.batch.forward_result import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampler import Sampler, SamplerOutput
@@ -130,7 +131,13 @@ class TpModelWorker:
         rows = batch.sampled_rows()
         sent = [sampled.token_ids]
         if canary is not None:
-            sent = canary.ends.send_step(forward_batch, sampled, rows, head=output.head)
+            sent = canary.ends.send_step(
+                forward_batch,
+                sampled,
+                rows,
+                head=output.head,
+                bounds=EditBounds.of(batch.sampling_info, batch.seq_lens_cpu),
+            )
         self._publish(forward_batch, sampled.token_ids, rows)
         return SampledForward(
             forward_batch=forward_batch,
