@@ -127,7 +127,7 @@ def make_world(seed: int, *, width: int, has_masks: bool) -> World:
         )
     sampling = torch.full((TABLE_ROWS, SAMPLING_WORDS), UNKNOWN)
     rows = torch.tensor([owner.req_pool_idx for owner in owners])
-    sampling[rows] = torch.from_numpy(announced_words(owners))
+    sampling[rows] = torch.from_numpy(announced_words(owners)).t()
     sampling = sampling.to(DEVICE)
     token_table = ints(0, vocab, TABLE_ROWS, MAX_LEN).int().to(DEVICE)
     edits = EditTable(sampling, token_table)

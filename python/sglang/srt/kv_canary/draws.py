@@ -8,12 +8,10 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch import Tensor
 
 from kv_canary.drawn import DrawnTokens, Sampling, SamplingFlag
 from kv_canary.records import UNKNOWN
-from kv_canary.runtime.uploads import upload
 from sglang.srt.kv_canary.edits import EditTable, Positions
 from sglang.srt.kv_canary.kernels import check_drawn
 
@@ -57,14 +55,16 @@ class DrawCheck:
         self._ones = state.counters.new_ones(len(token_table))
         self.is_on = False
 
-    def announce(self, owners: Sequence[SampledOwner], rows: Tensor) -> None:
-        """Announce how the requests in rows [R] int64 of the table are sampled."""
+    def announce(
+        self, owners: Sequence[SampledOwner], rows: Tensor, words: Tensor
+    ) -> None:
+        """Announce how the requests in rows [R] int64 of the table are sampled; `words`
+        are their `announced_words` on the device."""
         self._edits.announce(
             [owner.req_pool_idx for owner in owners],
             [owner.sampling_row for owner in owners],
         )
-        words = torch.from_numpy(announced_words(owners))
-        self._sampling.index_copy_(0, rows, upload(words, rows.device))
+        self._sampling.index_copy_(0, rows, words.t())
 
     def check_step(
         self,
@@ -177,7 +177,7 @@ class DrawCheck:
 
 
 def announced_words(owners: Sequence[SampledOwner]) -> npt.NDArray[np.int64]:
-    """Return `Sampling` words of requests, int64 [R, SAMPLING_WORDS], by what their
+    """Return `Sampling` words of requests, int64 [SAMPLING_WORDS, R], by what their
     clients asked for."""
     rows = [owner.sampling_row for owner in owners]
     params = [row.params for row in rows]
@@ -201,9 +201,9 @@ def announced_words(owners: Sequence[SampledOwner]) -> npt.NDArray[np.int64]:
         Sampling.PRESENCE: _bits([p.presence_penalty for p in params]),
         Sampling.MIN_NEW_TOKENS: [p.min_new_tokens for p in params],
     }
-    words = np.empty((len(owners), len(Sampling)), dtype=np.int64)
+    words = np.empty((len(Sampling), len(owners)), dtype=np.int64)
     for column, values in columns.items():
-        words[:, column] = values
+        words[column] = values
     return words
 
 

@@ -36,14 +36,14 @@ from kv_canary.runtime.runtime import (
     Examined,
     Testimony,
 )
-from kv_canary.runtime.uploads import upload, upload_rows
+from kv_canary.runtime.uploads import upload
 from kv_canary.serials import SerialMap
 from kv_canary.violation import POOLS, Violation
 from sglang.srt.forward.context import get_forward_context
 from sglang.srt.forward.scopes import context_tuple
 from sglang.srt.kv_canary.attention_calls import AttentionCalls
 from sglang.srt.kv_canary.draft_state import DraftState
-from sglang.srt.kv_canary.draws import DrawCheck
+from sglang.srt.kv_canary.draws import DrawCheck, announced_words
 from sglang.srt.kv_canary.lineages import PrefixLineages
 from sglang.srt.kv_canary.runner.details import TokensOf, details
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
@@ -238,15 +238,19 @@ class CanaryManager:
     def _announcement(
         self, owners: Sequence[TokenOwner], prefix_lens: Sequence[int], rows: Tensor
     ) -> Announcement:
-        values = self._lineages.announcement(owners, prefix_lens)
-        oracle = self.target.oracle
-        then: Callable[[], None] | None = None
+        values = torch.tensor(self._lineages.announcement(owners, prefix_lens))
         if self.draws is not None:
-            then = partial(self.draws.announce, owners, rows)
-        elif oracle is not None:
+            # One copy for both.
+            words = torch.from_numpy(announced_words(owners))
+            both = upload(torch.cat((values, words)), self._device)
+            values, words = both[: len(values)], both[len(values) :]
+            then = partial(self.draws.announce, owners, rows, words)
+            return Announcement(rows, values, then)
+        oracle, expect = self.target.oracle, None
+        if oracle is not None:
             prompts = torch.tensor([owner.prompt_len for owner in owners])
-            then = partial(oracle.expect_prompts, upload(prompts, self._device), rows)
-        return Announcement(rows, upload_rows(values, self._device), then)
+            expect = partial(oracle.expect_prompts, upload(prompts, self._device), rows)
+        return Announcement(rows, upload(values, self._device), expect)
 
     def expect_again(self, tokens: Iterable[tuple[TokenOwner, KnownTokens]]) -> None:
         """Compare the tokens of requests with these at their next prefill."""
