@@ -21,7 +21,7 @@ from operator import attrgetter
 import torch
 from torch import Tensor
 
-from kv_canary.hashing import mix64, to_signed64
+from kv_canary.hashing import mix64, mix64_int, to_signed64
 
 NOISE_STEP = to_signed64(0x9E3779B97F4A7C15)
 NOISE_BITS = 53
@@ -98,6 +98,11 @@ def uniform(keys: Tensor, positions: Tensor) -> Tensor:
     words = mix64(keys + (positions + 1) * NOISE_STEP)
     bits = (words >> (64 - NOISE_BITS)) & ((1 << NOISE_BITS) - 1)
     return bits.to(torch.float64) * 2.0**-NOISE_BITS
+
+
+def noise_key(seed: int) -> int:
+    """Return the key of the noise of a request's seed, a signed int64."""
+    return mix64_int(seed + NOISE_STEP)
 
 
 def float_bits(words: Tensor) -> Tensor:

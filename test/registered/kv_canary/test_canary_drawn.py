@@ -37,6 +37,7 @@ from kv_canary.drawn import (
     MaskWord,
     Sampling,
     SamplingFlag,
+    noise_key,
     uniform,
 )
 from kv_canary.findings import RING, STATUS_WORDS
@@ -105,6 +106,8 @@ def test_noise_is_the_samplers() -> None:
     keys = torch.randint(-(1 << 63), (1 << 63) - 1, (1000,))
     positions = torch.randint(0, 1 << 20, (1000,))
     assert torch.equal(uniform(keys, positions), noise.uniform(keys, positions))
+    for seed in (0, 1, -1, (1 << 63) - 1, -(1 << 63), 1 << 64, *keys[:50].tolist()):
+        assert noise_key(seed) == noise.mix_seed(seed)
 
 
 # -- silence -------------------------------------------------------------------

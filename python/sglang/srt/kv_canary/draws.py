@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from kv_canary.drawn import DrawnTokens, Sampling, SamplingFlag
+from kv_canary.drawn import DrawnTokens, Sampling, SamplingFlag, noise_key
 from kv_canary.records import UNKNOWN
 from sglang.srt.kv_canary.edits import EditTable, Positions
 from sglang.srt.kv_canary.kernels import check_drawn
@@ -187,7 +187,7 @@ def announced_words(owners: Sequence[SampledOwner]) -> npt.NDArray[np.int64]:
     top_ks = np.array([p.top_k for p in params])
     columns = {
         Sampling.SERIAL: [owner.serial for owner in owners],
-        Sampling.KEY: [row.key for row in rows],
+        Sampling.KEY: [noise_key(row.seed) for row in rows],
         Sampling.TEMPERATURE: _bits([p.temperature for p in params]),
         Sampling.TOP_K: np.where(top_ks > 0, top_ks, _ALL_IDS),
         Sampling.TOP_P: _bits([p.top_p for p in params]),

@@ -62,18 +62,19 @@ class GrammarMasks:
         return masks
 
     def _split(self, masks: torch.Tensor) -> tuple[torch.Tensor, IntArray]:
-        """Return the bits and the words of masks."""
-        return masks[:, : self._num_words], masks.numpy()[:, self._num_words :]
+        """Return the bits and the words of one mask or of several."""
+        return masks[..., : self._num_words], masks.numpy()[..., self._num_words :]
 
     def for_requests(self, batch: ScheduleBatch) -> SamplingBatchInfo:
         """Return the batch's sampling info with one mask per request."""
         masks = self._masks[: len(batch)]
-        bits, words = self._split(masks)
-        for i, req in enumerate(batch.reqs):
-            self._fill(req, bits[i], words[i])
+        for req, mask in zip(batch.reqs, masks, strict=True):
+            self._fill(req, mask)
         return self._with_masks(batch, masks)
 
-    def _fill(self, req: Req, bits: torch.Tensor, words: IntArray) -> None:
+    def _fill(self, req: Req, mask: torch.Tensor) -> None:
+        # One row for both: bits in another row than their words would look right.
+        bits, words = self._split(mask)
         if req.grammar is None:
             bits.fill_(-1)
             words[:] = 0
@@ -96,25 +97,26 @@ class GrammarMasks:
         links = torch.stack((tree.tokens, tree.next_token, tree.next_sibling)).cpu()
         nodes = tree.tokens.shape[1]
         masks = self._allocate(len(batch) * nodes)
-        bits, words = self._split(masks)
-        for i, req in enumerate(batch.reqs):
+        for i, (req, own) in enumerate(
+            zip(batch.reqs, masks.split(nodes), strict=True)
+        ):
             if req.grammar is None:
                 continue
             tokens, children, siblings = links[:, i].tolist()
-            own = slice(i * nodes, (i + 1) * nodes)
-            words[own, MaskWord.SERIAL] = req.serial & SERIAL_WORD_MASK
+            bits, words = self._split(own)
+            words[:, MaskWord.SERIAL] = req.serial & SERIAL_WORD_MASK
             try:
                 fill_tree_masks(
                     req.grammar,
                     tokens=tokens,
                     next_token=children,
                     next_sibling=siblings,
-                    masks=bits[own],
-                    accepted=words[own, MaskWord.ACCEPTED],
+                    masks=bits,
+                    accepted=words[:, MaskWord.ACCEPTED],
                 )
             except GrammarLimitError as error:
-                bits[own] = -1
-                words[own, MaskWord.ACCEPTED] = _FAILED
+                bits.fill_(-1)
+                words[:, MaskWord.ACCEPTED] = _FAILED
                 req.grammar_failure = str(error)
         return self._with_masks(batch, masks)
 
