@@ -14,6 +14,7 @@ h' = h ^ (h >> 32), modulo 2^64, with the shift of signed numbers
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,75 +25,154 @@ FACTOR = to_signed64(0x9E3779B97F4A7C15)
 KEY = to_signed64(0xD6E8FEB86659FD93)
 
 
+class CandidateGroups(NamedTuple):
+    """Places of groups of candidates: candidate c of request q belongs to place
+    q * num_groups + c // topk."""
+
+    num_groups: int
+    topk: int
+
+
 # Not frozen, like `ForwardView`: they are made many times in a step.
 @dataclass(slots=True, kw_only=True)
 class CarriedRows:
-    """State of R rows of b requests, `group` = R / b rows each.
+    """State of R rows: G rows of each of b requests.
+
+    A row belongs to a place in `sums`. Rows that are only compared may belong to a row
+    of `source` instead, which they were copied from.
 
     Fields:
-        places: int64 [R], places of the rows in `sums`; negative to leave a row out.
-        req_rows, serials, positions: int64 [b], as in `ForwardView`; the position of
-            the newest token, for reports. Request row 0 is left out.
+        places: int64 [b, G], rows contiguous; negative to leave a row out.
         hidden: [R, width], a whole number of 32-bit words per row, or None.
         ids, probs: int64 and float32 [R, K], or None.
-        sums: int64 [N], recorded or compared.
-        clock_offset: from the clock to the forward of these rows: -1 after its own
-            tail, which has already advanced the clock.
-        words, bits: int32 [R, C] and [R, K], the memory of `hidden` and of `probs`.
-        numbers: `group`, K, C, the elements between rows of `words`, `clock_offset`.
+        sums: int64 [N]; or source: [N, width] like `hidden`.
+        lens: int64 [b], moves the places of a request on by its length - 1, to the last
+            of so many rows. Or None.
+        groups: makes places of candidates, or None. No row is left out then.
+        words, bits, source_words: int32, the memory of `hidden`, `probs` and `source`.
     """
 
     places: Tensor
-    req_rows: Tensor
-    serials: Tensor
-    positions: Tensor
     hidden: Tensor | None
-    ids: Tensor | None
-    probs: Tensor | None
-    sums: Tensor
-    clock_offset: int = 0
+    ids: Tensor | None = None
+    probs: Tensor | None = None
+    sums: Tensor | None = None
+    source: Tensor | None = None
+    lens: Tensor | None = None
+    groups: CandidateGroups | None = None
     words: Tensor | None = field(init=False, repr=False)
     bits: Tensor | None = field(init=False, repr=False)
-    numbers: list[int] = field(init=False, repr=False)
+    source_words: Tensor | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        hidden, probs, ids = self.hidden, self.probs, self.ids
-        self.words = words = None if hidden is None else hidden.view(torch.int32)
-        self.bits = None if probs is None else probs.view(torch.int32)
-        known = 0 if ids is None else ids.shape[1]
-        width, stride = 0, 0
-        if words is not None:
-            width, stride = words.shape[1], words.stride(0)
-        self.numbers = [self.group, known, width, stride, self.clock_offset]
+        self.words = _as_words(self.hidden)
+        self.bits = _as_words(self.probs)
+        self.source_words = _as_words(self.source)
 
     @property
     def group(self) -> int:
-        return self.places.shape[0] // max(self.req_rows.shape[0], 1)
+        """G, the rows of a request."""
+        return self.places.shape[1]
 
-    def check_layout(self) -> None:
+    @property
+    def width(self) -> int:
+        """C, the words of a hidden state."""
+        return 0 if self.words is None else self.words.shape[1]
+
+    @property
+    def known(self) -> int:
+        """K, the candidates of a row."""
+        return 0 if self.ids is None else self.ids.shape[1]
+
+    @property
+    def num_places(self) -> int:
+        """N, the places that rows may belong to."""
+        recorded = self.source if self.sums is None else self.sums
+        return 0 if recorded is None else recorded.shape[0]
+
+    def find_places(self) -> Tensor:
+        """Return the place that each row belongs to, int64 [R], which may be outside of
+        `source`."""
+        places, groups = self.places, self.groups
+        if groups is not None:
+            size = groups.num_groups
+            first = torch.arange(0, len(places) * size, size, device=places.device)
+            places = first[:, None] + places // groups.topk
+        if self.lens is not None:
+            places = places + (self.lens - 1)[:, None]
+        return places.flatten()
+
+    def check_layout(self, requests: int) -> None:
         """Check for kernels that index raw memory and would misread another layout.
 
         Raises:
-            ValueError: a tensor has another shape or layout.
+            ValueError: a tensor is missing or has another shape or layout.
         """
-        rows, requests = self.places.shape[0], self.req_rows.shape[0]
-        for name, t, due in (
-            ("places", self.places, rows),
-            ("req_rows", self.req_rows, requests),
-            ("serials", self.serials, requests),
-            ("positions", self.positions, requests),
-            ("hidden", self.hidden, rows),
-            ("ids", self.ids, rows),
-            ("probs", self.probs, rows),
-            ("sums", self.sums, self.sums.shape[0]),
+        if (self.sums is None) == (self.source is None):
+            raise ValueError("CarriedRows: give either sums or source")
+        rows = requests * self.group
+        _check_rows("places", self.places, requests, has_stride=True)
+        for name, due, has_stride in (
+            ("hidden", rows, True),
+            ("ids", rows, False),
+            ("probs", rows, False),
+            ("sums", self.num_places, False),
+            ("source", self.num_places, True),
+            ("lens", requests, False),
         ):
-            if t is None:
-                continue
-            is_whole = t.stride(-1) == 1 if name == "hidden" else t.is_contiguous()
-            if t.shape[0] != due or not is_whole:
-                raise ValueError(
-                    f"CarriedRows: {name} of shape {list(t.shape)} and strides "
-                    f"{list(t.stride())}; expected {due} contiguous rows"
-                )
-        if requests and rows % requests:
-            raise ValueError(f"CarriedRows: {rows} rows of {requests} requests")
+            t = getattr(self, name)
+            if t is not None:
+                _check_rows(name, t, due, has_stride=has_stride)
+        source = self.source_words
+        if source is not None and (source.shape[1] != self.width or self.known):
+            raise ValueError("CarriedRows: source must hold the words of hidden alone")
+
+
+@dataclass(slots=True, kw_only=True)
+class CarriedState:
+    """What one launch compares and records, of the same b requests.
+
+    Fields:
+        req_rows, serials, positions: int64 [b], as in `ForwardView`; the position of
+            the newest token, for reports. Request row 0 is left out.
+        checked: rows to compare.
+        noted: rows to record, in distinct places; not those that `checked` belongs to.
+        clock_offset: from the clock to the forward of the checked rows: -1 after its
+            own tail, which has already advanced the clock.
+    """
+
+    req_rows: Tensor
+    serials: Tensor
+    positions: Tensor
+    checked: CarriedRows | None = None
+    noted: CarriedRows | None = None
+    clock_offset: int = 0
+
+    def check_layout(self) -> None:
+        """Check as `CarriedRows.check_layout` does.
+
+        Raises:
+            ValueError: a tensor is missing or has another shape or layout.
+        """
+        requests = self.req_rows.shape[0]
+        for name in ("req_rows", "serials", "positions"):
+            _check_rows(name, getattr(self, name), requests)
+        if self.checked is not None:
+            self.checked.check_layout(requests)
+        if self.noted is not None:
+            self.noted.check_layout(requests)
+            if self.noted.sums is None:
+                raise ValueError("CarriedRows: noted rows need sums")
+
+
+def _check_rows(name: str, t: Tensor, due: int, *, has_stride: bool = False) -> None:
+    is_whole = t.stride(-1) == 1 if has_stride else t.is_contiguous()
+    if t.shape[0] != due or not is_whole:
+        raise ValueError(
+            f"CarriedRows: {name} of shape {list(t.shape)} and strides "
+            f"{list(t.stride())}; expected {due} contiguous rows"
+        )
+
+
+def _as_words(t: Tensor | None) -> Tensor | None:
+    return None if t is None else t.view(torch.int32)

@@ -29,7 +29,6 @@ from kv_canary.op import Op
 
 if TYPE_CHECKING:
     from kv_canary.accepted import SampledTokens
-    from kv_canary.carried import CarriedRows
     from kv_canary.drawn import DrawnTokens
     from kv_canary.pool_checks import PoolChecks
     from kv_canary.state import CanaryState
@@ -52,6 +51,7 @@ def _op(reference: Callable[P, R], *, is_native: bool = True) -> Op[P, R]:
 
 verify = _op(reference_verify.verify)
 write_head = _op(write.write_head)
+carry = _op(carried.carry)
 _before_model = _op(before.before_model)
 _write_tail = _op(write.write_tail)
 _poison = _op(records.poison)
@@ -61,7 +61,6 @@ _gather_findings = _op(ends.gather_findings)
 _expect_rows = _op(notes.expect_rows)
 _note_tokens = _op(notes.note_tokens)
 _send_tokens = _op(notes.send_tokens, is_native=False)
-_carry = _op(carried.carry)
 _check_drawn = _op(drawn.check_drawn)
 _finish_accepted = _op(accepted.finish_accepted)
 
@@ -218,18 +217,6 @@ def finish_accepted(
     words = AcceptedWords.of(path)
     _finish_accepted(state, draft, path, salts, checks, words)
     return words
-
-
-def note_carried(state: CanaryState, rows: CarriedRows) -> None:
-    """Record the sums of rows that a later forward will use, where they are made. Their
-    places are distinct."""
-    _carry(state, rows, False)
-
-
-def check_carried(state: CanaryState, rows: CarriedRows) -> None:
-    """Compare the sums of rows with the ones recorded in their places, where they are
-    used. A different sum is a CARRIED_STATE, with the sums as lineages."""
-    _carry(state, rows, True)
 
 
 def check_drawn(

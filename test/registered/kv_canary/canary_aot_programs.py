@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
-from kv_canary.carried import CarriedRows
+from kv_canary.carried import CandidateGroups, CarriedRows, CarriedState
 from kv_canary.drawn import MASK_WORDS, SAMPLING_WORDS, DrawnTokens
 from kv_canary.findings import STATUS_WORDS
 from kv_canary.kernels.triton import (
@@ -309,18 +309,40 @@ def launch_accepted(*, with_choices: bool, checks: bool) -> None:
     )
 
 
-def launch_carried(*, checks: bool, has_hidden: bool) -> None:
-    rows = CarriedRows(
-        places=longs(ROWS * 4),
+def carried_rows(kind: str, group: int) -> CarriedRows:
+    """Rows of one of the kinds that a cycle checks or notes."""
+    count = ROWS * group
+    hidden = torch.zeros(count, 64, dtype=torch.bfloat16)
+    places = longs(count).view(ROWS, group)
+    if kind == "copied":
+        return CarriedRows(places=places, hidden=hidden, source=hidden, lens=longs())
+    if kind == "chosen":
+        groups = CandidateGroups(num_groups=9, topk=2)
+        return CarriedRows(places=places, hidden=hidden, sums=longs(), groups=groups)
+    has_known = kind in ("started", "unhidden")
+    return CarriedRows(
+        places=places,
+        hidden=None if kind == "unhidden" else hidden,
+        ids=longs(count * 2).view(count, 2) if has_known else None,
+        probs=torch.zeros(count, 2) if has_known else None,
+        sums=longs(),
+    )
+
+
+def launch_carried(checked: str | None, noted: str | None) -> None:
+    def rows_of(kind: str | None) -> CarriedRows | None:
+        if kind is None:
+            return None
+        return carried_rows(kind, 4 if kind in ("chosen", "hidden") else 1)
+
+    requests = CarriedState(
         req_rows=longs(),
         serials=longs(),
         positions=longs(),
-        hidden=torch.zeros(ROWS * 4, 64, dtype=torch.bfloat16) if has_hidden else None,
-        ids=None if has_hidden else longs(ROWS * 8).view(ROWS * 4, 2),
-        probs=None if has_hidden else torch.zeros(ROWS * 4, 2),
-        sums=longs(),
+        checked=rows_of(checked),
+        noted=rows_of(noted),
     )
-    carried.carry(create_canary(), rows, checks)
+    carried.carry(create_canary(), requests)
 
 
 def launch_drawn(*, has_all: bool, draws: bool, vocab: int) -> None:
@@ -404,14 +426,15 @@ def launches() -> Iterator[tuple[str, Any]]:
                 with_choices=choices, checks=checks
             ),
         )
-    for checks in (False, True):
-        for has_hidden in (False, True):
-            yield (
-                f"carried {checks} {has_hidden}",
-                lambda checks=checks, has_hidden=has_hidden: launch_carried(
-                    checks=checks, has_hidden=has_hidden
-                ),
-            )
+    for checked, noted in (
+        *(("started", "hidden"), ("chosen", "hidden"), ("chosen", None)),
+        *(("copied", "started"), ("copied", "unhidden"), ("unhidden", None)),
+        *(("hidden", "hidden"), ("hidden", None), ("copied", None)),
+    ):
+        yield (
+            f"carried {checked} {noted}",
+            lambda checked=checked, noted=noted: launch_carried(checked, noted),
+        )
     for has_all, draws, vocab in (
         *((False, True, 128_256), (True, False, 128_256)),
         *((True, True, 4_096), (True, True, 128_256)),

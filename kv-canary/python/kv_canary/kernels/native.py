@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
+from kv_canary.carried import CarriedRows
 from kv_canary.pool_checks import PoolChecks, check_numbers_of
 from kv_canary.view import READ_FIELDS, ForwardView, KVReadView
 from sglang_kernels import ops
 
 if TYPE_CHECKING:
     from kv_canary.accepted import AcceptedPath, AcceptedWords, SampledTokens
-    from kv_canary.carried import CarriedRows
+    from kv_canary.carried import CarriedState
     from kv_canary.drawn import DrawnTokens
     from kv_canary.layout import Fingerprint
     from kv_canary.state import CanaryState
@@ -136,18 +138,49 @@ def note_tokens(state: CanaryState, sampled: SampledTokens, marks: Tensor) -> No
     ops.canary_note_tokens(state.arena, *sampled, marks)
 
 
-def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
-    rows.check_layout()
+def carry(state: CanaryState, carried: CarriedState) -> None:
+    carried.check_layout()
+    if (checked := carried.checked) is not None:
+        if checked.source is not None:
+            checked = _with_sums(state, carried, checked)
+        _carry(state, carried, checked, checks=True)
+    if carried.noted is not None:
+        _carry(state, carried, carried.noted, checks=False)
+
+
+def _with_sums(
+    state: CanaryState, carried: CarriedState, rows: CarriedRows
+) -> CarriedRows:
+    """Return the rows with sums of their sources; 0 if there is no such source."""
+    assert rows.source is not None
+    given = rows.find_places()
+    inside = given.clamp(0, rows.num_places - 1)
+    own = torch.arange(len(given)).view_as(rows.places)
+    sums = torch.zeros_like(given)
+    copied = CarriedRows(places=own, hidden=rows.source[inside], sums=sums)
+    _carry(state, carried, copied, checks=False)
+    sums.masked_fill_(inside != given, 0)
+    places = own.where(rows.places >= 0, -1)
+    return CarriedRows(places=places, hidden=rows.hidden, sums=sums)
+
+
+def _carry(
+    state: CanaryState, carried: CarriedState, rows: CarriedRows, *, checks: bool
+) -> None:
+    assert rows.sums is not None
+    words = rows.words
     given = [
-        rows.places,
-        rows.req_rows,
-        rows.serials,
-        rows.positions,
-        rows.words,
+        rows.find_places(),
+        carried.req_rows,
+        carried.serials,
+        carried.positions,
+        words,
         rows.ids,
         rows.bits,
     ]
-    ops.canary_carry(state.arena, given, rows.sums, rows.numbers, checks)
+    stride = 0 if words is None else words.stride(0)
+    numbers = [rows.group, rows.known, rows.width, stride, carried.clock_offset]
+    ops.canary_carry(state.arena, given, rows.sums, numbers, checks)
 
 
 def check_drawn(

@@ -8,16 +8,16 @@ Sums are noted from what was computed and compared with what is about to be used
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from kv_canary.carried import CarriedRows
+from kv_canary.carried import CandidateGroups, CarriedRows, CarriedState
 from sglang.srt.draft_trees.draft_input import EagleDraftInput
 from sglang.srt.forward.batch import ForwardMode
-from sglang.srt.kv_canary.kernels import check_carried, note_carried
+from sglang.srt.kv_canary.kernels import carry
 
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class DraftState:
-    """The sums of one draft worker.
+    """The sums of one draft worker. Each method is one launch.
 
     Args:
         state: of the draft's pool.
@@ -41,124 +41,117 @@ class DraftState:
         self, state: CanaryState, *, max_requests: int, shape: TreeShape
     ) -> None:
         self._state = state
-        max_nodes = max_requests * shape.num_draft_tokens
         self._of_requests = state.counters.new_zeros(max_requests + 1)
-        self._of_nodes = state.counters.new_zeros(max_nodes)
-        self._of_heads = state.counters.new_zeros(max_nodes)
-        self._places = torch.arange(max_nodes, device=state.counters.device)
+        self._of_groups = state.counters.new_zeros(max_requests * shape.num_groups)
         self._levels = _LevelPlaces.create(
             max_requests, shape, device=state.counters.device
         )
-        self._of_groups = state.counters.new_zeros(max_requests * shape.num_groups)
 
-    def on_head(self, forward_batch: ForwardBatch, head: HeadCall) -> None:
-        """Check the rows that the head of an extend read, one per request: of its last
-        token, or of the last accepted one."""
-        offsets = forward_batch.qo_indptr
-        assert offsets is not None
-        last = offsets[1:] - 1
-        if forward_batch.forward_mode is ForwardMode.DRAFT_EXTEND_V2:
-            given = forward_batch.spec_info
-            assert isinstance(given, EagleDraftInput) and given.accept_lens is not None
-            last = offsets[:-1] + given.accept_lens - 1
-        rows = CarriedRows(
-            places=self._places[: len(last)],
-            req_rows=forward_batch.req_pool_indices,
-            serials=forward_batch.req_serial,
-            positions=forward_batch.prefix_lens,
-            # A padding row may have accepted nothing: -1 is an index, too.
-            hidden=head.hidden[last],
-            ids=None,
-            probs=None,
-            sums=self._of_heads,
-            clock_offset=-1,
-        )
-        note_carried(self._state, rows)
-        check_carried(self._state, replace(rows, hidden=head.inputs))
-
-    def on_stash(
+    def on_extend(
         self,
-        req_rows: Tensor,
-        serials: Tensor,
+        forward_batch: ForwardBatch,
+        head: HeadCall,
         candidates: DraftCandidates,
         hidden: Tensor | None,
     ) -> None:
-        """Note what requests' next iterations start from, before it is stashed."""
-        rows = self._of(req_rows, serials, serials, candidates, hidden)
-        note_carried(self._state, rows)
+        """Check the rows that the head of an extend read, one per request: of its last
+        token, or of the last accepted one. Note what the requests' next iterations
+        start from, before it is stashed."""
+        offsets, lens = forward_batch.qo_indptr, forward_batch.extend_lens
+        assert offsets is not None
+        if forward_batch.forward_mode is ForwardMode.DRAFT_EXTEND_V2:
+            given = forward_batch.spec_info
+            assert isinstance(given, EagleDraftInput) and given.accept_lens is not None
+            lens = given.accept_lens
+        carried = CarriedState(
+            req_rows=forward_batch.req_pool_indices,
+            serials=forward_batch.req_serial,
+            positions=forward_batch.prefix_lens,
+            checked=CarriedRows(
+                places=offsets[:-1, None],
+                lens=lens,
+                hidden=head.inputs,
+                source=head.hidden,
+            ),
+            noted=self._of(forward_batch.req_pool_indices, candidates, hidden),
+            clock_offset=-1,
+        )
+        carry(self._state, carried)
 
     def on_gather(
         self, live: WorkspaceRows, candidates: DraftCandidates, hidden: Tensor | None
     ) -> None:
         """Check what an iteration starts from, and note it as level 0 of the tree."""
-        row, serial = live.identity[0], live.identity[1]
-        rows = self._of(row, serial, live.seq_lens, candidates, hidden)
-        check_carried(self._state, rows)
-        self.on_level(live, 0, hidden)
+        start = self._of(live.identity[0], candidates, hidden)
+        self._carry(live, checked=start, noted=self._of_level(live, 0, hidden))
 
-    def on_level(self, live: WorkspaceRows, level: int, hidden: Tensor | None) -> None:
-        """Note the hidden states that propose a level's candidates, one per request at
-        level 0, then one per branch, if a level follows it and reads them."""
-        if hidden is None or level == len(self._levels.made):
+    def on_step(
+        self, live: WorkspaceRows, level: int, read: Tensor | None, made: Tensor | None
+    ) -> None:
+        """Check the hidden states that draft step `level` has read, one per branch, by
+        the candidates that `select_top_k` chose. Note the ones that it made if another
+        step follows."""
+        if read is None:
             return
-        places = self._levels.made[level][: len(hidden)]
-        rows = self._of_live(live, places, hidden, self._of_groups)
-        note_carried(self._state, rows)
+        checked = CarriedRows(
+            places=self._levels.followed(level, live.levels.parents),
+            groups=self._levels.groups[level],
+            hidden=read,
+            sums=self._of_groups,
+        )
+        noted = self._of_level(live, level + 1, made)
+        self._carry(live, checked=checked, noted=noted, clock_offset=-1)
 
-    def on_descend(self, live: WorkspaceRows, level: int, hidden: Tensor) -> None:
-        """Check the hidden states that the branches of a level continue from, by the
-        candidates that `select_top_k` chose."""
-        places = self._levels.followed(level, live.levels.parents)
-        rows = self._of_live(live, places, hidden, self._of_groups)
-        check_carried(self._state, rows)
+    def on_take(self, live: WorkspaceRows, hidden: Tensor) -> None:
+        """Check the hidden states of the accepted nodes, by what was accepted.
 
-    def on_verify(self, live: WorkspaceRows, hidden: Tensor) -> None:
-        """Note the target's hidden states of all nodes, [b * D, width]."""
-        count = live.tree.tokens.numel()
-        places = self._places[:count]
-        rows = self._of_live(live, places, hidden[:count], self._of_nodes)
-        note_carried(self._state, rows)
-
-    def on_take(self, live: WorkspaceRows) -> None:
-        """Check the hidden states of the accepted nodes, by what was accepted."""
+        Args:
+            hidden: the target's, of all nodes, [b * D, width].
+        """
         assert live.hidden_states is not None
-        places = live.result.accept_index.view(-1)
-        rows = self._of_live(live, places, live.hidden_states, self._of_nodes)
-        check_carried(self._state, rows)
+        checked = CarriedRows(
+            places=live.result.accept_index, hidden=live.hidden_states, source=hidden
+        )
+        self._carry(live, checked=checked)
 
     def _of(
-        self,
-        req_rows: Tensor,
-        serials: Tensor,
-        positions: Tensor,
-        candidates: DraftCandidates,
-        hidden: Tensor | None,
+        self, req_rows: Tensor, candidates: DraftCandidates, hidden: Tensor | None
     ) -> CarriedRows:
         return CarriedRows(
-            places=req_rows,
-            req_rows=req_rows,
-            serials=serials,
-            positions=positions,
+            places=req_rows[:, None],
             hidden=hidden,
             ids=candidates.ids,
             probs=candidates.probs,
             sums=self._of_requests,
         )
 
-    @staticmethod
-    def _of_live(
-        live: WorkspaceRows, places: Tensor, hidden: Tensor, sums: Tensor
-    ) -> CarriedRows:
-        return CarriedRows(
-            places=places,
+    def _of_level(
+        self, live: WorkspaceRows, level: int, hidden: Tensor | None
+    ) -> CarriedRows | None:
+        """Return the hidden states that propose a level's candidates: one per request
+        at level 0, then one per branch. None if no step reads them."""
+        if hidden is None or level == len(self._levels.made):
+            return None
+        places = self._levels.made[level][: live.bs]
+        return CarriedRows(places=places, hidden=hidden, sums=self._of_groups)
+
+    def _carry(
+        self,
+        live: WorkspaceRows,
+        *,
+        checked: CarriedRows,
+        noted: CarriedRows | None = None,
+        clock_offset: int = 0,
+    ) -> None:
+        carried = CarriedState(
             req_rows=live.identity[0],
             serials=live.identity[1],
             positions=live.seq_lens,
-            hidden=hidden,
-            ids=None,
-            probs=None,
-            sums=sums,
+            checked=checked,
+            noted=noted,
+            clock_offset=clock_offset,
         )
+        carry(self._state, carried)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,17 +162,16 @@ class _LevelPlaces:
     continues from the state of group c // K (`DraftLevels`).
 
     Fields:
-        made: for each level but the last int64 [n] or [n * K], the groups that propose
-            its candidates.
-        known: for each of them int64 [n * K], the groups that its branches continue
+        made: for each level but the last int64 [n, 1] or [n, K], the groups that
+            propose its candidates.
+        known: for each of them int64 [n, K], the groups that its branches continue
             from; None if only the parents say so.
-        groups: int64 [n, candidates], the group of each candidate.
+        groups: for each of them how parents become groups, if so.
     """
 
     made: Sequence[Tensor]
     known: Sequence[Tensor | None]
-    groups: Tensor
-    topk: int
+    groups: Sequence[CandidateGroups | None]
 
     @classmethod
     def create(
@@ -188,24 +180,24 @@ class _LevelPlaces:
         k, levels = shape.topk, range(1, shape.num_steps - 1)
         first = torch.arange(requests, device=device)[:, None] * shape.num_groups
         branches = torch.arange(k, device=device)
-        made = [(first + 1 + k * (level - 1) + branches).view(-1) for level in levels]
-        known = [each if k == 1 else None for each in made]
+        made = [first + 1 + k * (level - 1) + branches for level in levels]
+        known = [first.repeat(1, k), *(each if k == 1 else None for each in made)]
+        groups = CandidateGroups(shape.num_groups, k)
         return cls(
-            made=[first.view(-1), *made][: shape.num_steps - 1],
-            known=[first.view(-1).repeat_interleave(k), *known],
-            groups=first + torch.arange(shape.num_candidates, device=device) // k,
-            topk=k,
+            made=[first, *made][: shape.num_steps - 1],
+            known=known,
+            groups=[groups if each is None else None for each in known],
         )
 
     def followed(self, level: int, parents: Tensor) -> Tensor:
-        """Return the places that the branches of a level continue from, [b * K].
+        """Return where the branches of a level continue from, int64 [b, K]: groups, or
+        candidates if the level has `groups`.
 
         Args:
             parents: of the b requests (`DraftLevels`).
         """
-        bs, k = len(parents), self.topk
         known = self.known[level]
         if known is not None:
-            return known[: bs * k]
-        chosen = parents[:, 1 + k * level : 1 + k * (level + 1)]
-        return self.groups[:bs].gather(1, chosen).view(-1)
+            return known[: len(parents)]
+        k = (parents.shape[1] - 1) // len(self.made)
+        return parents[:, 1 + k * level : 1 + k * (level + 1)]

@@ -389,8 +389,6 @@ class EagleDraftWorker:
                 return
             if hidden is not None:
                 hidden = hidden.index_select(0, hidden_rows)
-                if self.state_check is not None:
-                    self.state_check.on_descend(views, level, hidden)
             output = self.run_step(
                 level,
                 ForwardBatch(
@@ -408,7 +406,7 @@ class EagleDraftWorker:
                 ),
             )
             if self.state_check is not None:
-                self.state_check.on_level(views, level + 1, output.hidden_states)
+                self.state_check.on_step(views, level, hidden, output.hidden_states)
             candidates = propose(output.next_token_logits, shape.topk)
             hidden, lens = output.hidden_states, lens + 1
 
@@ -591,7 +589,5 @@ class EagleDraftWorker:
         candidates = propose(output.next_token_logits, self._shape.topk)
         rows, hidden = forward_batch.req_pool_indices, output.hidden_states
         if self.state_check is not None:
-            serials = forward_batch.req_serial
-            self.state_check.on_head(forward_batch, output.head)
-            self.state_check.on_stash(rows, serials, candidates, hidden)
+            self.state_check.on_extend(forward_batch, output.head, candidates, hidden)
         self.relay.stash(rows, candidates, hidden)

@@ -267,12 +267,10 @@ class EAGLEWorkerV2:
                 f"the target returns hidden states of width {hidden.shape[1]}, but the "
                 f"draft reads {out.shape[1]}"
             )
+        torch.index_select(hidden, 0, live.node_rows.view(-1), out=out)
         check = self.draft_worker.state_check
         if check is not None:
-            check.on_verify(live, hidden)
-        torch.index_select(hidden, 0, live.node_rows.view(-1), out=out)
-        if check is not None:
-            check.on_take(live)
+            check.on_take(live, hidden)
 
     def _columns(self, device: torch.device) -> Tensor:
         return torch.arange(1, self._shape.accept_width + 1, device=device)

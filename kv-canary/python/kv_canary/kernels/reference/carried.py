@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from kv_canary.carried import FACTOR, KEY, CarriedRows
+from kv_canary.carried import FACTOR, KEY, CarriedRows, CarriedState
 from kv_canary.checks import Reason
 from kv_canary.kernels.reference.report import Report, flag
 from kv_canary.records import Launch, Ring
@@ -18,21 +19,32 @@ if TYPE_CHECKING:
     from kv_canary.state import CanaryState
 
 
-def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
-    """Record the sums of rows or, with `checks`, compare them with recorded ones."""
-    live, found = _is_carried(rows), _carried_sum(rows)
-    if not checks:
-        rows.sums[rows.places[live]] = found[live]
-        return
-    due = rows.sums[rows.places.clamp(min=0)]
-    request = torch.arange(len(rows.places), device=rows.places.device) // rows.group
-    report = Report(state, Launch.CARRIED, NO_MANAGER, clock_offset=rows.clock_offset)
+def carry(state: CanaryState, carried: CarriedState) -> None:
+    """Compare the state that a forward uses with the state that was made for it, and
+    record the state that a later forward will use, in one launch. A row whose sum
+    differs is a CARRIED_STATE, with the sums as lineages."""
+    if carried.checked is not None:
+        _check(state, carried, carried.checked)
+    noted = carried.noted
+    if noted is not None:
+        assert noted.sums is not None
+        live = _is_carried(carried, noted)
+        noted.sums[noted.find_places()[live]] = _sum_rows(carried, noted)[live]
+
+
+def _check(state: CanaryState, carried: CarriedState, rows: CarriedRows) -> None:
+    live, found = _is_carried(carried, rows), _sum_rows(carried, rows)
+    due = _due_sums(carried, rows)
+    request = torch.arange(len(found), device=found.device) // rows.group
+    report = Report(
+        state, Launch.CARRIED, NO_MANAGER, clock_offset=carried.clock_offset
+    )
     report.add(
         {
             Ring.REASONS: flag(Reason.CARRIED_STATE, live & (due != found)),
-            Ring.REQ_ROW: rows.req_rows[request],
-            Ring.SERIAL: rows.serials[request],
-            Ring.POSITION: rows.positions[request],
+            Ring.REQ_ROW: carried.req_rows[request],
+            Ring.SERIAL: carried.serials[request],
+            Ring.POSITION: carried.positions[request],
             Ring.EXPECTED_LINEAGE: due,
             Ring.FOUND_LINEAGE: found,
             Ring.BATCH_ROW: request,
@@ -40,18 +52,28 @@ def carry(state: CanaryState, rows: CarriedRows, checks: bool) -> None:
     )
 
 
-def _is_carried(rows: CarriedRows) -> Tensor:
+def _is_carried(carried: CarriedState, rows: CarriedRows) -> Tensor:
     """Return which rows count, that is, are neither padding nor left out."""
-    return (rows.req_rows != 0).repeat_interleave(rows.group) & (rows.places >= 0)
+    return ((carried.req_rows != 0)[:, None] & (rows.places >= 0)).flatten()
 
 
-def _carried_sum(rows: CarriedRows) -> Tensor:
-    _, known, *_ = rows.numbers
-    words = [rows.serials.repeat_interleave(rows.group)]
+def _due_sums(carried: CarriedState, rows: CarriedRows) -> Tensor:
+    """Return the sum that each row must have; 0 if its place is outside of `source`."""
+    places = rows.find_places()
+    if rows.sums is not None:
+        return rows.sums[places.clamp(min=0)]
+    assert rows.source is not None
+    inside = places.clamp(0, rows.num_places - 1)
+    copied = replace(rows, hidden=rows.source[inside])
+    return _sum_rows(carried, copied).where(inside == places, 0)
+
+
+def _sum_rows(carried: CarriedState, rows: CarriedRows) -> Tensor:
+    words = [carried.serials.repeat_interleave(rows.group)]
     if rows.words is not None:
         words += rows.words.long().unbind(1)
     if rows.ids is not None and rows.bits is not None:
-        for k in range(known):
+        for k in range(rows.known):
             words += [rows.ids[:, k], rows.bits[:, k].long()]
     return sum_words(torch.stack(words, dim=1), first=-1)
 

@@ -6,24 +6,22 @@ Their kernels (torch references, Triton, native) are the core's: `kv_canary.kern
 from __future__ import annotations
 
 from kv_canary.launches import (
-    check_carried,
+    carry,
     check_drawn,
     finish_accepted,
     finish_step,
     gather_findings,
-    note_carried,
     note_tokens,
     poison,
     send_tokens,
 )
 
 __all__ = [
-    "check_carried",
+    "carry",
     "check_drawn",
     "finish_accepted",
     "finish_step",
     "gather_findings",
-    "note_carried",
     "note_tokens",
     "poison",
     "send_tokens",
