@@ -139,7 +139,8 @@ class Envs:
         "SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS",
         100,
         int,
-        "Forwards between two stats lines of the KV canary; 0: none.",
+        "Forwards between two stats lines of the KV canary; 0: none. If it is not set, "
+        "a minute must have passed, too.",
     )
     SGLANG_KV_CANARY_MAX_REPORT_FILES = EnvVar(
         "SGLANG_KV_CANARY_MAX_REPORT_FILES",

@@ -213,6 +213,21 @@ class TestStatsLogger:
         ]
         assert all(record.levelno == logging.INFO for record in caplog.records)
 
+    def test_busy_engines_log_once_a_minute(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO)
+        now = 1000.0
+        stats = StatsLogger(100, pool="target", seconds=60.0, clock=lambda: now)
+        for step in range(1, 10_001):
+            now += 1 / 64
+            stats.on_counters([step] * NUM_COUNTERS, violations=0)
+        steps = [
+            record.getMessage().split()[1].removeprefix("step=")
+            for record in caplog.records
+        ]
+        assert steps == ["100", "3940", "7780"]
+
     def test_zero_is_never(self, caplog: pytest.LogCaptureFixture) -> None:
         caplog.set_level(logging.INFO)
         stats = StatsLogger(0, pool="target")

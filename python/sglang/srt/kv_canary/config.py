@@ -27,6 +27,9 @@ class RealData(str, Enum):
     ALL = "all"
 
 
+STATS_SECONDS = 60.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CanaryConfig:
     """The canary's resolved configuration.
@@ -40,6 +43,7 @@ class CanaryConfig:
         max_report_files: of this process; 0: no limit.
         ring_capacity: violations that the device keeps between two results.
         stats_every: forwards between two stats lines; 0: none.
+        stats_seconds: seconds between them at least.
         check_write_inputs, check_read_tokens, use_token_oracle: for tests.
         divergence_every: launches between two divergence reports; 0: none.
     """
@@ -54,6 +58,7 @@ class CanaryConfig:
     max_report_files: int = 1000
     ring_capacity: int = 1024
     stats_every: int = 100
+    stats_seconds: float = STATS_SECONDS
     check_write_inputs: bool = False
     check_read_tokens: bool = False
     use_token_oracle: bool = False
@@ -76,6 +81,7 @@ class CanaryConfig:
             ValueError: a variable has an impossible value, or it needs the canary and
                 the canary is off; names the variable, the value and the fix.
         """
+        stats_every = envs.SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS
         config = cls(
             mode=CanaryMode(server_args.kv_canary),
             real_data=RealData(server_args.kv_canary_real_data),
@@ -86,7 +92,9 @@ class CanaryConfig:
             report_tokens=server_args.kv_canary_report_tokens,
             max_report_files=at_least(envs.SGLANG_KV_CANARY_MAX_REPORT_FILES, 0),
             ring_capacity=at_least(envs.SGLANG_KV_CANARY_RING_CAPACITY, 1),
-            stats_every=at_least(envs.SGLANG_KV_CANARY_STATS_PRINT_EVERY_N_STEPS, 0),
+            stats_every=at_least(stats_every, 0),
+            # Who sets the variable wants just that many.
+            stats_seconds=0.0 if stats_every.is_set() else STATS_SECONDS,
             check_write_inputs=envs.SGLANG_KV_CANARY_ENABLE_WRITE_INPUT_ASSERT.get(),
             check_read_tokens=envs.SGLANG_KV_CANARY_ENABLE_VERIFY_TOKEN_ASSERT.get(),
             use_token_oracle=envs.SGLANG_KV_CANARY_ENABLE_TOKEN_ORACLE.get(),

@@ -195,7 +195,11 @@ class CanaryManager:
         self.clock = FIRST_CLOCK
         self._launches = LaunchLog(topk=target.topk if target.is_draft else None)
         self.num_forwards = 0
-        self._stats = StatsLogger(config.stats_every, pool=POOLS[target.is_draft])
+        self._stats = StatsLogger(
+            config.stats_every,
+            pool=POOLS[target.is_draft],
+            seconds=config.stats_seconds,
+        )
         self._health = HealthChecker()
         self.counters = [0] * NUM_COUNTERS
         self.calls = AttentionCalls(target.kv_pool)
