@@ -240,7 +240,9 @@ def carried_kernel(
         _note_row(noted, requests, noted_at, row - num_checked, noted_places, NOTED)
 
 
-_CARRIED_BLOCK = 512
+_CARRIED_BLOCK = 2048
+# Few rows fill a small part of the device, so a row gets as many threads as it can use.
+_WORDS_PER_WARP = 256
 
 
 def carry(state: CanaryState, carried: CarriedState) -> None:
@@ -250,6 +252,8 @@ def carry(state: CanaryState, carried: CarriedState) -> None:
     count = num_checked + _num_rows(noted)
     if not count:
         return
+    shapes = _row_shape(checked), _row_shape(noted)
+    block = max(shape.block for shape in shapes if shape is not None)
     carried_kernel[(count,)](
         state=state_args(state),
         checked=_part_args(checked),
@@ -265,9 +269,9 @@ def carry(state: CanaryState, carried: CarriedState) -> None:
         noted_places=0 if noted is None else noted.num_places,
         tag=ring_tag(Launch.CARRIED, NO_MANAGER, state.pool),
         clock_offset=carried.clock_offset,
-        CHECKED=_row_shape(checked),
-        NOTED=_row_shape(noted),
-        num_warps=1,
+        CHECKED=shapes[0],
+        NOTED=shapes[1],
+        num_warps=max(block // _WORDS_PER_WARP, 1),
     )
 
 
