@@ -361,6 +361,7 @@ def launch_drawn(*, has_all: bool, draws: bool, vocab: int) -> None:
         hidden=halves if has_all else None,
         hidden_ends=longs() if has_all else None,
         edited=floats if has_all else None,
+        edited_rows=longs() if has_all else None,
         kept=floats if has_all else None,
         masks=ints(ROWS, vocab // 32 + 1 + MASK_WORDS) if has_all else None,
         sampling=longs(8 * SAMPLING_WORDS).view(8, SAMPLING_WORDS),
