@@ -224,8 +224,9 @@ def _read_values(drawn, token, is_greedy, given):
     is_masked = (token.flags & GRAMMAR) != 0
     is_there = is_edited == 0
     logits = drawn.logits + token.at * drawn.logits_stride
-    edited = drawn.edited
-    bits = drawn.masks
+    # Any pointers, which are not read unless matrices are given.
+    edited = logits
+    bits = logits
     value = tl.load(logits + token.id).to(tl.float32)
     if drawn.edited is not None:
         is_asked = is_edited & (given.num_edited != 0)
@@ -251,11 +252,11 @@ def _read_values(drawn, token, is_greedy, given):
 
 
 @triton.jit
-def _scale(values, x, v, vocab):
+def _scale(drawn, values, x, v):
     """Return logits `x` of ids `v` as the token is chosen by them, and which of them
     count."""
-    allowed = v < vocab
-    if values.edited is not None:
+    allowed = v < drawn.vocab
+    if drawn.edited is not None:
         e = tl.load(values.edited + v, mask=allowed & values.is_edited, other=0.0)
         x = tl.where(values.is_edited, e, x)
         word = tl.load(values.bits + v // 32, mask=allowed & values.is_masked, other=-1)
@@ -265,7 +266,7 @@ def _scale(values, x, v, vocab):
 
 
 @triton.jit
-def _scan_kept(kept, token, values, sums, vocab, BLOCK: tl.constexpr):
+def _scan_kept(drawn, kept, token, values, sums, BLOCK: tl.constexpr):
     """Return whether the noise draws the token from the weights that filters left, and
     whether these are what the filters should leave; see the reference."""
     own_kept = tl.load(kept + token.id)
@@ -276,11 +277,11 @@ def _scan_kept(kept, token, values, sums, vocab, BLOCK: tl.constexpr):
     others = tl.zeros([BLOCK], dtype=tl.int32)
     dropped = tl.zeros([BLOCK], dtype=tl.float32)
     smallest = tl.full([BLOCK], float("inf"), tl.float32)
-    for first in range(0, vocab, BLOCK):
+    for first in range(0, drawn.vocab, BLOCK):
         v = first + tl.arange(0, BLOCK)
-        inside = v < vocab
+        inside = v < drawn.vocab
         x = tl.load(values.logits + v, mask=inside, other=0.0).to(tl.float32)
-        scaled, allowed = _scale(values, x, v, vocab)
+        scaled, allowed = _scale(drawn, values, x, v)
         weight = tl.where(allowed, tl.exp(scaled - values.own), 0.0)
         probability = tl.load(kept + v, mask=inside, other=0.0)
         stays = probability > 0
@@ -322,7 +323,7 @@ def _is_drawn(drawn, token, values, sums, given, BLOCK: tl.constexpr):
         if drawn.kept is not None:  # noqa: SIM102 - known when it is compiled
             if given.has_kept != 0:
                 kept = drawn.kept + token.at * drawn.kept_stride
-                hit = _scan_kept(kept, token, values, sums, drawn.vocab, BLOCK)
+                hit = _scan_kept(drawn, kept, token, values, sums, BLOCK)
     else:
         hit = _is_hit(token, sums.lower, 1.0, sums.total)
     return hit
@@ -351,7 +352,7 @@ def _scan_weights(drawn, token, values, given, BLOCK: tl.constexpr):
         inside = following < drawn.vocab
         ahead = tl.load(values.logits + following, mask=inside, other=float("-inf"))
         wilds |= ((x != x) | (x == INF)).to(tl.int32)
-        scaled, allowed = _scale(values, x, v, drawn.vocab)
+        scaled, allowed = _scale(drawn, values, x, v)
         betters |= (allowed & ((scaled <= values.own) == 0)).to(tl.int32)
         weight = tl.where(allowed, tl.exp(scaled - values.own), 0.0)
         totals += weight
