@@ -14,7 +14,6 @@ from forward_world import canary_of, decode_batch, findings, prefilled
 from kv_canary.faults.pool import flip_bytes
 from kv_canary.findings import RING
 from sglang.srt.configs.model_config import ModelConfig
-from sglang.srt.distributed.parallel_state import TensorParallelGroup
 from sglang.srt.kv_canary.groups import WindowGroup
 from sglang.srt.kv_canary.pool_patcher import api as pool_patcher
 from sglang.srt.kv_canary.runner.step_end import StepEnd
@@ -148,7 +147,6 @@ def test_findings_of_all_groups_are_united(harness: ForwardHarness, name: str) -
     words = StepEnd(
         manager.target,
         last=manager._managers[0],
-        group=TensorParallelGroup(),
         draws=None,
     ).finish_step(batch)
     # Verdicts of the rows, in the order of the batch.

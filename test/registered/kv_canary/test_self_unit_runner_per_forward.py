@@ -33,9 +33,6 @@ from kv_canary.records import (
     unpack_word3,
 )
 from kv_canary.violation import parse_entry
-from sglang.srt.distributed.parallel_state import (
-    TensorParallelGroup,
-)
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode
 from sglang.srt.forward.context import ForwardContext, forward_context
 from sglang.srt.kv_canary.api import (
@@ -372,7 +369,7 @@ class TestCanaryManagerActiveSingleForwardManagerDispatch:
             page_size=runner.page_size,
             vocab_size=runner.model_config.vocab_size,
         )
-        manager = CanaryManager(target, num_managers=2, group=TensorParallelGroup())
+        manager = CanaryManager(target, num_managers=2, rank=0)
         _patch_model_forward(runner.model, manager)
         runner.scopes = manager
         return harness, manager

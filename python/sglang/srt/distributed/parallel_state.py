@@ -119,6 +119,16 @@ class TensorParallelGroup:
         dist.all_reduce(smallest, op=dist.ReduceOp.MIN)
         return int(smallest)
 
+    def bitwise_or(self, words: list[int]) -> list[int]:
+        """Return the bitwise or of all ranks' `words`, signed 64-bit integers and as
+        many on each rank. Waits on the host."""
+        if self.size == 1:
+            return words
+        united = torch.tensor(words, dtype=torch.int64)
+        dist.all_reduce(united, op=dist.ReduceOp.BOR)
+        found: list[int] = united.tolist()
+        return found
+
     def meet(self, timeout: timedelta) -> None:
         """Wait on the host until every rank has called this.
 

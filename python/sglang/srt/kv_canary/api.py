@@ -103,7 +103,7 @@ def install_canary(
             oracle=oracle,
         ),
         num_managers=num_managers,
-        group=get_tp_group(),
+        rank=get_tp_group().rank,
         target_canary=target_canary,
     )
     if not is_draft and not manager.reports:

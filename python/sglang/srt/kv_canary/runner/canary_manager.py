@@ -68,7 +68,6 @@ if TYPE_CHECKING:
     from kv_canary.reporter import OwnerOf, ViolationReporter
     from kv_canary.view import KVReadView
     from sglang.srt.configs.draft_layout import TreeShape
-    from sglang.srt.distributed.parallel_state import TensorParallelGroup
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.config import CanaryConfig
     from sglang.srt.kv_canary.groups import PoolGroup
@@ -114,7 +113,7 @@ class CanaryManager:
     Args:
         target: shared by its forwards.
         num_managers: forwards of one launch.
-        group: ranks that must come to the same verdicts.
+        rank: of this process, for reports.
         target_canary: for a draft's pool, the target's manager; they report as one.
 
     Attributes:
@@ -139,7 +138,7 @@ class CanaryManager:
         target: CanaryTarget,
         *,
         num_managers: int = 1,
-        group: TensorParallelGroup,
+        rank: int,
         target_canary: CanaryManager | None = None,
     ) -> None:
         config, primary = target.config, target.groups[0]
@@ -150,7 +149,7 @@ class CanaryManager:
                 config,
                 page_size=target.page_size,
                 serials=self.serials,
-                rank=group.rank,
+                rank=rank,
             )
         else:
             self.serials = target_canary.serials
@@ -171,9 +170,7 @@ class CanaryManager:
         if not (target.is_draft or target.oracle):
             table = target.req_to_token_pool.token_table
             self.draws = DrawCheck(self._state, token_table=table)
-        self.ends = StepEnd(
-            target, last=self._managers[-1], group=group, draws=self.draws
-        )
+        self.ends = StepEnd(target, last=self._managers[-1], draws=self.draws)
         self._forward_scopes = [
             ForwardScope(self, manager) for manager in self._managers
         ]

@@ -1,12 +1,12 @@
 """The end of a step: notes of what was sampled, findings, and the words for the host.
 
-Findings of all groups of slots and of all ranks are united before they are sent.
+Findings of all groups of slots are united before they are sent; those of all ranks on
+the host (`CanaryGate.inspect`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,7 +24,6 @@ from sglang.srt.kv_canary.kernels import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.distributed.parallel_state import TensorParallelGroup
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.draws import DrawCheck
     from sglang.srt.kv_canary.edits import EditBounds
@@ -41,7 +40,6 @@ class StepEnd:
 
     Args:
         last: of the forward that ends a step.
-        group: ranks that must come to the same verdicts.
         draws: the check of what is sampled; None for a draft.
     """
 
@@ -50,7 +48,6 @@ class StepEnd:
         target: CanaryTarget,
         *,
         last: SingleForwardManager,
-        group: TensorParallelGroup,
         draws: DrawCheck | None,
     ) -> None:
         self._state = target.groups[0].state
@@ -58,7 +55,6 @@ class StepEnd:
         self._others = [group.state for group in target.groups[1:]]
         self._oracle = target.oracle
         self._last = last
-        self._group = group
         self._draws = draws
 
     def finish_step(self, forward_batch: ForwardBatch) -> Tensor:
@@ -70,15 +66,7 @@ class StepEnd:
             see `kv_canary/findings.py`.
         """
         findings, *others = self._last.findings(forward_batch)
-        return self._unite(findings, others)
-
-    def _unite(self, findings: Tensor, others: Sequence[Tensor]) -> Tensor:
-        """Unite the findings of all groups and ranks, in place."""
-        for other in others:
-            combine(findings, other)
-        if self._group.size > 1:
-            self._combine(findings)
-        return findings
+        return unite(findings, others)
 
     def send_step(
         self,
@@ -127,13 +115,13 @@ class StepEnd:
         )
         if self._state.is_cpu:
             # To join them would delay a step of a small model.
-            findings = self._unite(findings, others)
+            findings = unite(findings, others)
             return [tokens, findings, note_tokens(self._state, drawn).view(-1)]
         # The launch unites the findings of two groups.
         other = None
-        if self._group.size == 1 and others:
+        if others:
             other, *others = others
-        findings = self._unite(findings, others)
+        findings = unite(findings, others)
         return [send_tokens(self._state, drawn, findings, other)]
 
     def finish_verify(
@@ -179,28 +167,17 @@ class StepEnd:
             combine(sent.findings, finish_step(state, path.rows(salts)))
         for state in draft._others:
             combine(sent.draft_findings, gather_findings(state, path.req_rows))
-        if self._group.size > 1:
-            self._combine(sent.findings)
-            self._combine(sent.draft_findings)
         return sent.words
-
-    def collect(self, req_rows: Tensor) -> Tensor:
-        """Findings about request rows [R], as `finish_step` returns them."""
-        findings = gather_findings(self._state, req_rows)
-        for state in self._others:
-            combine(findings, gather_findings(state, req_rows))
-        if self._group.size > 1:
-            self._combine(findings)
-        return findings
-
-    def _combine(self, findings: Tensor) -> None:
-        """Combine the ranks' findings: all must decide alike."""
-        every = self._group.all_gather_last_dim(findings[None])
-        of_rank = every.view(self._group.size, len(findings)).unbind()
-        findings[RING:].copy_(reduce(torch.bitwise_or, of_rank)[RING:])
 
 
 def combine(findings: Tensor, others: Tensor) -> None:
     """Put the findings of another group, int64 [STATUS_WORDS + R], to `findings`, whose
     counters stay."""
     findings[RING:] |= others[RING:]
+
+
+def unite(findings: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """Put the findings of other groups to `findings`, and return it."""
+    for other in others:
+        combine(findings, other)
+    return findings

@@ -7,14 +7,14 @@ import time
 from collections import Counter as CountsOf
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from kv_canary.checks import EVERY_REASON, damage_of, reasons_where
-from kv_canary.findings import parse_verdicts
+from kv_canary.findings import RING, parse_verdicts
 from kv_canary.records import Counter, Ring
 from kv_canary.reporter import CanaryViolation, as_error
 from kv_canary.violation import POOLS
@@ -123,13 +123,14 @@ class CanaryGate:
             CanaryViolation: any other violation was found and the mode is `raise`.
         """
         # A prefill's result does not have the draft's findings yet.
+        findings = self._united(result.findings)
         found = []
-        for manager, words in zip(self._managers, result.findings, strict=False):
+        for manager, words in zip(self._managers, findings, strict=False):
             if manager.take(words):
                 found.append(manager)
         if not found:
             return None
-        verdicts = [parse_verdicts(words) for words in result.findings]
+        verdicts = [parse_verdicts(words) for words in findings]
         if self.heals:
             return self._sight(verdicts)
         is_raise = self.manager.config.mode is CanaryMode.RAISE
@@ -137,6 +138,17 @@ class CanaryGate:
             return self._sight_alone(verdicts)
         self._report(found)
         return None
+
+    def _united(self, findings: list[list[int]]) -> list[list[int]]:
+        """Unite the findings of all ranks, which must decide alike: on the host, for on
+        the device a collective of its own would delay every step."""
+        if self._group.size == 1 or not findings:
+            return findings
+        own = [word for words in findings for word in words[RING:]]
+        united = iter(self._group.bitwise_or(own))
+        return [
+            words[:RING] + list(islice(united, len(words) - RING)) for words in findings
+        ]
 
     def _sight_alone(self, verdicts: list[list[int]]) -> Sighting | None:
         """
