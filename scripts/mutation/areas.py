@@ -218,6 +218,7 @@ AREAS = (
         place=FaultPlace.SAMPLING,
         modules=(
             "sampling.ops.choose_tokens.op",
+            "sampling.ops.keep_prefix.op",
             "sampling.ops.noise",
             "sampling.ops.row_ops",
             "sampling.penalties",

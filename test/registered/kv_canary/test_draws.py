@@ -277,17 +277,19 @@ def no_bans() -> Iterator[None]:
 @contextmanager
 def one_more_id() -> Iterator[None]:
     """Top-k and top-p keep an id more than they should, min-p has a lower floor."""
-    keep, floors = sampler._keep_prefix, SamplingBatchInfo.min_ps
+    keep = sampler.keep_prefix
 
-    def more(probs: Tensor, top_ks: Tensor, top_ps: Tensor, most: int) -> Tensor:
-        return keep(probs, top_ks + 1, (top_ps + 0.02).clamp(max=1.0), most + 1)
+    def more(probs: Tensor, **filters: Any) -> Tensor:
+        floors = filters["min_ps"]
+        filters |= {
+            "top_ks": filters["top_ks"] + 1,
+            "top_ps": (filters["top_ps"] + 0.02).clamp(max=1.0),
+            "max_top_k": filters["max_top_k"] + 1,
+            "min_ps": None if floors is None else floors * 0.8,
+        }
+        return keep(probs, **filters)
 
-    with (
-        patch.object(sampler, "_keep_prefix", more),
-        patch.object(
-            SamplingBatchInfo, "min_ps", property(lambda i: floors.fget(i) * 0.8)
-        ),
-    ):
+    with patch.object(sampler, "keep_prefix", more):
         yield
 
 

@@ -47,6 +47,7 @@ from sglang.srt.layers.ops.norm import triton as norm
 from sglang.srt.layers.ops.rope import triton as rope
 from sglang.srt.mem_cache.ops.move_kv import triton as move_kv
 from sglang.srt.sampling.ops.choose_tokens import triton as choose_tokens
+from sglang.srt.sampling.ops.keep_prefix import triton as keep_prefix
 from sglang.test.scale import sampled
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -200,6 +201,21 @@ def pointwise(dtype: str) -> Iterator[Variant]:
                 "PDL": True,
             },
             8,
+        )
+
+
+def filters() -> Iterator[Variant]:
+    for ids, has_min_p in itertools.product((512, 8192), (True, False)):
+        yield Variant(
+            f"keep_prefix {ids} min_p={has_min_p}",
+            keep_prefix.keep_prefix_kernel,
+            {
+                **dict.fromkeys(("probs", "top_ps", "min_ps"), "*fp32"),
+                "top_ks": "*i64",
+                "candidates": "*i32",
+            },
+            {"BLOCK": ids, "SAMPLE": 4096, "CANDIDATES": ids, "HAS_MIN_P": has_min_p},
+            32,
         )
 
 
@@ -400,7 +416,7 @@ def compile_variant(variant: Variant) -> Any:
 
 def main() -> None:
     variants = [v for dtype in POINTERS for v in pointwise(dtype)]
-    variants += [*products(), *tall_products(), *gathers()]
+    variants += [*filters(), *products(), *tall_products(), *gathers()]
     variants += [*routings(), *experts(), *head_products()]
     variants = sampled(variants, key=lambda v: v.kernel, ci=2)
     for variant in variants:

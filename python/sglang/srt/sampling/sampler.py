@@ -15,6 +15,7 @@ import torch
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult, compute_logprobs
 from sglang.srt.sampling.ops import row_ops
 from sglang.srt.sampling.ops.choose_tokens.op import choose_tokens
+from sglang.srt.sampling.ops.keep_prefix.op import keep_prefix
 from sglang.srt.sampling.ops.noise import uniform
 from sglang.srt.sampling.penalties import (
     TokenHistory,
@@ -256,59 +257,20 @@ def target_weights(
 def filtered_probs(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
     """Return [R, V] float32: softmax with 0 for ids that top-k, top-p or min-p removes.
 
-    All three filters use the same distribution, sorted by falling probability (ties:
-    lower id first), and each keeps a prefix: top-k the first k; top-p the shortest
-    whose sum reaches p; min-p the ids with at least min_p times the best probability.
-    The kept probabilities are not rescaled.
+    All three filters use the same distribution (`keep_prefix`). The kept probabilities
+    are not rescaled. Greedy rows are not filtered.
     """
     probs = torch.softmax(logits, dim=-1)
-    rows = info.filter_rows
-    if rows is not None:
-        if rows.numel() == probs.shape[0]:
-            probs = _keep_prefix(probs, info.top_ks, info.top_ps, info.max_top_k)
-        else:
-            block = _keep_prefix(
-                probs.index_select(0, rows),
-                info.top_ks[rows],
-                info.top_ps[rows],
-                info.max_top_k,
-            )
-            probs = probs.index_copy(0, rows, block)
-    if info.needs_min_p:
-        # The best id survives top-k and top-p, so the floor is the original one.
-        floor = probs.amax(dim=-1, keepdim=True) * info.min_ps[:, None]
-        probs = row_ops.zero_below(probs, floor)
-    return probs
-
-
-def _keep_prefix(
-    probs: torch.Tensor, top_ks: torch.Tensor, top_ps: torch.Tensor, max_top_k: int
-) -> torch.Tensor:
-    """Return `probs` [F, V] with 0 for ids that top-k `top_ks` [F] or top-p `top_ps`
-    [F] removes.
-
-    Finds the value of the last kept id and how many of its ties stay. Then neither the
-    order in which a sort leaves equal values nor the choice between sort and top-k
-    matters, and nothing has to be scattered back.
-    """
-    # One value more than can be kept shows whether the value after the last kept one is
-    # a tie.
-    n_best = min(max_top_k + 1, probs.shape[1])
-    negated = row_ops.negated_best(probs, n_best)
-    sums = negated.double().neg_().cumsum(dim=-1)
-    # Sums before the last id may already round to 1, and p = 1 must not cut there.
-    limits = top_ps.double().masked_fill(top_ps >= 1.0, float("inf"))[:, None]
-    n_kept = torch.searchsorted(sums, limits) + 1
-    n_kept = torch.minimum(n_kept, top_ks[:, None]).clamp_(max=n_best)
-    negated_last = negated.gather(1, n_kept - 1)
-    last = -negated_last
-    kept = row_ops.zero_below(probs, last)
-    # Ties at the cut are rare, but looking for them costs a wait on an accelerator, so
-    # it always cuts.
-    n_tied = torch.searchsorted(negated, negated_last, right=True)
-    if row_ops.on_host(probs) and not bool((n_tied > n_kept).any()):
-        return kept
-    n_above = torch.searchsorted(negated, negated_last)
-    is_tie = probs == last
-    surplus = is_tie & (is_tie.cumsum(dim=-1) > n_kept - n_above)
-    return kept.masked_fill_(surplus, 0.0)
+    if not (info.needs_sort or info.needs_min_p):
+        return probs
+    top_ks = info.top_ks
+    if info.has_greedy:
+        top_ks = top_ks.masked_fill(info.greedy_rows, info.vocab_size)
+    return keep_prefix(
+        probs,
+        rows=info.filter_rows,
+        top_ks=top_ks,
+        top_ps=info.top_ps,
+        max_top_k=info.max_top_k,
+        min_ps=info.min_ps if info.needs_min_p else None,
+    )
