@@ -2,7 +2,8 @@
 
 python benchmark/e2e/bench_decode.py --shape Llama-3.1-8B --batch-size 1 16 64 256
 
-Requests of --input-len tokens are prefilled, then decode together; a step is the time
+With --temperature, --top-p, --top-k or --min-p tokens are drawn. Requests of
+--input-len tokens are prefilled, then decode together; a step is the time
 between two rounds of the scheduler loop once all of them run. Also shown: the host's
 time without waiting for the device, the floor from the bytes of weights and KV over the
 read bandwidth measured in the same run, and the step's matrix products alone.
@@ -122,7 +123,13 @@ def measure(
     for i in range(rows):
         ids = torch.randint(0, vocab, (args.input_len,), generator=generator)
         params = SamplingParams(
-            max_new_tokens=args.steps + 64 + rows // 4, temperature=0.0, ignore_eos=True
+            max_new_tokens=args.steps + 64 + rows // 4,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            sampling_seed=i,
+            ignore_eos=True,
         )
         io.requests.append(
             GenerateReq(
@@ -169,6 +176,10 @@ def main() -> None:
     parser.add_argument("--context-length", type=int, default=16384)
     parser.add_argument("--attention-backend", choices=supported_names("cuda"))
     parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--top-k", type=int, default=-1)
+    parser.add_argument("--min-p", type=float, default=0.0)
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     bandwidth = read_bandwidth()

@@ -68,7 +68,7 @@ def both(
         "min_ps": torch.tensor(columns[2], device=DEVICE) if any(columns[2]) else None,
     }
     expected = keep_prefix_ref(probs.clone(), **arguments)
-    return expected, kernels.keep_prefix(probs.clone(), **arguments)
+    return expected, kernels.cut_rows(probs.clone(), **arguments)
 
 
 def assert_same_bits(expected: Tensor, got: Tensor) -> None:
@@ -169,7 +169,7 @@ def test_the_sampler_draws_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> N
     logits = logits_like("ties", len(rows) * nodes, vocab)
     positions = torch.arange(len(rows) * nodes, device=DEVICE)
     chosen, weights = [], []
-    for form in (keep_prefix_ref, kernels.keep_prefix):
+    for form in (keep_prefix_ref, kernels.cut_rows):
         monkeypatch.setattr(sampler, "keep_prefix", form)
         of_nodes = sampler.node_choices(
             logits, info, nodes=nodes, positions=positions, history=None
@@ -197,10 +197,10 @@ def test_refusals() -> None:
         "min_ps": None,
     }
     with pytest.raises(ValueError, match="probs"):
-        kernels.keep_prefix(probs[:, :4], **arguments)
+        kernels.cut_rows(probs[:, :4], **arguments)
     with pytest.raises(ValueError, match="top_ks"):
-        kernels.keep_prefix(probs, **{**arguments, "top_ks": probs[:, 0].long()[:1]})
-    assert kernels.keep_prefix(probs, **{**arguments, "rows": None}) is probs
+        kernels.cut_rows(probs, **{**arguments, "top_ks": probs[:, 0].long()[:1]})
+    assert kernels.cut_rows(probs, **{**arguments, "rows": None}) is probs
 
 
 if __name__ == "__main__":

@@ -34,8 +34,8 @@ class Choice(NamedTuple):
 
     Fields:
         token_ids: [R] int64 on the device.
-        edited: [R, V] float32, the logits after bias, penalties, bans, mask and
-            temperature; None if there are none of these.
+        edited: [R, V] float32, the logits of a tree's nodes after bias, penalties,
+            bans, mask and temperature; None if there are none of these.
         kept: [R, V] float32, the probabilities that filters left; None without filters.
     """
 
@@ -95,13 +95,10 @@ class Sampler:
         Raises:
             ValueError: a row has a penalty and `history` is None.
         """
-        is_argmax = info.is_plain_greedy and logprobs is None
-        if not is_argmax:
+        if logprobs is not None:
             logits = logits.float()
         processed = process_logits(logits, info, positions=positions, history=history)
         choice = select_tokens(processed, info, positions)
-        if processed is not logits:
-            choice = choice._replace(edited=processed)
         if logprobs is None:
             return SamplerOutput(choice, None)
         scored = compute_logprobs(processed, choice.token_ids, logprobs)
@@ -121,13 +118,13 @@ def process_logits(
 
     Applied in this order: logit bias, penalties, ban of stop ids below
     `min_new_tokens`, grammar mask, temperature (1 for greedy rows). Returns `logits`
-    itself if nothing applies, otherwise a new tensor.
+    itself if nothing applies, otherwise a new float32 tensor.
     """
     if info.is_plain_greedy:
         return logits
     edited = logits
-    if info.has_logit_bias or info.has_penalty or info.has_min_new_tokens:
-        edited = logits.clone()
+    if info.edits_logits or info.vocab_mask is not None:
+        edited = logits.to(torch.float32, copy=True)
     apply_logit_bias(edited, info)
     if info.has_penalty:
         if history is None:
@@ -136,6 +133,7 @@ def process_logits(
     edited = _restrict(edited, info, positions)
     if info.is_all_greedy:
         return edited
+    # Divides in float32 whatever the dtype, without a copy in it.
     return edited / info.temperatures[:, None]
 
 
@@ -219,9 +217,7 @@ def node_choices(
     if info.is_plain_greedy:
         return select_tokens(logits, info, positions)
     info = info.repeat_rows(nodes, keep_mask=True)
-    processed = process_logits(
-        logits.float(), info, positions=positions, history=history
-    )
+    processed = process_logits(logits, info, positions=positions, history=history)
     choice = select_tokens(processed, info, positions)
     return choice._replace(edited=processed)
 
@@ -243,9 +239,7 @@ def target_weights(
         need not sum to 1; the nodes of a greedy request have one nonzero weight.
     """
     info = info.repeat_rows(nodes, keep_mask=True)
-    processed = process_logits(
-        logits.float(), info, positions=positions, history=history
-    )
+    processed = process_logits(logits, info, positions=positions, history=history)
     weights = filtered_probs(processed, info)
     if info.has_greedy:
         best = processed.argmax(dim=-1, keepdim=True)

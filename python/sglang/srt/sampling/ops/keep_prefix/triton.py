@@ -24,8 +24,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglang.srt.sampling.ops.keep_prefix.op import keep_prefix_ref
 from sglang.srt.utils.triton_launch import require
 
+_FEW_ROWS = 8
+"""A row is one program. With fewer the sort, which uses the whole device, is faster: at
+one row 0.11 to 0.15 ms for 0.35 (H100, 128,256 ids)."""
 _BLOCK = 8192
 """Ids that a program reads at once."""
 _CANDIDATES = 8192
@@ -332,7 +336,34 @@ def keep_prefix(
     max_top_k: int,
     min_ps: Tensor | None,
 ) -> Tensor:
+    """`sampling.ops.keep_prefix`, in one launch unless there are few rows.
+
+    Raises:
+        ValueError: a tensor has another shape, dtype or layout.
+    """
+    form = keep_prefix_ref if len(probs) < _FEW_ROWS else cut_rows
+    return form(
+        probs,
+        rows=rows,
+        top_ks=top_ks,
+        top_ps=top_ps,
+        max_top_k=max_top_k,
+        min_ps=min_ps,
+    )
+
+
+def cut_rows(
+    probs: Tensor,
+    *,
+    rows: Tensor | None,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    max_top_k: int,
+    min_ps: Tensor | None,
+) -> Tensor:
     """`sampling.ops.keep_prefix` in place, in one launch.
+
+    Args: as for the op.
 
     Raises:
         ValueError: a tensor has another shape, dtype or layout.
