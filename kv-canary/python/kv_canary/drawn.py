@@ -27,7 +27,7 @@ NOISE_STEP = to_signed64(0x9E3779B97F4A7C15)
 NOISE_BITS = 53
 """Random bits of a uniform number."""
 
-SLACK_BITS = 12
+SLACK_BITS = 15
 """A draw may miss its interval by this power of 1/2 of the total weight, because
 implementations add up in different orders."""
 
