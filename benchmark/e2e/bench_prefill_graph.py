@@ -180,7 +180,7 @@ class Side:
         began = time.perf_counter()
         runner.forward(batch)
         if runner.canary_manager is not None:
-            runner.canary_manager.ends.collect(batch.req_pool_indices)
+            runner.canary_manager.finish_step(batch)
         launched = time.perf_counter()
         synchronize()
         return (time.perf_counter() - began) * 1e3, (launched - began) * 1e3

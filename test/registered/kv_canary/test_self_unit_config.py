@@ -57,6 +57,7 @@ def test_defaults() -> None:
         max_report_files=1000,
         ring_capacity=1024,
         stats_every=100,
+        stats_seconds=60.0,
     )
     assert not config_of().is_on
     assert perturb_of() == PerturbSettings(chances={}, warmup_steps=50, group="full")
@@ -101,6 +102,7 @@ def test_every_setting_arrives(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
         max_report_files=9,
         ring_capacity=7,
         stats_every=0,
+        stats_seconds=0.0,
         check_write_inputs=True,
         check_read_tokens=True,
         use_token_oracle=True,
