@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 IntArray = np.ndarray[Any, np.dtype[np.int64]]
 _BANNED = float("-inf")
+# Repetition, frequency, presence.
+_PENALTIES = slice(Sampling.REPETITION, Sampling.PRESENCE + 1)
 
 
 class EditBounds(NamedTuple):
@@ -92,26 +94,52 @@ class _Entries(NamedTuple):
     values: Tensor
 
 
+class _Kinds(NamedTuple):
+    """Which edits some announced request has."""
+
+    repetition: bool
+    output: bool
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Edited:
     """The E rows of a batch that have edits, and E * W tokens of theirs.
 
     Fields:
-        rows: [E], rows of the batch; some row if there are fewer.
-        places: [table rows], the index among E of a request row, or -1.
+        rows: [E], rows of the batch; some row if there are fewer. None: row i.
+        req_rows: [E].
         words: [E, words of `Sampling`].
         lens: [E, W], position of each token.
+        gained: [E, W], as in `Positions`.
     """
 
-    rows: Tensor
-    places: Tensor
+    rows: Tensor | None
+    req_rows: Tensor
     words: Tensor
     lens: Tensor
+    gained: Tensor
 
-    def number(self, word: Sampling) -> Tensor:
-        """Return a float parameter, [E * W, 1]."""
-        values = float_bits(self.words[:, word])
-        return values.repeat_interleave(self.lens.shape[1])[:, None]
+    @property
+    def width(self) -> int:
+        return self.lens.shape[1]
+
+    def of_tokens(self, of_rows: Tensor) -> Tensor:
+        """Return what belongs to each row for each of its tokens, [E * W, ...]."""
+        return of_rows if self.width == 1 else of_rows.repeat_interleave(self.width, 0)
+
+    def at(self, due: Positions) -> Tensor | slice:
+        """Return the rows of the logits, E * W of them."""
+        if due.at is None:
+            # W is 1 then.
+            return slice(0, len(self.req_rows)) if self.rows is None else self.rows
+        at = due.at if self.rows is None else due.at[self.rows]
+        return at.reshape(-1).clamp(min=0)
+
+    def places(self, table_rows: int) -> Tensor:
+        """Return the index among E of each request row, or -1, [table rows]."""
+        places = self.req_rows.new_full((table_rows,), -1)
+        order = torch.arange(len(self.req_rows), device=places.device)
+        return places.index_copy_(0, self.req_rows, order)
 
 
 class EditTable:
@@ -125,8 +153,10 @@ class EditTable:
     def __init__(self, sampling: Tensor, token_table: Tensor) -> None:
         self._sampling = sampling
         self._token_table = token_table
+        self._columns = torch.arange(token_table.shape[1], device=sampling.device)
         # By request row; the last announcement counts.
         self._announced: dict[int, SamplingRow] = {}
+        self._kinds = _Kinds(False, False)
         self._bias: _Entries | None = None
         self._stops: _Entries | None = None
         self._is_stale = False
@@ -151,12 +181,12 @@ class EditTable:
         if self._is_stale:
             self._upload()
         edited, rows = self._edited(due, bounds.num_rows)
-        at = _of_rows(edited.rows, due.width) if due.at is None else due.at[edited.rows]
-        values = due.logits[at.reshape(-1).clamp(min=0)].float()
+        at = edited.at(due)
+        values = due.logits[at].to(torch.float32, copy=True)
         if self._bias is not None:
-            _add(values, self._bias, self._bias.values[:, None], edited)
-        if any(row.params.has_penalty for row in self._announced.values()):
-            values = self._penalize(values, due, edited, bounds.max_len)
+            self._add(values, self._bias, self._bias.values[:, None], edited)
+        if any(self._kinds):
+            values = self._penalize(values, edited, bounds.max_len)
         if self._stops is not None:
             values = self._ban(values, due, edited, at)
         return EditedLogits(values, rows)
@@ -164,11 +194,16 @@ class EditTable:
     def _upload(self) -> None:
         bias: list[tuple[int, int, float]] = []
         stops: list[tuple[int, int, float]] = []
+        repetition = output = False
         for row, request in self._announced.items():
-            for token_id, value in (request.params.logit_bias or {}).items():
+            params = request.params
+            repetition |= params.repetition_penalty != 1
+            output |= params.frequency_penalty != 0 or params.presence_penalty != 0
+            for token_id, value in (params.logit_bias or {}).items():
                 bias.append((row, token_id, value))
-            if request.params.min_new_tokens > 0:
+            if params.min_new_tokens > 0:
                 stops += [(row, token_id, _BANNED) for token_id in request.stop_ids]
+        self._kinds = _Kinds(repetition, output)
         device = self._sampling.device
         self._bias, self._stops = _entries(bias, device), _entries(stops, device)
         self._is_stale = False
@@ -179,71 +214,84 @@ class EditTable:
         words = self._sampling[due.req_rows]
         edits = (words[:, Sampling.FLAGS] & SamplingFlag.EDITED) != 0
         edits &= words[:, Sampling.SERIAL] == due.serials
-        place = edits.cumsum(0) - 1
-        is_taken = edits & (place < count)
-        where = torch.where(is_taken, place, count)
-        batch_rows = torch.arange(len(where), device=where.device)
-        rows = where.new_zeros(count + 1).index_copy_(0, where, batch_rows)[:count]
-        places = where.new_full((len(self._sampling),), -1)
-        places.index_copy_(0, due.req_rows, torch.where(is_taken, place, -1))
-        steps = torch.arange(due.width, device=where.device)
-        edited = _Edited(
+        rows, req_rows, starts, gained = None, due.req_rows, due.starts, due.gained
+        if count == len(req_rows):
+            place = self._columns[:count]
+        else:
+            place = edits.cumsum(0) - 1
+            edits &= place < count
+            where = torch.where(edits, place, count)
+            batch_rows = self._columns[: len(where)]
+            rows = where.new_zeros(count + 1).index_copy_(0, where, batch_rows)[:count]
+            words, req_rows = words[rows], req_rows[rows]
+            starts, gained = starts[rows], gained[rows]
+        steps = self._columns[: due.width]
+        edited_rows = place[:, None] * due.width + steps
+        return _Edited(
             rows=rows,
-            places=places,
-            words=words[rows],
-            lens=due.starts[rows][:, None] + steps,
-        )
-        return edited, torch.where(
-            is_taken[:, None], place[:, None] * due.width + steps, -1
-        ).view(-1)
+            req_rows=req_rows,
+            words=words,
+            lens=starts[:, None] + steps,
+            gained=gained,
+        ), torch.where(edits[:, None], edited_rows, -1).view(-1)
 
-    def _penalize(
-        self, values: Tensor, due: Positions, edited: _Edited, max_len: int
-    ) -> Tensor:
-        width = due.width
-        table = self._token_table[due.req_rows[edited.rows]]
-        tokens = table[:, : max_len + width].long()
-        columns = torch.arange(tokens.shape[1], device=tokens.device)
-        # What was gained a moment ago may not be in the table yet. Past its end it
-        # would be another token's, but is not read there.
-        tokens.scatter_(
-            1, edited.lens.clamp(max=len(columns) - 1), due.gained[edited.rows]
-        )
-        lens = edited.lens.view(-1, 1)
-        prompts = edited.words[:, Sampling.PROMPT_LEN].repeat_interleave(width)
-        known = columns < lens
-        output = known & (columns >= prompts[:, None])
-        tokens = tokens.repeat_interleave(width, dim=0).masked_fill_(~known, 0)
+    def _penalize(self, values: Tensor, edited: _Edited, max_len: int) -> Tensor:
+        columns = self._columns[: max_len + edited.width]
+        tokens = self._token_table[:, : len(columns)][edited.req_rows].long()
+        if edited.width > 1:
+            # What was gained a moment ago may not be in the table yet. Past its end it
+            # would be another token's, but is not read there.
+            where = edited.lens.clamp(max=len(columns) - 1)
+            tokens.scatter_(1, where, edited.gained)
+            tokens = edited.of_tokens(tokens)
+        known = columns < edited.lens.view(-1, 1)
+        tokens.masked_fill_(~known, 0)
+        numbers = float_bits(edited.words[:, _PENALTIES])
+        repetition, frequency, presence = edited.of_tokens(numbers).split(1, dim=1)
 
         def count(where: Tensor) -> Tensor:
             return torch.zeros_like(values).scatter_add_(1, tokens, where.float())
 
-        repetition = edited.number(Sampling.REPETITION)
-        scale = (count(known) > 0) * (repetition - 1) + 1
-        values = torch.where(values > 0, values / scale, values * scale)
-        counts = count(output)
-        values = values - counts * edited.number(Sampling.FREQUENCY)
-        return values - (counts > 0) * edited.number(Sampling.PRESENCE)
+        if self._kinds.repetition:
+            scale = (count(known) > 0) * (repetition - 1) + 1
+            values = torch.where(values > 0, values / scale, values * scale)
+        if self._kinds.output:
+            prompts = edited.of_tokens(edited.words[:, Sampling.PROMPT_LEN, None])
+            counts = count(known & (columns >= prompts))
+            values = values - counts * frequency - (counts > 0) * presence
+        return values
 
     def _ban(
-        self, values: Tensor, due: Positions, edited: _Edited, at: Tensor
+        self, values: Tensor, due: Positions, edited: _Edited, at: Tensor | slice
     ) -> Tensor:
         assert self._stops is not None
         gained = edited.lens - edited.words[:, Sampling.PROMPT_LEN, None]
         is_young = gained < edited.words[:, Sampling.MIN_NEW_TOKENS, None]
-        place = edited.places[self._stops.req_rows].clamp(min=0)
+        place = edited.places(len(self._sampling))[self._stops.req_rows].clamp(min=0)
         added = torch.where(is_young[place], self._stops.values[:, None], 0.0)
         banned = values.clone()
-        _add(banned, self._stops, added, edited)
+        self._add(banned, self._stops, added, edited)
         if due.masks is None:
             return banned
-        masks = due.masks[at.reshape(-1).clamp(min=0)]
+        masks = due.masks[at]
         ids = torch.arange(values.shape[1], device=values.device)
         allowed = masks[:, ids // 32] >> (ids % 32) & 1 != 0
         grammar = edited.words[:, Sampling.FLAGS] & SamplingFlag.GRAMMAR != 0
-        allowed |= ~grammar.repeat_interleave(due.width)[:, None]
+        allowed |= ~edited.of_tokens(grammar)[:, None]
         is_dead = banned.masked_fill(~allowed, _BANNED).amax(dim=1) == _BANNED
         return torch.where(is_dead[:, None], values, banned)
+
+    def _add(
+        self, values: Tensor, entries: _Entries, added: Tensor, edited: _Edited
+    ) -> None:
+        """Add [M, W] or [M, 1] to `values` [E * W, V] at the entries of rows that are
+        in the batch, in place."""
+        width = edited.width
+        place = edited.places(len(self._sampling))[entries.req_rows, None]
+        added = torch.where(place >= 0, added, 0.0).expand(-1, width)
+        rows = place.clamp(min=0) * width + self._columns[:width]
+        ids = entries.ids[:, None].expand(-1, width)
+        values.index_put_((rows.reshape(-1), ids.reshape(-1)), added.reshape(-1), True)
 
 
 def _entries(
@@ -257,19 +305,3 @@ def _entries(
         upload(torch.tensor(ids), device),
         upload(torch.tensor(values, dtype=torch.float32), device),
     )
-
-
-def _of_rows(rows: Tensor, width: int) -> Tensor:
-    """Return the indices of W tokens of each row, [E, W]."""
-    return rows[:, None] * width + torch.arange(width, device=rows.device)
-
-
-def _add(values: Tensor, entries: _Entries, added: Tensor, edited: _Edited) -> None:
-    """Add [M, W] or [M, 1] to `values` [E * W, V] at the entries of rows that are in
-    the batch, in place."""
-    width = edited.lens.shape[1]
-    place = edited.places[entries.req_rows]
-    added = torch.where(place[:, None] >= 0, added, 0.0).expand(-1, width)
-    rows = _of_rows(place.clamp(min=0), width)
-    ids = entries.ids[:, None].expand(-1, width)
-    values.index_put_((rows.reshape(-1), ids.reshape(-1)), added.reshape(-1), True)
