@@ -19,8 +19,6 @@ nothing of logits and draws.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -329,16 +327,29 @@ def keep_prefix_kernel(
             )
 
 
-def keep_prefix(probs: Tensor, **filters: Any) -> Tensor:
+def keep_prefix(
+    probs: Tensor,
+    *,
+    rows: Tensor | None,
+    top_ks: Tensor,
+    top_ps: Tensor,
+    max_top_k: int,
+    min_ps: Tensor | None,
+) -> Tensor:
     """`sampling.ops.keep_prefix`, in one launch unless there are few rows.
-
-    Args: as for the op.
 
     Raises:
         ValueError: a tensor has another shape, dtype or layout.
     """
     form = keep_prefix_ref if len(probs) < _FEW_ROWS else cut_rows
-    return form(probs, **filters)
+    return form(
+        probs,
+        rows=rows,
+        top_ks=top_ks,
+        top_ps=top_ps,
+        max_top_k=max_top_k,
+        min_ps=min_ps,
+    )
 
 
 def cut_rows(
