@@ -34,7 +34,7 @@ from sglang.srt.draft_trees.ops.verify import (
     triton_sampled as verify_sampled,
 )
 from sglang.srt.mem_cache.ops.branch_slots import triton_kernels as branch_slot_kernels
-from sglang.srt.sampling.ops.choose_tokens.triton import split_size
+from sglang.srt.sampling.ops.triton_draw import split_size
 from sglang.srt.utils.triton_launch import block_of
 from sglang.test.scale import sampled
 

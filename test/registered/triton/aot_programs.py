@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from sglang.srt.distributed import peer_memory, peer_triton
 from sglang.srt.layers.ops.activation import triton as activation
 from sglang.srt.layers.ops.attention.tables.page_indices import page_indices_kernel
 from sglang.srt.layers.ops.attention.tables.tree_mask import pack_tree_mask_kernel
@@ -44,9 +45,12 @@ from sglang.srt.layers.ops.moe.triton_table import lookup as moe_lookup
 from sglang.srt.layers.ops.moe_routing import triton as moe_routing
 from sglang.srt.layers.ops.moe_routing.op import RoutingRule
 from sglang.srt.layers.ops.norm import triton as norm
+from sglang.srt.layers.ops.norm import triton_ranks
 from sglang.srt.layers.ops.rope import triton as rope
 from sglang.srt.mem_cache.ops.move_kv import triton as move_kv
 from sglang.srt.sampling.ops.choose_tokens import triton as choose_tokens
+from sglang.srt.sampling.ops.divide_rows import triton as divide_rows
+from sglang.srt.sampling.ops.draw import triton as draw
 from sglang.srt.sampling.ops.keep_prefix import triton as keep_prefix
 from sglang.test.scale import sampled
 
@@ -214,8 +218,62 @@ def filters() -> Iterator[Variant]:
                 "top_ks": "*i64",
                 "candidates": "*i32",
             },
-            {"BLOCK": ids, "SAMPLE": 4096, "CANDIDATES": ids, "HAS_MIN_P": has_min_p},
-            32,
+            {
+                "BLOCK": min(ids, 4096),
+                "WIDE_BLOCK": 2 * ids,
+                "SAMPLE": 4096,
+                "CANDIDATES": ids,
+                "HAS_MIN_P": has_min_p,
+            },
+            16,
+        )
+
+
+def filtered_draws() -> Iterator[Variant]:
+    for block in (512, 4096):
+        yield Variant(
+            f"draw {block}",
+            draw.draw_kernel,
+            {
+                "weights": "*fp32",
+                **dict.fromkeys(("seeds", "positions", "out"), "*i64"),
+                "sums": "*fp64",
+                "counters": "*i32",
+            },
+            {"SPLITS": 3, "SPLITS_BLOCK": 4, "BLOCK": block, "PDL": True},
+            8 if block >= 4096 else 4,
+        )
+    for dtype in ("fp32", "bf16"):
+        yield Variant(
+            f"divide {dtype}",
+            divide_rows.divide_kernel,
+            {"logits": f"*{dtype}", "temperatures": "*fp32", "out": "*fp32"},
+            {"BLOCK": 4096, "PDL": True},
+            4,
+        )
+
+
+def rank_sums() -> Iterator[Variant]:
+    sent: dict[str, Any] = {
+        "RANK": 1,
+        "WORLD": 2,
+        "REGION": peer_memory.REGION_BYTES // 2,
+        "WIDTH": 4096,
+        "BLOCK": 4096,
+        "PDL": True,
+    }
+    words = dict.fromkeys(("addresses", "counts"), "*i64")
+    yield Variant(
+        "sum over ranks", peer_triton.sum_rows_kernel, {"x": "*bf16", **words}, sent, 8
+    )
+    for norms in (("weight",), ("weight", "inner")):
+        pointers = dict.fromkeys(("x", "residual", *norms), "*bf16")
+        yield Variant(
+            f"sum over ranks, {norms}",
+            triton_ranks.sum_add_rmsnorm_kernel,
+            {**pointers, "eps": "fp32", **words},
+            sent if "inner" in norms else {**sent, "inner": None},
+            8,
         )
 
 
@@ -416,7 +474,14 @@ def compile_variant(variant: Variant) -> Any:
 
 def main() -> None:
     variants = [v for dtype in POINTERS for v in pointwise(dtype)]
-    variants += [*filters(), *products(), *tall_products(), *gathers()]
+    variants += [
+        *filters(),
+        *filtered_draws(),
+        *rank_sums(),
+        *products(),
+        *tall_products(),
+        *gathers(),
+    ]
     variants += [*routings(), *experts(), *head_products()]
     variants = sampled(variants, key=lambda v: v.kernel, ci=2)
     for variant in variants:

@@ -1,4 +1,5 @@
-"""The one-launch choice of tokens against the torch sampler's rules."""
+"""The kernels that divide logits, choose tokens and draw from weights, against the
+torch sampler's rules."""
 
 from __future__ import annotations
 
@@ -9,6 +10,10 @@ pytest.importorskip("triton")
 
 from sglang.srt.sampling.ops import noise, row_ops
 from sglang.srt.sampling.ops.choose_tokens.triton import choose_tokens
+from sglang.srt.sampling.ops.divide_rows.op import divide_rows_ref
+from sglang.srt.sampling.ops.divide_rows.triton import divide_rows
+from sglang.srt.sampling.ops.draw.op import draw_ref
+from sglang.srt.sampling.ops.draw.triton import draw
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=10, suite="cpu")
@@ -116,6 +121,57 @@ def test_draw_from_nan_or_nothing_stays_in_range() -> None:
     assert all(0 <= token < 40 for token in tokens.tolist())
 
 
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_draw_from_weights(vocab: int) -> None:
+    """Float64 sums tell which id the noise falls on; the reference may only differ
+    within the rounding of its float32 sums."""
+    rows = 12
+    weights = torch.softmax(torch.randn(rows, vocab, device=DEVICE) * 3, dim=-1)
+    weights[torch.rand_like(weights) < 0.5] = 0.0
+    weights[0] = 0.0
+    weights[0, vocab - 1] = 0.25
+    weights[1:3, : vocab // 2] = 0.0
+    weights[1:3, vocab // 2] = 0.5
+    ends = weights.double().cumsum(dim=-1)
+    for position in range(3 if DEVICE == "cpu" else 50):
+        positions = torch.full((rows,), position, device=DEVICE)
+        tokens = draw(weights, seeds=keys(rows), positions=positions)
+        uniform = noise.uniform(keys(rows), positions)
+        target = uniform[:, None] * ends[:, -1:]
+        end = ends.gather(1, tokens[:, None])
+        assert (end > target * (1 - 1e-12)).all()
+        width = weights.double().gather(1, tokens[:, None])
+        assert (width > 0).all()
+        assert (end - width <= target * (1 + 1e-12)).all()
+        expected = draw_ref(weights, seeds=keys(rows), positions=positions)
+        is_close = ((end - target).abs() < 1e-6) | ((end - width - target).abs() < 1e-6)
+        assert ((tokens == expected) | is_close[:, 0]).all()
+
+
+@pytest.mark.parametrize("bad", [0.0, NAN, INF])
+def test_draw_from_what_are_no_weights_stays_in_range(bad: float) -> None:
+    weights = torch.full((3, 40), bad, device=DEVICE)
+    weights[1, 20:] = 0.5
+    weights[2, 39] = NAN
+    positions = torch.arange(3, device=DEVICE)
+    tokens = draw(weights, seeds=keys(3), positions=positions)
+    assert all(0 <= token < 40 for token in tokens.tolist())
+    assert bad != 0.0 or tokens[1] >= 20
+
+
+@pytest.mark.parametrize("vocab", VOCABS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_division_rounds_like_torch(vocab: int, dtype: torch.dtype) -> None:
+    rows = 5
+    wide = (torch.randn(rows, vocab + 3, device=DEVICE) * 9).to(dtype)
+    logits = wide[:, :vocab]
+    logits[0, 0], logits[1, 0] = -INF, NAN
+    temperatures = torch.tensor([0.1, 0.8, 1.0, 1.3, 1e-3], device=DEVICE)
+    expected = divide_rows_ref(logits, temperatures)
+    got = divide_rows(logits, temperatures)
+    torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+
+
 def test_refusals() -> None:
     logits = torch.zeros(2, 4, device=DEVICE)
     with pytest.raises(ValueError, match="together"):
@@ -123,6 +179,21 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="exceed"):
         choose_tokens(logits[:1].expand(5000, 4))
     assert choose_tokens(logits[:0]).shape == (0,)
+    two = {"seeds": keys(2), "positions": torch.arange(2, device=DEVICE)}
+    with pytest.raises(ValueError, match="weights"):
+        draw(logits[:, :3], **two)
+    with pytest.raises(ValueError, match="seeds"):
+        draw(logits[:1], **two)
+    with pytest.raises(ValueError, match="exceed"):
+        many = torch.arange(5000, device=DEVICE)
+        draw(torch.zeros(5000, 4, device=DEVICE), seeds=many, positions=many)
+    none = torch.arange(0, device=DEVICE)
+    assert draw(logits[:0], seeds=none, positions=none).shape == (0,)
+    with pytest.raises(ValueError, match="temperatures"):
+        divide_rows(logits, torch.ones(3, device=DEVICE))
+    with pytest.raises(ValueError, match="strides"):
+        divide_rows(logits.T.contiguous().T, torch.ones(2, device=DEVICE))
+    assert divide_rows(logits[:0], torch.ones(0, device=DEVICE)).shape == (0, 4)
 
 
 if __name__ == "__main__":

@@ -15,8 +15,9 @@ import torch
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult, compute_logprobs
 from sglang.srt.sampling.ops import row_ops
 from sglang.srt.sampling.ops.choose_tokens.op import choose_tokens
+from sglang.srt.sampling.ops.divide_rows.op import divide_rows
+from sglang.srt.sampling.ops.draw.op import draw
 from sglang.srt.sampling.ops.keep_prefix.op import keep_prefix
-from sglang.srt.sampling.ops.noise import uniform
 from sglang.srt.sampling.penalties import (
     TokenHistory,
     apply_logit_bias,
@@ -133,8 +134,7 @@ def process_logits(
     edited = _restrict(edited, info, positions)
     if info.is_all_greedy:
         return edited
-    # Divides in float32 whatever the dtype, without a copy in it.
-    return edited / info.temperatures[:, None]
+    return divide_rows(edited, info.temperatures)
 
 
 def _restrict(
@@ -174,7 +174,7 @@ def select_tokens(
     if info.is_all_greedy:
         return Choice(row_ops.argmax_rows(logits))
     probs = filtered_probs(logits, info)
-    drawn = row_ops.inverse_cdf(probs, uniform(info.seeds, positions))
+    drawn = draw(probs, seeds=info.seeds, positions=positions)
     if info.has_greedy:
         drawn = torch.where(info.greedy_rows, row_ops.argmax_rows(logits), drawn)
     return Choice(drawn, kept=probs)

@@ -21,7 +21,7 @@ from sglang.srt.draft_trees.ops.tree.triton_scores import (
     key_with_index,
     score_key,
 )
-from sglang.srt.sampling.ops.choose_tokens.triton import split_size
+from sglang.srt.sampling.ops.triton_draw import split_size
 from sglang.srt.utils.triton_launch import (
     Scratch,
     block_of,

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang.srt.draft_trees.ops.verify.triton_greedy import make_walk, require_result
-from sglang.srt.sampling.ops.choose_tokens.triton import split_size
+from sglang.srt.sampling.ops.triton_draw import split_size
 from sglang.srt.sampling.ops.triton_noise import uniform
 from sglang.srt.utils.triton_launch import (
     Scratch,

@@ -17,6 +17,13 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang.srt.sampling.ops.choose_tokens.op import require_together
+from sglang.srt.sampling.ops.triton_draw import (
+    MAX_BLOCK,
+    MAX_SPLITS,
+    find_split,
+    find_within,
+    split_size,
+)
 from sglang.srt.sampling.ops.triton_noise import uniform
 from sglang.srt.utils.triton_launch import (
     Scratch,
@@ -25,12 +32,10 @@ from sglang.srt.utils.triton_launch import (
     wait_for_inputs,
 )
 
-_MAX_SPLITS = 128
 _MAX_ROWS = 4096
-_MAX_BLOCK = 8192
 # Per row and split: the best (key, id) and the largest logit and sum of exponentials.
 _SCRATCH = Scratch(
-    partial_bytes=_MAX_ROWS * _MAX_SPLITS * 16,
+    partial_bytes=_MAX_ROWS * MAX_SPLITS * 16,
     counters=_MAX_ROWS,
 )
 
@@ -155,22 +160,13 @@ def _draw(
     top = tl.max(largest, axis=0)
     # A split without any allowed id has maximum -inf and weight 0.
     weight = (weight * tl.exp(largest - top)).to(tl.float64)
-    ends = tl.cumsum(weight, axis=0)
-    target = noise * tl.sum(weight, axis=0)
-    split = tl.minimum(tl.sum((ends <= target).to(tl.int32), axis=0), SPLITS - 1)
-    before = tl.sum(tl.where(splits == split, ends - weight, 0.0), axis=0)
+    split, rest = find_split(weight, noise, SPLITS)
     index = split * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(row_logits + index, mask=index < vocab, other=float("-inf"))
     value = value.to(tl.float32)
     if HAS_TEMPERATURE:
         value = value / tl.load(temperature)
-    weights = tl.exp(value - top).to(tl.float64)
-    cumulative = tl.cumsum(weights, axis=0)
-    # The two sums of a split differ by rounding. The bounds keep the target between the
-    # first and the last id with a weight.
-    total = tl.max(cumulative, axis=0)
-    target = tl.minimum(tl.maximum(target - before, 0.0), total * (1.0 - 2.0**-53))
-    within = tl.sum((cumulative <= target).to(tl.int32), axis=0)
+    within = find_within(tl.exp(value - top).to(tl.float64), rest)
     return tl.minimum(split * BLOCK + within, vocab - 1).to(tl.int64)
 
 
@@ -195,15 +191,15 @@ def choose_tokens(
         return out
     block = split_size(rows, vocab)
     splits = triton.cdiv(vocab, block)
-    if rows > _MAX_ROWS or splits > _MAX_SPLITS:
+    if rows > _MAX_ROWS or splits > MAX_SPLITS:
         raise ValueError(
             f"choose_tokens: logits {tuple(logits.shape)} exceed {_MAX_ROWS} rows or "
-            f"{_MAX_SPLITS * _MAX_BLOCK} ids"
+            f"{MAX_SPLITS * MAX_BLOCK} ids"
         )
     partial, counters = _SCRATCH.get(
         logits.device, partial_bytes=rows * splits * 16, counters=rows
     )
-    third = _MAX_ROWS * _MAX_SPLITS
+    third = _MAX_ROWS * MAX_SPLITS
     best_keys = partial[: 8 * third].view(torch.int64)
     maxima = partial[8 * third : 12 * third].view(torch.float32)
     sums = partial[12 * third :].view(torch.float32)
@@ -233,14 +229,3 @@ def choose_tokens(
         **options,
     )
     return out
-
-
-def split_size(rows: int, vocab: int) -> int:
-    """Return the ids per program: few if a small number of rows must fill the
-    device."""
-    block: int = 2048 if rows <= 8 else 4096
-    while block < _MAX_BLOCK and vocab > block * _MAX_SPLITS:
-        block *= 2
-    while block // 2 >= vocab:
-        block //= 2
-    return block
