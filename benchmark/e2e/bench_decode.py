@@ -2,7 +2,8 @@
 
 python benchmark/e2e/bench_decode.py --shape Llama-3.1-8B --batch-size 1 16 64 256
 
-With --temperature, --top-p, --top-k or --min-p tokens are drawn. Requests of
+With --temperature, --top-p, --top-k or --min-p tokens are drawn; with --tp-size the
+model is spread over as many GPUs. Requests of
 --input-len tokens are prefilled, then decode together; a step is the time
 between two rounds of the scheduler loop once all of them run. Also shown: the host's
 time without waiting for the device, the floor from the bytes of weights and KV over the
@@ -22,11 +23,15 @@ from typing import Any
 
 import torch
 from model_shapes import SHAPES, write_shape
-from served import build_served
+from served import build_served, first_of_ranks
 
 from sglang.srt.configs.attention_backends import supported_names
 from sglang.srt.managers.batch.forward_result import GenerationBatchResult
-from sglang.srt.managers.messages.io_struct import GenerateReq
+from sglang.srt.managers.messages.io_struct import (
+    FlushCacheReq,
+    GenerateReq,
+    ShutdownReq,
+)
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -67,17 +72,18 @@ def read_bandwidth() -> float:
     return best
 
 
-def gemm_ms(shape: dict[str, Any], rows: int) -> float:
-    """Time the matrix products of one decode step alone, through cuBLAS in a graph."""
-    hidden, inner = shape["hidden_size"], shape["intermediate_size"]
+def gemm_ms(shape: dict[str, Any], rows: int, ranks: int) -> float:
+    """Time the matrix products of one decode step of a rank alone, through cuBLAS in a
+    graph."""
+    hidden, inner = shape["hidden_size"], shape["intermediate_size"] // ranks
     head_dim = shape["head_dim"]
-    q = shape["num_attention_heads"] * head_dim
-    kv = shape["num_key_value_heads"] * head_dim
+    q = shape["num_attention_heads"] * head_dim // ranks
+    kv = shape["num_key_value_heads"] * head_dim // ranks
     sizes = [(q + 2 * kv, hidden), (hidden, q), (2 * inner, hidden), (hidden, inner)]
     layers = shape["num_hidden_layers"]
     options: dict[str, Any] = {"dtype": torch.bfloat16, "device": "cuda"}
     weights = [[torch.randn(s, **options) for s in sizes] for _ in range(layers)]
-    head = torch.randn(shape["vocab_size"], hidden, **options)
+    head = torch.randn(shape["vocab_size"] // ranks, hidden, **options)
     inputs = {k: torch.randn(rows, k, **options) for k in {s[1] for s in sizes}}
 
     def run() -> None:
@@ -156,7 +162,8 @@ def measure(
     waited = clock.seconds
     while scheduler.has_work():
         scheduler.step()
-    scheduler.cache.reset()
+    io.requests.append(FlushCacheReq(call_id=0))
+    scheduler.step()
     io.responses.clear()
     return {
         "rows": rows,
@@ -176,6 +183,8 @@ def main() -> None:
     parser.add_argument("--context-length", type=int, default=16384)
     parser.add_argument("--attention-backend", choices=supported_names("cuda"))
     parser.add_argument("--page-size", type=int, default=1)
+    parser.add_argument("--tp-size", type=int, default=1)
+    parser.add_argument("--disable-custom-all-reduce", action="store_true")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=-1)
@@ -183,30 +192,43 @@ def main() -> None:
     args = parser.parse_args()
     shape = SHAPES[args.shape]
     bandwidth = read_bandwidth()
-    gemms = {rows: gemm_ms(shape, rows) for rows in args.batch_size}
+    gemms = {rows: gemm_ms(shape, rows, args.tp_size) for rows in args.batch_size}
     torch.cuda.empty_cache()
+    server_args = ServerArgs(
+        model_path=str(write_shape(args.shape, Path(tempfile.mkdtemp()))),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        device="cuda",
+        context_length=args.context_length,
+        max_running_requests=max(args.batch_size),
+        cuda_graph_bs=sorted(args.batch_size),
+        disable_radix_cache=True,
+        attention_backend=args.attention_backend,
+        page_size=args.page_size,
+        tp_size=args.tp_size,
+        disable_custom_all_reduce=args.disable_custom_all_reduce,
+    )
+    with first_of_ranks(server_args):
+        document = run(args, server_args, shape, gemms, bandwidth)
+    print(json.dumps(document))
+
+
+def run(
+    args: argparse.Namespace,
+    server_args: ServerArgs,
+    shape: dict[str, Any],
+    gemms: dict[int, float],
+    bandwidth: float,
+) -> dict[str, Any]:
+    """Measure all batch sizes. Returns the document."""
     io, clock = ListIO(), WaitClock()
     began = time.perf_counter()
-    scheduler = build_served(
-        ServerArgs(
-            model_path=str(write_shape(args.shape, Path(tempfile.mkdtemp()))),
-            load_format="dummy",
-            skip_tokenizer_init=True,
-            device="cuda",
-            context_length=args.context_length,
-            max_running_requests=max(args.batch_size),
-            cuda_graph_bs=sorted(args.batch_size),
-            disable_radix_cache=True,
-            attention_backend=args.attention_backend,
-            page_size=args.page_size,
-        ),
-        io,
-    )
+    scheduler = build_served(server_args, io)
     start_s = time.perf_counter() - began
     clock.install()
     weight_bytes = weight_bytes_of_a_step(scheduler.worker.model_runner.model, shape)
     kv = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"]
-    kv_bytes = kv * shape["head_dim"] * 2
+    kv_bytes = kv * shape["head_dim"] * 2 // args.tp_size
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s, started in {start_s:.1f} s")
     print("batch  step ms  (mean)  host ms  floor ms  GEMMs ms  prefill tok/s")
     results = []
@@ -222,7 +244,9 @@ def main() -> None:
             f"{result['gemm_ms']:8.3f}  {result['prefill_tok_s']:10.0f}",
             flush=True,
         )
-    document = {
+    io.requests.append(ShutdownReq())
+    scheduler.run_event_loop()
+    return {
         "benchmark": "bench_decode",
         "shape": args.shape,
         "gpu": torch.cuda.get_device_name(),
@@ -230,11 +254,11 @@ def main() -> None:
         "input_len": args.input_len,
         "attention_backend": scheduler.worker.model_runner.attn_backend.name,
         "page_size": args.page_size,
+        "tp_size": args.tp_size,
         "read_bandwidth": bandwidth,
         "start_s": start_s,
         "results": results,
     }
-    print(json.dumps(document))
 
 
 if __name__ == "__main__":

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import gc
+import multiprocessing
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
+from sglang.srt.distributed.parallel_state import init_tensor_parallel
 from sglang.srt.managers.scheduler.build import build_scheduler, settle
 from sglang.srt.managers.scheduler.scheduler import Scheduler
-from sglang.srt.managers.scheduler.scheduler_io import SchedulerIO
+from sglang.srt.managers.scheduler.scheduler_io import NullIO, SchedulerIO
 from sglang.srt.server_args import ServerArgs
+
+JOIN_S = 60
 
 
 def build_served(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
@@ -17,6 +25,42 @@ def build_served(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
     scheduler = build_scheduler(server_args, io)
     settle(server_args)
     return scheduler
+
+
+@contextmanager
+def first_of_ranks(server_args: ServerArgs) -> Iterator[None]:
+    """Scope in which this process is rank 0 of `--tp-size`, and other processes do what
+    it does. The scheduler built in it must end with a `ShutdownReq`."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Path(folder, "store")
+        others = [
+            multiprocessing.get_context("spawn").Process(
+                target=_follow, args=(server_args, rank, store)
+            )
+            for rank in range(1, server_args.tp_size)
+        ]
+        for process in others:
+            process.start()
+        _join_ranks(server_args, 0, store)
+        yield
+        for process in others:
+            process.join(JOIN_S)
+            process.kill()
+
+
+def _follow(server_args: ServerArgs, rank: int, store: Path) -> None:
+    _join_ranks(server_args, rank, store)
+    build_served(server_args, NullIO()).run_event_loop()
+
+
+def _join_ranks(server_args: ServerArgs, rank: int, store: Path) -> None:
+    init_tensor_parallel(
+        rank=rank,
+        size=server_args.tp_size,
+        device=server_args.device,
+        store=store,
+        shares_memory=not server_args.disable_custom_all_reduce,
+    )
 
 
 def free_memory() -> None:

@@ -150,6 +150,13 @@ class ServerArgs:
             low=1,
         ),
     ] = 1
+    disable_custom_all_reduce: Annotated[
+        bool,
+        Arg(
+            "Sum over the ranks through NCCL alone, not through memory that their GPUs "
+            "share."
+        ),
+    ] = False
     attention_backend: Annotated[
         str | None,
         Arg(

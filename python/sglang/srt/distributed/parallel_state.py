@@ -9,13 +9,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from sglang.srt.distributed.peer_memory import PeerMemory, open_peer_memory
+from sglang.srt.distributed.peer_ops import sum_rows
 
 # Ranks load checkpoints at different speeds; the watchdog handles a hanging forward.
 COLLECTIVE_TIMEOUT = timedelta(minutes=30)
@@ -30,6 +34,30 @@ _all_gather = vars(dist).get("all_gather_single") or dist.all_gather_into_tensor
 _BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
+class Unsummed(NamedTuple):
+    """A sum over the ranks that the kernel which uses it makes, to save a launch.
+
+    Fields:
+        part: [..., W] of this rank, contiguous. Becomes the sum, or what is made of it.
+        memory: what it goes through.
+    """
+
+    part: Tensor
+    memory: PeerMemory
+
+
+Addend: TypeAlias = Tensor | Unsummed
+"""Something to be added to the residual stream."""
+
+
+def summed(x: Addend) -> Tensor:
+    """Return `x`, once it is summed over the ranks."""
+    if isinstance(x, Tensor):
+        return x
+    sum_rows(x.part, x.memory)
+    return x.part
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallelGroup:
     """Collectives over the ranks; all ranks must call the same ones in the same order.
@@ -40,10 +68,13 @@ class TensorParallelGroup:
     Fields:
         rank: rank of this process, in [0, size).
         size: number of ranks.
+        peers: memory that the GPUs of all ranks write to, for sums of few rows; None
+            on the CPU and where GPUs do not reach each other.
     """
 
     rank: int = 0
     size: int = 1
+    peers: PeerMemory | None = None
 
     @property
     def is_leader(self) -> bool:
@@ -52,9 +83,29 @@ class TensorParallelGroup:
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum `x` over the ranks, in place; `x` is contiguous."""
-        if self.size > 1:
+        if self.size == 1:
+            return x
+        memory = self._memory_for(x)
+        if memory is None:
             dist.all_reduce(x)
+        else:
+            sum_rows(x, memory)
         return x
+
+    def sum_later(self, x: Tensor) -> Addend:
+        """Return the sum of `x` over the ranks, or what a kernel that uses it needs to
+        make it. `x` is contiguous and may be overwritten."""
+        memory = self._memory_for(x) if self.size > 1 else None
+        return self.all_reduce(x) if memory is None else Unsummed(x, memory)
+
+    def _memory_for(self, x: Tensor) -> PeerMemory | None:
+        """Return the memory through which `x` [..., W] is summed, or None if NCCL or
+        gloo does it."""
+        peers = self.peers
+        if peers is None or not x.is_cuda or not x.is_floating_point():
+            return None
+        width = x.shape[-1]
+        return peers if peers.can_send(x.numel() // width, width, x.itemsize) else None
 
     def all_gather_last_dim(self, x: Tensor) -> Tensor:
         """Concatenate x [R, n] of all ranks, in rank order: [R, size * n]."""
@@ -166,7 +217,7 @@ def tensor_parallel_group(group: TensorParallelGroup) -> Iterator[TensorParallel
 
 
 def init_tensor_parallel(
-    *, rank: int, size: int, device: str, store: Path
+    *, rank: int, size: int, device: str, store: Path, shares_memory: bool = True
 ) -> TensorParallelGroup:
     """Connect to the other ranks and install the group for the life of this process.
 
@@ -178,6 +229,7 @@ def init_tensor_parallel(
         device: "cpu" or "cuda".
         store: a file that does not exist yet, the same for all ranks, in a folder that
             no other user can write to.
+        shares_memory: whether the GPUs may write to each other's memory.
     """
     global _current
     if size == 1:
@@ -196,4 +248,7 @@ def init_tensor_parallel(
         _current.all_reduce(torch.ones(1, device=kind))
     if device == "cuda":
         torch.cuda.synchronize()
+        if shares_memory:
+            peers = open_peer_memory(rank=rank, size=size)
+            _current = replace(_current, peers=peers)
     return _current

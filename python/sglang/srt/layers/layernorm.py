@@ -5,9 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sglang.srt.distributed.parallel_state import Addend, Unsummed
 from sglang.srt.layers.linear import LoadableParameter
 from sglang.srt.layers.module import Module
-from sglang.srt.layers.ops.norm.op import fused_add_rmsnorm, norm_add_rmsnorm, rmsnorm
+from sglang.srt.layers.ops.norm.op import (
+    fused_add_rmsnorm,
+    norm_add_rmsnorm,
+    rmsnorm,
+    sum_add_rmsnorm,
+)
 
 
 class RMSNorm(Module):
@@ -30,7 +36,7 @@ class RMSNorm(Module):
         return rmsnorm(x, self.weight, self.eps, out=out)
 
     def add_and_norm(
-        self, x: Tensor | None, residual: Tensor, inner: RMSNorm | None = None
+        self, x: Addend | None, residual: Tensor, inner: RMSNorm | None = None
     ) -> Tensor:
         """residual += x, in place; returns norm(residual), in the memory of `x`.
 
@@ -40,9 +46,13 @@ class RMSNorm(Module):
         """
         if x is None:
             return rmsnorm(residual, self.weight, self.eps)
-        if inner is None:
+        assert inner is None or inner.eps == self.eps
+        if isinstance(x, Unsummed):
+            of_inner = None if inner is None else inner.weight
+            x, memory = x
+            sum_add_rmsnorm(x, residual, of_inner, self.weight, self.eps, memory)
+        elif inner is None:
             fused_add_rmsnorm(x, residual, self.weight, self.eps)
         else:
-            assert inner.eps == self.eps
             norm_add_rmsnorm(x, residual, inner.weight, self.weight, self.eps)
         return x

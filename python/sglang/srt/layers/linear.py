@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.distributed.parallel_state import Addend, get_tp_group
 from sglang.srt.distributed.partition import Part, divide, divide_kv_heads
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.activation.op import GATED
@@ -208,14 +208,16 @@ class RowParallelLinear(Linear):
         """total [T, output_size] += this rank's product without a bias, in place."""
         return linear_add(x, self._any_weight(), total)
 
-    def forward_into(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    def forward_into(self, x: Tensor, residual: Tensor | None) -> Addend | None:
         """Add the product to `residual` [T, output_size] if that costs nothing extra.
 
         Returns:
             None if it was added. Otherwise, and without a `residual`, the product,
             which the caller has to add.
         """
-        if residual is None or self._group.size > 1:
+        if self._group.size > 1:
+            return self._group.sum_later(self.forward_partial(x))
+        if residual is None:
             return self.forward(x)
         return linear_into(x, self._any_weight(), self.bias, residual)
 

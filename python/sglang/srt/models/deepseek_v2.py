@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.distributed.parallel_state import Addend, get_tp_group
 from sglang.srt.distributed.partition import Part, divide
 from sglang.srt.layers.latent_attention import (
     ExpandedAttention,
@@ -98,7 +98,7 @@ class DeepseekAttention(Module):
 
     def forward(
         self, x: Tensor, residual: Tensor, forward_batch: ForwardBatch
-    ) -> Tensor | None:
+    ) -> Addend | None:
         """As `RowParallelLinear.forward_into`."""
         queries, key = self._project(x)
         if self.expanded.is_chosen(forward_batch):

@@ -19,6 +19,7 @@ from sglang.srt.models.llama import (
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed.parallel_state import Addend
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.layernorm import RMSNorm
 
@@ -55,13 +56,14 @@ class SandwichLayer(Module):
 
     def forward(
         self,
-        x: Tensor,
+        x: Addend,
         residual: Tensor | None,
         forward_batch: ForwardBatch,
         closing: RMSNorm | None,
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Addend, Tensor]:
         """Like `DecoderLayer.forward`; `x` is never None."""
         if residual is None:
+            assert isinstance(x, Tensor)
             residual, x = x, self.input_layernorm(x)
         else:
             x = self.input_layernorm.add_and_norm(x, residual, closing)

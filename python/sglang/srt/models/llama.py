@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.distributed.parallel_state import Addend, get_tp_group, summed
 from sglang.srt.distributed.partition import divide
 from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import (
@@ -52,7 +52,7 @@ class DecoderMLP(Module):
         )
         self.activation = config.hidden_act
 
-    def forward(self, x: Tensor, residual: Tensor | None) -> Tensor | None:
+    def forward(self, x: Tensor, residual: Tensor | None) -> Addend | None:
         """As `RowParallelLinear.forward_into`."""
         inner = self.gate_up_proj.forward_gated(x, self.activation)
         return self.down_proj.forward_into(inner, residual)
@@ -142,7 +142,7 @@ class DecoderAttention(Module):
 
     def forward(
         self, x: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
-    ) -> Tensor | None:
+    ) -> Addend | None:
         """As `RowParallelLinear.forward_into`."""
         out = self.attn.qkv_buffer(x.shape[0])
         heads = self.attn(self.qkv_proj(x, out=out), forward_batch)
@@ -185,7 +185,7 @@ class DecoderBlock(Module):
 
     def run(
         self, x: Tensor, residual: Tensor, forward_batch: ForwardBatch
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Addend | None, Tensor]:
         """Apply attention to x [T, input_size], then the MLP.
 
         `residual` [T, H] is the residual stream and is changed in place. Returns the
@@ -218,22 +218,23 @@ class DecoderLayer(DecoderBlock):
 
     def forward(
         self,
-        x: Tensor | None,
+        x: Addend | None,
         residual: Tensor | None,
         forward_batch: ForwardBatch,
         closing: RMSNorm | None = None,
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Addend | None, Tensor]:
         """Return (x, residual) [T, H], whose sum is the stream after this layer.
 
         If `x` is None, `residual` is the stream. If `residual` is None, as in the first
         layer, `x` is. `closing` is the previous layer's `closing_norm`, if any.
         """
         if residual is None:
-            assert x is not None
-            residual, x = x, self.input_layernorm(x)
+            assert isinstance(x, Tensor)
+            stream, normed = x, self.input_layernorm(x)
         else:
-            x = self.input_layernorm.add_and_norm(x, residual, closing)
-        return self.run(x, residual, forward_batch)
+            stream = residual
+            normed = self.input_layernorm.add_and_norm(x, residual, closing)
+        return self.run(normed, stream, forward_batch)
 
 
 class DecoderModel(Module):
@@ -299,13 +300,14 @@ class DecoderModel(Module):
         whole = self._run_whole(x, forward_batch)
         if whole is not None:
             return whole
-        pending: Tensor | None = x
+        pending: Addend | None = x
         residual: Tensor | None = None
         aux: list[Tensor] = []
         left_out = self._like_others if is_shallow else ()
         for i, layer in enumerate(self.layers):
             closing = self._closing[i]
             if i in self.layers_to_capture:
+                pending = None if pending is None else summed(pending)
                 aux.append(_stream(pending, residual, closing))
             if i in left_out:
                 continue
@@ -313,6 +315,7 @@ class DecoderModel(Module):
         assert residual is not None
         closing = self._closing[-1]
         if len(self.layers) in self.layers_to_capture:
+            pending = None if pending is None else summed(pending)
             aux.append(_stream(pending, residual, closing))
         return self.norm.add_and_norm(pending, residual, closing), aux
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from sglang.srt.distributed.parallel_state import summed
 from sglang.srt.layers.ops.decoder_stack import StackInput
 from sglang.srt.layers.radix_attention import run_stack
 from sglang.srt.layers.rotary_embedding import shared_cos_sin_cache
@@ -28,6 +29,7 @@ from sglang.srt.models.whole_stack import PlainLayer, plan_stack
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed.parallel_state import Addend
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.ops.decoder_stack import StackPlan
 
@@ -40,7 +42,7 @@ class EagleFirstLayer(DecoderBlock):
 
     def forward(
         self, x: Tensor, residual: Tensor | None, forward_batch: ForwardBatch
-    ) -> tuple[Tensor | None, Tensor]:
+    ) -> tuple[Addend | None, Tensor]:
         """Like `DecoderLayer.forward`; x [T, H] is overwritten, `residual` is None."""
         assert residual is None
         return self.run(x, x, forward_batch)
@@ -90,12 +92,12 @@ class LlamaForCausalLMEagle(DraftModel):
             whole = run_stack(self._plan, given, forward_batch)
             if whole is not None:
                 return StackOutput(whole.hidden, [])
-        pending: Tensor | None = stream
+        pending: Addend | None = stream
         residual: Tensor | None = None
         for layer in self.layers:
             pending, residual = layer(pending, residual, forward_batch)
         assert residual is not None
-        stream = residual if pending is None else pending + residual
+        stream = residual if pending is None else summed(pending) + residual
         return StackOutput(stream, [])
 
     @cached_property

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.distributed.parallel_state import Addend, get_tp_group
 from sglang.srt.layers.linear import (
     GateUpLinear,
     Linear,
@@ -81,8 +81,8 @@ class MoeFeedForward(Module):
         self._top_k = top_k
         self._group = get_tp_group()
 
-    def forward(self, x: Tensor, residual: Tensor) -> Tensor | None:
-        """[T, H] -> [T, H], the same on all ranks, still to be added to `residual`."""
+    def forward(self, x: Tensor, residual: Tensor) -> Addend | None:
+        """[T, H] -> [T, H], still to be added to `residual`."""
         out: Tensor = self.experts(x, *self.gate(x))
         if self.shared_expert_gate is not None:
             assert self.shared_expert is not None
@@ -90,7 +90,7 @@ class MoeFeedForward(Module):
             out.addcmul_(share, self.shared_expert(x))
         elif self.shared_expert is not None:
             self.shared_expert.add_to(out, x)
-        return self._group.all_reduce(out)
+        return self._group.sum_later(out)
 
     @property
     def bytes_of_chosen_experts(self) -> int:

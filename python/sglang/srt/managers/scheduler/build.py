@@ -127,6 +127,7 @@ def run_scheduler_process(
             size=server_args.tp_size,
             device=server_args.device,
             store=store,
+            shares_memory=not server_args.disable_custom_all_reduce,
         )
         scheduler = build_scheduler(server_args, io)
     except (ValueError, MemoryError) as error:

@@ -5,10 +5,16 @@ Knows rows of channels; knows nothing of layers or heads.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+from sglang.srt.distributed.peer_ops import sum_rows
 from sglang.srt.utils.dispatch import Op
+
+if TYPE_CHECKING:
+    from sglang.srt.distributed.peer_memory import PeerMemory
 
 _TRITON = "sglang.srt.layers.ops.norm.triton:"
 
@@ -81,4 +87,30 @@ def norm_add_rmsnorm_ref(
 
 norm_add_rmsnorm = Op(
     reference=norm_add_rmsnorm_ref, triton=_TRITON + "norm_add_rmsnorm"
+)
+
+
+def sum_add_rmsnorm_ref(
+    x: Tensor,
+    residual: Tensor,
+    inner: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    memory: PeerMemory,
+) -> None:
+    """Sum `x` over the ranks like `peer_ops.sum_rows`, then do the work of
+    `norm_add_rmsnorm`, or without an `inner` of `fused_add_rmsnorm`.
+
+    Args: as for these.
+    """
+    sum_rows(x, memory)
+    if inner is None:
+        fused_add_rmsnorm(x, residual, weight, eps)
+    else:
+        norm_add_rmsnorm(x, residual, inner, weight, eps)
+
+
+sum_add_rmsnorm = Op(
+    reference=sum_add_rmsnorm_ref,
+    triton="sglang.srt.layers.ops.norm.triton_ranks:sum_add_rmsnorm",
 )

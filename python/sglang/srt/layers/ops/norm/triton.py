@@ -20,7 +20,7 @@ from sglang.srt.utils.triton_launch import (
 
 
 @triton.jit
-def _normed(value, scale, eps, WIDTH: tl.constexpr):
+def normed(value, scale, eps, WIDTH: tl.constexpr):
     """Normalise a row, float32; zeros beyond WIDTH."""
     inverse = tl.rsqrt(tl.sum(value * value, axis=0) / WIDTH + eps)
     return value * inverse * scale
@@ -47,7 +47,7 @@ def rmsnorm_kernel(
     wait_for_inputs(PDL)
     start = x + (row // INNER) * outer_stride + (row % INNER) * inner_stride
     value = tl.load(start + channel, mask=mask, other=0.0).to(tl.float32)
-    result = _normed(value, scale, eps, WIDTH)
+    result = normed(value, scale, eps, WIDTH)
     tl.store(out + row * WIDTH + channel, result.to(out.dtype.element_ty), mask=mask)
 
 
@@ -76,11 +76,11 @@ def fused_add_rmsnorm_kernel(
     added = tl.load(x_row, mask=mask, other=0.0).to(tl.float32)
     before = tl.load(residual_row, mask=mask, other=0.0).to(tl.float32)
     if inner is not None:
-        added = _normed(added, inner_scale, eps, WIDTH)
+        added = normed(added, inner_scale, eps, WIDTH)
         added = added.to(x.dtype.element_ty).to(tl.float32)
     stored = (added + before).to(residual.dtype.element_ty)
     tl.store(residual_row, stored, mask=mask)
-    result = _normed(stored.to(tl.float32), scale, eps, WIDTH)
+    result = normed(stored.to(tl.float32), scale, eps, WIDTH)
     tl.store(x_row, result.to(x.dtype.element_ty), mask=mask)
 
 
