@@ -185,6 +185,7 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--disable-custom-all-reduce", action="store_true")
+    parser.add_argument("--kv-canary", default="none")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--top-k", type=int, default=-1)
@@ -207,6 +208,7 @@ def main() -> None:
         page_size=args.page_size,
         tp_size=args.tp_size,
         disable_custom_all_reduce=args.disable_custom_all_reduce,
+        kv_canary=args.kv_canary,
     )
     with first_of_ranks(server_args):
         document = run(args, server_args, shape, gemms, bandwidth)
@@ -255,6 +257,7 @@ def run(
         "attention_backend": scheduler.worker.model_runner.attn_backend.name,
         "page_size": args.page_size,
         "tp_size": args.tp_size,
+        "kv_canary": args.kv_canary,
         "read_bandwidth": bandwidth,
         "start_s": start_s,
         "results": results,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from sglang.srt.entrypoints.start_message import serving, starting
@@ -72,6 +73,19 @@ def test_where_to_go_for_what_is_on():
         "chat: http://h:7, API: http://h:7/docs, metrics: http://h:7/metrics" in lines
     )
     assert any("recommends: top_p 0.9, top_k 5 (--sampl" in line for line in lines)
+
+
+def test_where_the_memory_of_a_gpu_went():
+    gib = 1 << 30
+    use = {"weights": 15 * gib, "KV": 50 * gib, "the rest": gib // 2, "free": 9 * gib}
+    ready = msgspec.structs.replace(READY, device_bytes=use)
+    text = serving(
+        ServerArgs(device="cpu"), ready, url="http://h:7", sampling_defaults={}
+    )
+    assert (
+        "GPU memory of 74.50 GiB: weights 15.00, KV 50.00, the rest 0.50, free 9.00\n"
+        in text
+    )
 
 
 if __name__ == "__main__":

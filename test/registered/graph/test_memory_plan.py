@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from sglang.srt.model_executor.memory_plan import (
     cpu_pool_slots,
     decode_graph_sizes,
     default_batch_sizes,
+    device_bytes,
     draft_graph_bytes,
     explain_out_of_memory,
     graph_bytes,
@@ -286,6 +288,18 @@ def test_a_pool_that_does_not_fit_is_refused_at_start(model):
             EngineHarness(model, device="cuda", max_total_tokens=4 << 20)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def test_every_byte_of_a_gpu_is_told(monkeypatch):
+    pool = SimpleNamespace(nbytes=50)
+    runners = [
+        SimpleNamespace(weight_bytes=15, captured_bytes=2, token_to_kv_pool=pool),
+        SimpleNamespace(weight_bytes=1, captured_bytes=0, token_to_kv_pool=pool),
+    ]
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20, 150))
+    use = device_bytes(runners, "cuda")
+    assert use == {"weights": 16, "KV": 100, "graphs": 2, "the rest": 12, "free": 20}
+    assert device_bytes(runners, "cpu") == {}
 
 
 if __name__ == "__main__":

@@ -39,10 +39,20 @@ def serving(
         f"{ready.max_total_num_tokens} KV slots{pages} ({size}{each}), context "
         f"{ready.context_len}, at most {args.max_running_requests} requests at once\n"
         f"{_drafts(args)}; {_canary(args)}\n"
+        f"{_memory(ready)}"
         f"{_sampling(sampling_defaults)}"
         f"{_places(args, url)}\n"
         f"ready on {url}"
     )
+
+
+def _memory(ready: SchedulerReady) -> str:
+    """Where the memory of a GPU went."""
+    if not ready.device_bytes:
+        return ""
+    total = sum(ready.device_bytes.values()) / 2**30
+    parts = (f"{use} {n / 2**30:.2f}" for use, n in ready.device_bytes.items())
+    return f"GPU memory of {total:.2f} GiB: {', '.join(parts)}\n"
 
 
 def _sampling(defaults: Mapping[str, Any]) -> str:

@@ -11,7 +11,7 @@ import errno
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 # Kernels that load with the first forward, and the libraries' own workspaces.
 KERNEL_BYTES = 512 << 20
-# One captured decode graph with up to some forty layers (measured: 40 MiB, H200).
-GRAPH_BYTES = 48 << 20
+# One captured decode graph with up to some forty layers.
+GRAPH_BYTES = 8 << 20
 # One graph of a draft phase or extend, with fewer than a third as many launches.
-DRAFT_GRAPH_BYTES = 16 << 20
+DRAFT_GRAPH_BYTES = 2 << 20
 # One captured segment of a prefill graph: a layer without its attention.
-SEGMENT_BYTES = 1 << 20
+SEGMENT_BYTES = 64 << 10
 # Residual, hidden, attention output and products that are live at once, per channel.
 LIVE_HIDDEN, LIVE_INNER = 8, 3
 
@@ -208,6 +208,44 @@ def cpu_pool_slots(
     """
     useful = min(max_running_requests, CPU_POOL_CONTEXTS) * context_len
     return min(useful, max(CPU_POOL_BYTES // bytes_per_slot, context_len))
+
+
+def device_bytes(runners: Sequence[MeasuredRunner], device: str) -> dict[str, int]:
+    """Return where the bytes of the current CUDA device went, by use, in the order they
+    are told; empty for "cpu", whose memory others use too.
+
+    Args:
+        runners: of the models on it.
+    """
+    if device == "cpu":
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    use = {
+        "weights": sum(runner.weight_bytes for runner in runners),
+        "KV": sum(runner.token_to_kv_pool.nbytes for runner in runners),
+        "graphs": sum(runner.captured_bytes for runner in runners),
+    }
+    return use | {"the rest": total - free - sum(use.values()), "free": free}
+
+
+class MeasuredRunner(Protocol):
+    """What `device_bytes` reads of a `ModelRunner`.
+
+    Attributes:
+        weight_bytes: that loading its weights took.
+        captured_bytes: that its graphs took.
+    """
+
+    weight_bytes: int
+    captured_bytes: int
+
+    @property
+    def token_to_kv_pool(self) -> MeasuredPool: ...
+
+
+class MeasuredPool(Protocol):
+    @property
+    def nbytes(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

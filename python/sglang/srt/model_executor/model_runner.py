@@ -82,6 +82,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         compiled_mark: mark of this configuration, or None if nothing is compiled ahead.
         compiles_ahead: whether this machine has yet to compile it.
         late_kernels: kernels loaded since `watch_kernels`.
+        weight_bytes: device memory that loading the weights took.
+        captured_bytes: device memory that the graphs took.
         spec_algorithm: name of the speculative algorithm, or None.
     """
 
@@ -131,6 +133,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         # Rehearsals use collectives, and a rank that is done sets the mark.
         self.compiles_ahead = bool(get_tp_group().min_int(int(is_due)))
         self.late_kernels = KernelLoads(warns=True)
+        self.weight_bytes = self.captured_bytes = 0
         # Set if a canary is installed.
         self.canary_manager: ForwardScopes | None = None
 
@@ -194,6 +197,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 rope_rows=self.row_width(),
                 device=self.device,
             )
+        self.weight_bytes = self.free_bytes_at_start - self._available_bytes()
 
     def _check_sizes(self) -> None:
         """Refuse sizes that no memory of this machine can hold, before anything is
@@ -312,10 +316,12 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             yield
         # Memory left over by the warm-ups does not belong to the graphs.
         torch.cuda.empty_cache()
+        taken = free_before - available_device_bytes(self.device)
+        self.captured_bytes += taken
         logger.info(
             "The %s took %.2f GiB; %.2f GiB were set aside",
             what,
-            (free_before - available_device_bytes(self.device)) / 2**30,
+            taken / 2**30,
             set_aside / 2**30,
         )
 

@@ -275,6 +275,10 @@ class EAGLEWorkerV2:
     def _columns(self, device: torch.device) -> Tensor:
         return torch.arange(1, self._shape.accept_width + 1, device=device)
 
+    def model_runners(self) -> list[ModelRunner]:
+        """As `Worker.model_runners`."""
+        return [self.model_runner, self.draft_worker.draft_runner]
+
     def canary_managers(self) -> list[CanaryManager]:
         """Canaries of the target's and the draft's pool; empty if off."""
         found, draft = self.target_worker.canary_managers(), self.draft_worker.canary

@@ -435,7 +435,8 @@ class SchedulerReady(msgspec.Struct, kw_only=True):
     """The only report of a scheduler process: that it can serve, or why it cannot.
 
     If `error` is set, the process exits and the other fields are meaningless.
-    `kv_pool_bytes` is the size of this rank's KV pool, excluding a draft's.
+    `kv_pool_bytes` is the size of this rank's KV pool, excluding a draft's;
+    `device_bytes` says where the bytes of this rank's GPU went, by use.
     """
 
     error: str | None = None
@@ -443,6 +444,7 @@ class SchedulerReady(msgspec.Struct, kw_only=True):
     max_req_input_len: int = 0
     max_total_num_tokens: int = 0
     kv_pool_bytes: int = 0
+    device_bytes: dict[str, int] = {}
     vocab_size: int = 0
     hidden_size: int = 0
 

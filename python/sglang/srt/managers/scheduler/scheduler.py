@@ -56,6 +56,7 @@ from sglang.srt.managers.scheduler.step_inputs import StepInputs
 from sglang.srt.managers.scheduler.watchdog import Watchdog
 from sglang.srt.managers.worker.grammar_masks import GrammarMasks
 from sglang.srt.mem_cache.common import check_idle
+from sglang.srt.model_executor.memory_plan import device_bytes
 from sglang.srt.replay.recording.attach import create_recorder
 
 if TYPE_CHECKING:
@@ -269,6 +270,9 @@ class Scheduler:
             max_req_input_len=limits.max_req_input_len,
             max_total_num_tokens=self.worker.model_runner.max_total_num_tokens,
             kv_pool_bytes=self.worker.model_runner.token_to_kv_pool.nbytes,
+            device_bytes=device_bytes(
+                self.worker.model_runners(), self.server_args.device
+            ),
             vocab_size=limits.vocab_size,
             hidden_size=limits.hidden_size,
         )

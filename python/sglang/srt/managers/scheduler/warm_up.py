@@ -84,6 +84,7 @@ class Unwatched:
         self.model_runner = worker.model_runner
         self.forward_batch_generation = worker.forward_batch_generation
         self.capture_graphs = worker.capture_graphs
+        self.model_runners = worker.model_runners
 
     def canary_managers(self) -> list[CanaryManager]:
         return []

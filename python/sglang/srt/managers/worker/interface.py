@@ -24,6 +24,9 @@ class Worker(Protocol):
     def capture_graphs(self) -> None:
         """Capture the graphs, if there are any; call before the first forward."""
 
+    def model_runners(self) -> list[ModelRunner]:
+        """The runners of all models, `model_runner` first."""
+
     def canary_managers(self) -> list[CanaryManager]:
         """One manager per KV pool that the canary checks; empty while it is off."""
 

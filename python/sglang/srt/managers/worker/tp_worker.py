@@ -106,6 +106,10 @@ class TpModelWorker:
         for manager in self.canary_managers():
             manager.mark_init_finished()
 
+    def model_runners(self) -> list[ModelRunner]:
+        """As `Worker.model_runners`."""
+        return [self.model_runner]
+
     def canary_managers(self) -> list[CanaryManager]:
         """The canaries of the KV pools; empty while the canary is off."""
         return [] if self._canary is None else [self._canary]
