@@ -18,7 +18,6 @@ from kv_canary.reporter import CanaryViolation
 from sglang.srt.layers import logits_processor
 from sglang.srt.managers.worker.grammar_masks import GrammarMasks
 from sglang.srt.sampling import penalties, sampler, sampling_batch_info
-from sglang.srt.sampling.ops.choose_tokens import op as choose_op
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness, Finished
@@ -178,14 +177,18 @@ def reversed_parameters() -> Iterator[None]:
 @contextmanager
 def late_noise() -> Iterator[None]:
     """The noise of a draw is that of the position after it."""
-    noise = sampler.uniform
 
-    def late(keys: Tensor, positions: Tensor) -> Tensor:
-        return noise(keys, positions + 1)
+    def late(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def run(x: Tensor, **given: Tensor) -> Tensor:
+            if "positions" in given:
+                given["positions"] = given["positions"] + 1
+            return op(x, **given)
+
+        return run
 
     with (
-        patch.object(sampler, "uniform", late),
-        patch.object(choose_op, "uniform", late),
+        patch.object(sampler, "draw", late(sampler.draw)),
+        patch.object(sampler, "choose_tokens", late(sampler.choose_tokens)),
     ):
         yield
 

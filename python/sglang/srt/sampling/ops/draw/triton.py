@@ -76,8 +76,8 @@ def draw_kernel(
 
 def draw(weights: Tensor, *, seeds: Tensor, positions: Tensor) -> Tensor:
     """`sampling.ops.draw` in one launch. Its sums are float64 throughout, and those of
-    the reference float32 within blocks, so that noise within 1e-7 of an id's end may
-    draw its neighbour.
+    the reference float32 within blocks, so noise very close to an id's end may draw its
+    neighbour (ADR 37).
 
     Raises:
         ValueError: a tensor has another shape, dtype or layout, or there are more rows
