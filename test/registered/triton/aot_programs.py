@@ -255,11 +255,13 @@ def filtered_draws() -> Iterator[Variant]:
 
 def rank_sums() -> Iterator[Variant]:
     sent: dict[str, Any] = {
-        "RANK": 1,
-        "WORLD": 2,
-        "REGION": peer_memory.REGION_BYTES // 2,
-        "WIDTH": 4096,
-        "BLOCK": 4096,
+        "SIZES": peer_triton.PeerSizes(
+            rank=1,
+            world=2,
+            region=peer_memory.REGION_BYTES // 2,
+            width=4096,
+            block=4096,
+        ),
         "PDL": True,
     }
     words = dict.fromkeys(("addresses", "counts"), "*i64")

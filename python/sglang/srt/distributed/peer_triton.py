@@ -15,7 +15,7 @@ Every rank adds in the order of the ranks, in float32, so all get the same bits.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -31,51 +31,59 @@ from sglang.srt.utils.triton_launch import (
 _PROGRAMS = tl.constexpr(PROGRAMS)
 
 
+class PeerSizes(NamedTuple):
+    """Constants that a kernel with `exchange` is compiled for; its argument SIZES.
+
+    Fields:
+        rank, world: this rank and the number of ranks.
+        region: elements of a program's region.
+        width: channels of a row; block: power of two that holds them.
+    """
+
+    rank: int
+    world: int
+    region: int
+    width: int
+    block: int
+
+
 @triton.jit
-def _region(addresses, holder, sender, turn, like, REGION: tl.constexpr, WORLD):
+def _region(addresses, holder, sender, turn, like, SIZES: tl.constexpr):
     """Return where this program finds the rows of `sender` in the memory of `holder`,
     as a pointer like `like`."""
     begin = tl.load(addresses + holder).to(tl.pointer_type(like.dtype.element_ty))
     # So that the compiler may move 16 bytes at once.
     begin = tl.multiple_of(begin, 16)
-    return begin + ((turn * WORLD + sender) * _PROGRAMS + tl.program_id(0)) * REGION
+    place = (turn * SIZES.world + sender) * _PROGRAMS + tl.program_id(0)
+    return begin + place * SIZES.region
 
 
 @triton.jit
-def exchange(
-    x,
-    rows,
-    addresses,
-    counts,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    REGION: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Send this program's rows of `x` [rows, WIDTH], every `num_programs`-th, to the
+def exchange(x, rows, addresses, counts, SIZES: tl.constexpr):
+    """Send this program's rows of `x` [rows, width], every `num_programs`-th, to the
     other ranks, and wait for theirs. Returns the turn, for `row_sum`."""
+    RANK: tl.constexpr = SIZES.rank
+    WORLD: tl.constexpr = SIZES.world
     program = tl.program_id(0)
-    channel = tl.arange(0, BLOCK)
-    inside = channel < WIDTH
+    channel = tl.arange(0, SIZES.block)
+    inside = channel < SIZES.width
     number = tl.load(counts + program) + 1
     turn = number % 2
     for row in range(program, rows, tl.num_programs(0)):
-        at = x + tl.cast(row, tl.int64) * WIDTH + channel
+        at = x + tl.cast(row, tl.int64) * SIZES.width + channel
         value = tl.load(at, mask=inside, other=0.0)
         place = row // tl.num_programs(0)
         for rank in tl.static_range(WORLD):
             if rank != RANK:
-                region = _region(addresses, rank, RANK, turn, x, REGION, WORLD)
-                tl.store(region + place * WIDTH + channel, value, mask=inside)
+                region = _region(addresses, rank, RANK, turn, x, SIZES)
+                tl.store(region + place * SIZES.width + channel, value, mask=inside)
     # What other threads wrote goes before the flag that one thread releases.
     tl.debug_barrier()
     for rank in tl.static_range(WORLD):
         if rank != RANK:
             flags = tl.load(addresses + WORLD + rank).to(tl.pointer_type(tl.int64))
-            tl.atomic_xchg(
-                flags + program * WORLD + RANK, number, sem="release", scope="sys"
-            )
+            flag = flags + program * WORLD + RANK
+            tl.atomic_xchg(flag, number, sem="release", scope="sys")
     flags = tl.load(addresses + WORLD + RANK).to(tl.pointer_type(tl.int64))
     for rank in tl.static_range(WORLD):
         if rank != RANK:
@@ -88,29 +96,21 @@ def exchange(
 
 
 @triton.jit
-def row_sum(
-    x,
-    row,
-    turn,
-    addresses,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    REGION: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Return the sum [BLOCK] of one of this program's rows over the ranks, rounded to
+def row_sum(x, row, turn, addresses, SIZES: tl.constexpr):
+    """Return the sum [block] of one of this program's rows over the ranks, rounded to
     the dtype of `x`."""
+    RANK: tl.constexpr = SIZES.rank
+    WORLD: tl.constexpr = SIZES.world
     place = row // tl.num_programs(0)
-    channel = tl.arange(0, BLOCK)
-    inside = channel < WIDTH
-    total = tl.zeros((BLOCK,), tl.float32)
+    channel = tl.arange(0, SIZES.block)
+    inside = channel < SIZES.width
+    total = tl.zeros_like(channel).to(tl.float32)
     for rank in tl.static_range(WORLD):
         if rank == RANK:
-            part = x + tl.cast(row, tl.int64) * WIDTH
+            part = x + tl.cast(row, tl.int64) * SIZES.width
         else:
-            region = _region(addresses, RANK, rank, turn, x, REGION, WORLD)
-            part = region + place * WIDTH
+            region = _region(addresses, RANK, rank, turn, x, SIZES)
+            part = region + place * SIZES.width
         # Not from the first level of the cache, which may hold the last turn's.
         value = tl.load(part + channel, mask=inside, other=0.0, cache_modifier=".cg")
         total += value.to(tl.float32)
@@ -118,26 +118,15 @@ def row_sum(
 
 
 @triton.jit
-def sum_rows_kernel(
-    x,
-    rows,
-    addresses,
-    counts,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    REGION: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
-):
+def sum_rows_kernel(x, rows, addresses, counts, SIZES: tl.constexpr, PDL: tl.constexpr):
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    turn = exchange(x, rows, addresses, counts, RANK, WORLD, REGION, WIDTH, BLOCK)
-    channel = tl.arange(0, BLOCK)
+    turn = exchange(x, rows, addresses, counts, SIZES)
+    channel = tl.arange(0, SIZES.block)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        total = row_sum(x, row, turn, addresses, RANK, WORLD, REGION, WIDTH, BLOCK)
-        at = x + tl.cast(row, tl.int64) * WIDTH + channel
-        tl.store(at, total, mask=channel < WIDTH)
+        total = row_sum(x, row, turn, addresses, SIZES)
+        at = x + tl.cast(row, tl.int64) * SIZES.width + channel
+        tl.store(at, total, mask=channel < SIZES.width)
 
 
 def sum_rows(x: Tensor, memory: PeerMemory) -> None:
@@ -157,11 +146,13 @@ def peer_arguments(memory: PeerMemory, width: int, x: Tensor) -> dict[str, Any]:
     return {
         "addresses": memory.addresses,
         "counts": memory.counts,
-        "RANK": memory.rank,
-        "WORLD": memory.size,
-        "REGION": REGION_BYTES // x.itemsize,
-        "WIDTH": width,
-        "BLOCK": block,
+        "SIZES": PeerSizes(
+            rank=memory.rank,
+            world=memory.size,
+            region=REGION_BYTES // x.itemsize,
+            width=width,
+            block=block,
+        ),
         "num_warps": min(max(block // 512, 1), 16),
         **launch_options(x.device),
     }

@@ -43,6 +43,22 @@ def find_within(weights, target):
     return tl.sum((cumulative <= target).to(tl.int32), axis=0)
 
 
+def split_rows(op: str, rows: int, vocab: int, *, most_rows: int) -> tuple[int, int]:
+    """Return the ids per split, and the splits of a row.
+
+    Raises:
+        ValueError: more rows or splits than the scratch of `op` holds.
+    """
+    block = split_size(rows, vocab)
+    splits = triton.cdiv(vocab, block)
+    if rows > most_rows or splits > MAX_SPLITS:
+        raise ValueError(
+            f"{op}: {rows} rows of {vocab} ids exceed {most_rows} rows or "
+            f"{MAX_SPLITS * MAX_BLOCK} ids"
+        )
+    return block, splits
+
+
 def split_size(rows: int, vocab: int) -> int:
     """Return the ids per program, at most `MAX_BLOCK`: few if a small number of rows
     must fill the device."""

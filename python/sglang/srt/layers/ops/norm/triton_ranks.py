@@ -28,33 +28,27 @@ def sum_add_rmsnorm_kernel(
     rows,
     addresses,
     counts,
-    RANK: tl.constexpr,
-    WORLD: tl.constexpr,
-    REGION: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
+    SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    channel = tl.arange(0, BLOCK)
-    mask = channel < WIDTH
+    channel = tl.arange(0, SIZES.block)
+    mask = channel < SIZES.width
     let_next_start(PDL)
     scale = tl.load(weight + channel, mask=mask, other=0.0).to(tl.float32)
     if inner is not None:
         inner_scale = tl.load(inner + channel, mask=mask, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    turn = exchange(x, rows, addresses, counts, RANK, WORLD, REGION, WIDTH, BLOCK)
+    turn = exchange(x, rows, addresses, counts, SIZES)
     for row in range(tl.program_id(0), rows, tl.num_programs(0)):
-        at = tl.cast(row, tl.int64) * WIDTH + channel
+        at = tl.cast(row, tl.int64) * SIZES.width + channel
         before = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32)
-        added = row_sum(x, row, turn, addresses, RANK, WORLD, REGION, WIDTH, BLOCK).to(
-            tl.float32
-        )
+        added = row_sum(x, row, turn, addresses, SIZES).to(tl.float32)
         if inner is not None:
-            added = normed(added, inner_scale, eps, WIDTH)
+            added = normed(added, inner_scale, eps, SIZES.width)
             added = added.to(x.dtype.element_ty).to(tl.float32)
         stored = (added + before).to(residual.dtype.element_ty)
         tl.store(residual + at, stored, mask=mask)
-        result = normed(stored.to(tl.float32), scale, eps, WIDTH)
+        result = normed(stored.to(tl.float32), scale, eps, SIZES.width)
         tl.store(x + at, result.to(x.dtype.element_ty), mask=mask)
 
 

@@ -18,11 +18,10 @@ from torch import Tensor
 
 from sglang.srt.sampling.ops.choose_tokens.op import require_together
 from sglang.srt.sampling.ops.triton_draw import (
-    MAX_BLOCK,
     MAX_SPLITS,
     find_split,
     find_within,
-    split_size,
+    split_rows,
 )
 from sglang.srt.sampling.ops.triton_noise import uniform
 from sglang.srt.utils.triton_launch import (
@@ -189,13 +188,7 @@ def choose_tokens(
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
-    block = split_size(rows, vocab)
-    splits = triton.cdiv(vocab, block)
-    if rows > _MAX_ROWS or splits > MAX_SPLITS:
-        raise ValueError(
-            f"choose_tokens: logits {tuple(logits.shape)} exceed {_MAX_ROWS} rows or "
-            f"{MAX_SPLITS * MAX_BLOCK} ids"
-        )
+    block, splits = split_rows("choose_tokens", rows, vocab, most_rows=_MAX_ROWS)
     partial, counters = _SCRATCH.get(
         logits.device, partial_bytes=rows * splits * 16, counters=rows
     )

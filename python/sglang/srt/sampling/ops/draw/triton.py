@@ -17,7 +17,7 @@ from sglang.srt.sampling.ops.triton_draw import (
     MAX_SPLITS,
     find_split,
     find_within,
-    split_size,
+    split_rows,
 )
 from sglang.srt.sampling.ops.triton_noise import uniform
 from sglang.srt.utils.triton_launch import (
@@ -89,13 +89,7 @@ def draw(weights: Tensor, *, seeds: Tensor, positions: Tensor) -> Tensor:
     out = torch.empty(rows, dtype=torch.int64, device=weights.device)
     if rows == 0:
         return out
-    block = split_size(rows, vocab)
-    splits = triton.cdiv(vocab, block)
-    if rows > _MAX_ROWS or splits > MAX_SPLITS:
-        raise ValueError(
-            f"draw: weights {tuple(weights.shape)} exceed {_MAX_ROWS} rows or "
-            f"{MAX_SPLITS * block} ids"
-        )
+    block, splits = split_rows("draw", rows, vocab, most_rows=_MAX_ROWS)
     partial, counters = _SCRATCH.get(
         weights.device, partial_bytes=rows * splits * 8, counters=rows
     )
