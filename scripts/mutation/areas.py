@@ -218,6 +218,8 @@ AREAS = (
         place=FaultPlace.SAMPLING,
         modules=(
             "sampling.ops.choose_tokens.op",
+            "sampling.ops.divide_rows.op",
+            "sampling.ops.draw.op",
             "sampling.ops.keep_prefix.op",
             "sampling.ops.noise",
             "sampling.ops.row_ops",
