@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import os
 import random
@@ -240,6 +241,40 @@ def test_work_ends_when_its_client_leaves() -> None:
                     os.kill(pid, 0)
 
     run(work())
+
+
+def test_work_that_fails_as_its_client_leaves_is_not_logged() -> None:
+    """The loop would report an error that nobody has read."""
+    reported: list[dict[str, Any]] = []
+
+    async def fail() -> None:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            raise BadRequest("too expensive") from None
+
+    async def leave() -> None:
+        await asyncio.sleep(0)
+
+    async def work() -> None:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, context: reported.append(context)
+        )
+        LEAVING.set(leave)
+        with pytest.raises(ClientDisconnected):
+            await side_work._unless_left(fail())
+        # Cancelled from outside, too.
+        LEAVING.set(asyncio.Event().wait)
+        waiting = asyncio.create_task(side_work._unless_left(fail()))
+        await asyncio.sleep(0.01)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        await asyncio.sleep(0.01)
+        gc.collect()
+
+    asyncio.run(work())
+    assert not reported
 
 
 def pids(beside: SideWork) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import gc
 import logging
@@ -35,6 +34,7 @@ from sglang.srt.managers.messages.errors import (
     ClientDisconnected,
     log_failure,
 )
+from sglang.srt.utils.owned_task import owned_task
 from sglang.srt.utils.quoting import clipped, quoted
 
 logger = logging.getLogger(__name__)
@@ -236,7 +236,7 @@ async def whole_results(
         ApiError: the error to answer with.
         ClientDisconnected: the client left.
     """
-    watch = asyncio.create_task(_fail_on_disconnect(request.receive, group))
+    watch = owned_task(_fail_on_disconnect(request.receive, group))
     try:
         return await manager.results(group)
     finally:
@@ -281,7 +281,7 @@ class EventStream(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        watch = asyncio.create_task(_fail_on_disconnect(receive, self._group))
+        watch = owned_task(_fail_on_disconnect(receive, self._group))
         try:
             with suppress(ClientDisconnected):
                 await self._send_all(scope, receive, send)

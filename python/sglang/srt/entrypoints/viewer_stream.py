@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 from sglang.srt.entrypoints.http_io import STREAM_HEADERS, wait_disconnect
 from sglang.srt.managers.front.snapshot_feed import Viewer
 from sglang.srt.managers.messages.errors import Unavailable
+from sglang.srt.utils.owned_task import owned_task
 
 
 class ViewerStream(Response):
@@ -22,8 +23,8 @@ class ViewerStream(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sending = asyncio.create_task(self._send_all(send))
-        leaving = asyncio.create_task(wait_disconnect(receive))
+        sending = owned_task(self._send_all(send))
+        leaving = owned_task(wait_disconnect(receive))
         try:
             await asyncio.wait((sending, leaving), return_when=asyncio.FIRST_COMPLETED)
         finally:

@@ -24,6 +24,7 @@ from sglang.srt.managers.front.side_jobs import JobRequest
 from sglang.srt.managers.front.side_process import SideProcess
 from sglang.srt.managers.messages.errors import ClientDisconnected, Unavailable
 from sglang.srt.utils.fair_turns import FairTurns, Place, QueueFullError
+from sglang.srt.utils.owned_task import owned_task
 
 if TYPE_CHECKING:
     from sglang.srt.utils.hf_tokenizer import Tokenizer
@@ -194,8 +195,8 @@ async def _unless_left(work: Coroutine[Any, Any, T]) -> T:
     wait_left = LEAVING.get()
     if wait_left is None:
         return await work
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(wait_left())
+    working = owned_task(work)
+    leaving = owned_task(wait_left())
     try:
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
