@@ -132,14 +132,17 @@ class Resources:
     """What the processes of a server hold: the front, its children and the scheduler's.
 
     Attributes:
-        resident: memory in MiB of the front, of the scheduler, and of the processes for
-            side work together.
-        peak: the most of front and scheduler since the measurement before this one.
+        own: memory in MiB of the front, of the scheduler, and of the processes for side
+            work together, without pages of files: the kernel drops and reads these as
+            it likes.
+        resident: memory of front and scheduler with these pages.
+        peak: the most of `resident` since the measurement before this one.
     """
 
     processes: int
     threads: int
     descriptors: int
+    own: Mapping[str, float]
     resident: Mapping[str, float]
     peak: Mapping[str, float]
 
@@ -150,13 +153,14 @@ class Resources:
         leading = {"front": server.process.pid, "scheduler": scheduler}
         children = server.children()
         family = [server.process.pid, *children, *find_children(scheduler)]
-        side = sum(memory_mib(pid, "VmRSS") for pid in set(children) - {scheduler})
+        side = sum(memory_mib(pid, "RssAnon") for pid in set(children) - {scheduler})
         found = cls(
             processes=len(family),
             threads=sum(_entries(pid, "task") for pid in family),
             descriptors=sum(_entries(pid, "fd") for pid in family),
-            resident={name: memory_mib(pid, "VmRSS") for name, pid in leading.items()}
+            own={name: memory_mib(pid, "RssAnon") for name, pid in leading.items()}
             | {"side work": side},
+            resident={name: memory_mib(pid, "VmRSS") for name, pid in leading.items()},
             peak={name: memory_mib(pid, "VmHWM") for name, pid in leading.items()},
         )
         for pid in leading.values():
@@ -170,7 +174,7 @@ class Resources:
             for name in ("processes", "threads", "descriptors")
             if getattr(self, name) > getattr(before, name)
         ]
-        return found + _growth(before.resident, self.resident, mib)
+        return found + _growth(before.own, self.own, mib)
 
     def rise(self, before: Resources, *, mib: float) -> list[str]:
         """Name the processes that meanwhile held more than `mib` MiB above `before`."""

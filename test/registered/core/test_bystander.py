@@ -78,6 +78,7 @@ def test_what_a_server_holds_is_compared() -> None:
             processes=2,
             threads=9,
             descriptors=descriptors,
+            own={"front": mib - 10},
             resident={"front": mib},
             peak={"front": peak},
         )
@@ -85,7 +86,7 @@ def test_what_a_server_holds_is_compared() -> None:
     before = held(20, 100.0, 100.0)
     assert not held(20, 105.0, 150.0).excess(before, mib=6)
     assert held(21, 105.0, 150.0).excess(before, mib=6) == ["descriptors: 20 -> 21"]
-    assert held(9, 107.0, 150.0).excess(before, mib=6) == ["MiB of front: 100 -> 107"]
+    assert held(9, 107.0, 150.0).excess(before, mib=6) == ["MiB of front: 90 -> 97"]
     assert held(9, 107.0, 150.0).rise(before, mib=40) == ["MiB of front: 100 -> 150"]
 
 

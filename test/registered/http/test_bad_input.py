@@ -120,6 +120,8 @@ BODIES: list[tuple[dict[str, Any], str]] = [
     ({"text": "x", "return_hidden_states": True}, "--enable-return-hidden-states"),
     ({"text": "x", "top_logprobs_num": -1}, "top_logprobs_num must be at least 0"),
     ({"text": "x", "return_logprob": True, "logprob_start_len": 9}, "below the 1 tok"),
+    ({"text": ["x", "y"], "token_ids_logprob": [5, [131]]}, "mixes token ids with"),
+    ({"text": "x", "token_ids_logprob": [5, None]}, "mixes token ids with lists"),
     ({"text": ["x", "y"], "rid": ["one"]}, "rid has 1 entries for 2 prompt(s)"),
     ({"text": "x", "rid": "r" * 300}, "rid must have 1 to 256 characters"),
     ({"text": ["x"] * 5000}, "asks for 5000 outputs"),

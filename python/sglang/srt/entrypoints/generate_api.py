@@ -170,8 +170,19 @@ _OPTIONS = {
 
 
 def _are_ids(value: list[Any]) -> bool:
-    """Whether token ids apply to all prompts, rather than one list per prompt."""
-    return all(isinstance(entry, int) for entry in value)
+    """Whether token ids apply to all prompts, rather than one list per prompt.
+
+    Raises:
+        BadRequest: there are ids and lists.
+    """
+    kinds = {isinstance(entry, int) for entry in value}
+    if len(kinds) > 1:
+        raise BadRequest(
+            "token_ids_logprob mixes token ids with lists; send ids for all prompts, "
+            "or one list or null for each",
+            param="token_ids_logprob",
+        )
+    return False not in kinds
 
 
 class _Prompt(NamedTuple):

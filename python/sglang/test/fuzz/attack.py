@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from sglang.bench_utils.memory import resident_mib
+from sglang.test.bystander import memory_mib
 from sglang.test.fuzz.cases import Cases, Shot
 from sglang.test.fuzz.shooter import Failure, Shooter
 from sglang.test.fuzz.watch import (
@@ -156,15 +156,16 @@ class Attack:
 
     async def _memory(self) -> tuple[float, float]:
         """Return the minimum memory of front and scheduler while idle with an empty
-        cache: bodies of clients that have left may still be read for a moment.
+        cache: bodies of clients that have left may still be read for a moment. Pages of
+        files do not count, which the kernel drops and reads as it likes.
         """
         self.outcome.slots_at_idle = await slots_at_idle(self._server.url)
         pids = (self._server.process.pid, self._server.scheduler_pid())
-        front, scheduler = map(resident_mib, pids)
+        front, scheduler = (memory_mib(pid, "RssAnon") for pid in pids)
         for _ in range(SETTLE_SAMPLES):
             await asyncio.sleep(SETTLE_SECONDS / SETTLE_SAMPLES)
-            front = min(front, resident_mib(pids[0]))
-            scheduler = min(scheduler, resident_mib(pids[1]))
+            front = min(front, memory_mib(pids[0], "RssAnon"))
+            scheduler = min(scheduler, memory_mib(pids[1], "RssAnon"))
         return front, scheduler
 
     async def _judge(self, bystander: Bystander, prober: HealthProber) -> None:
