@@ -438,7 +438,7 @@ def test_growth_is_judged() -> None:
                 name="x", memory_before=before, memory_after=(110.0, 500.0)
             )
 
-    for before, grown in (((105.0, 480.0), []), ((95.0, 400.0), ["front", "sched"])):
+    for before, grown in (((95.0, 485.0), []), ((93.0, 483.0), ["front", "sched"])):
         attack = Grown(before)
         attack._judge_memory()
         found = attack.outcome.complaints
