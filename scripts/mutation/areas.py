@@ -212,7 +212,13 @@ AREAS = (
         place=FaultPlace.LOGITS,
         modules=("forward.batch", "layers.logits_processor"),
         worlds=Kind.PLAIN | Kind.SPEC | Kind.SAMPLING,
-        tests=(*SAMPLER_TESTS, *SPEC_TESTS, *SCHEDULER_TESTS[:2], *RESULT_TESTS),
+        tests=(
+            "models/test_logits_processor.py",
+            *SAMPLER_TESTS,
+            *SPEC_TESTS,
+            *SCHEDULER_TESTS[:2],
+            *RESULT_TESTS,
+        ),
     ),
     Area(
         place=FaultPlace.SAMPLING,

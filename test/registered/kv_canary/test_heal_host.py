@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,13 @@ from heal_world import (
 )
 
 from kv_canary.checks import Reason, Severity
-from kv_canary.findings import parse_verdicts
+from kv_canary.findings import RING, parse_verdicts
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.kv_canary.perturb import PerturbDriver, drivers_of
 from sglang.srt.managers.batch.req import Req
 from sglang.srt.managers.scheduler import blame
+from sglang.srt.managers.scheduler.canary_gate import CanaryGate
 from sglang.srt.managers.scheduler.heal_check import HealingError
 from sglang.srt.managers.scheduler.scheduler import InFlight
 from sglang.srt.mem_cache.groups.window_slots import WindowSlots
@@ -894,3 +896,20 @@ def test_whatever_a_round_does_is_watched(
         submit(harness, i)
     check(harness.run(), of=8)
     assert seen and None not in seen
+
+
+def test_findings_of_ranks_are_united_word_by_word() -> None:
+    """All but the head of each manager's findings, which counts this rank's own."""
+    sent: list[list[int]] = []
+
+    def unite(words: list[int]) -> list[int]:
+        sent.append(words)
+        return [word | 8 for word in words]
+
+    gate: Any = SimpleNamespace(_group=SimpleNamespace(size=2, bitwise_or=unite))
+    heads = [list(range(100, 100 + RING)), list(range(200, 200 + RING))]
+    found = CanaryGate._united(gate, [heads[0] + [1, 2], heads[1] + [4, 0, 3]])
+    assert found == [heads[0] + [9, 10], heads[1] + [12, 8, 11]]
+    assert sent == [[1, 2, 4, 0, 3]]
+    gate._group.size = 1
+    assert CanaryGate._united(gate, [heads[0] + [1]]) == [heads[0] + [1]]

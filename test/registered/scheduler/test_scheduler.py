@@ -10,7 +10,11 @@ import transformers
 from test_admission import make_req
 
 from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
-from sglang.srt.managers.messages.io_struct import FlushCacheReq, FlushCacheRsp
+from sglang.srt.managers.messages.io_struct import (
+    BatchOutput,
+    FlushCacheReq,
+    FlushCacheRsp,
+)
 from sglang.srt.managers.worker import tp_worker
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
@@ -54,6 +58,20 @@ def test_an_idle_engine_checks_its_memory(mock):
     harness.scheduler.cache.allocator.alloc(1)
     with pytest.raises(RuntimeError, match="slots"):
         harness.generate([1, 2, 3], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("mode", ["none", "log"])
+def test_the_front_gets_digests_to_compare_if_the_canary_is_on(mock, mode):
+    harness = mock_harness(mock, kv_canary=mode)
+    harness.submit([1, 2, 3], max_new_tokens=4)
+    found = []
+    while harness.io.requests or harness.scheduler.has_work():
+        harness.scheduler.step()
+        messages = [m for m in harness.io.responses if isinstance(m, BatchOutput)]
+        found += [output.digest for m in messages for output in m.outputs]
+        harness.io.responses.clear()
+    assert found
+    assert all((digest is None) == (mode == "none") for digest in found)
 
 
 @pytest.mark.parametrize("length", [0, -1])
