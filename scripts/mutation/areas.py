@@ -214,6 +214,7 @@ AREAS = (
         worlds=Kind.PLAIN | Kind.SPEC | Kind.SAMPLING,
         tests=(
             "models/test_logits_processor.py",
+            "attention/test_flashinfer_plan.py",
             *SAMPLER_TESTS,
             *SPEC_TESTS,
             *SCHEDULER_TESTS[:2],

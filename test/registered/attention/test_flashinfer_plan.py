@@ -112,5 +112,13 @@ def test_a_missing_package_names_the_flag_and_the_extra(monkeypatch) -> None:
         create_attention_backend("flashinfer", req_to_token_pool=rows, kv_pool=pool)
 
 
+def test_padding_keeps_the_lengths_of_live_rows() -> None:
+    lens = HostLens(prefix_lens=[9, 4], extend_lens=[1, 3])
+    padded = lens.padded(4, prefix_len=0, extend_len=2)
+    assert padded.prefix_lens == [9, 4, 0, 0]
+    assert padded.extend_lens == [1, 3, 2, 2]
+    assert lens.padded(2, prefix_len=0, extend_len=2) == lens
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

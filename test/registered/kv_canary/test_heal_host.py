@@ -558,6 +558,24 @@ def test_damaged_drafts_of_a_request_that_ends_are_not_cached(
     assert found
 
 
+def test_tokens_beside_damaged_drafts_are_counted_once(models: dict[str, Path]) -> None:
+    harness = speculating(
+        **models, tree=(1, 3, 4), page_size=4, kv_canary="heal", kv_canary_heal_limit=0
+    )
+    _, draft = drivers_of(harness.scheduler)
+    for i in range(3):
+        submit(harness, i)
+
+    def on_step(step: int) -> None:
+        started = all(req.output_len > 4 for req in harness.scheduler.unfinished)
+        if len(harness.scheduler.unfinished) == 3 and started and not draft.asked:
+            draft.arm("real_kv_used", seed=1)
+
+    check(harness.run(on_step=on_step), of=3)
+    assert draft.planted and heals(harness) == 1
+    assert harness.scheduler.stats_snapshot().generation_tokens_total == 3 * 24
+
+
 # -- faults of the healing itself ------------------------------------------------------
 
 
