@@ -12,6 +12,7 @@ from sglang.srt.sampling.ops import noise, row_ops
 from sglang.srt.sampling.ops.choose_tokens.triton import choose_tokens
 from sglang.srt.sampling.ops.divide_rows.op import divide_rows_ref
 from sglang.srt.sampling.ops.divide_rows.triton import divide_rows
+from sglang.srt.sampling.ops.draw import triton as draw_kernels
 from sglang.srt.sampling.ops.draw.op import draw_ref
 from sglang.srt.sampling.ops.draw.triton import draw
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -148,6 +149,14 @@ def test_draw_from_weights(vocab: int) -> None:
         assert ((tokens == expected) | is_close[:, 0]).all()
 
 
+def test_draw_for_more_rows_than_a_launch_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draw_kernels, "_MAX_ROWS", 4)
+    weights = torch.rand(11, 50, device=DEVICE)
+    positions = torch.arange(11, device=DEVICE)
+    tokens = draw(weights, seeds=keys(11), positions=positions)
+    assert torch.equal(tokens, draw_ref(weights, seeds=keys(11), positions=positions))
+
+
 @pytest.mark.parametrize("bad", [0.0, NAN, INF])
 def test_draw_from_what_are_no_weights_stays_in_range(bad: float) -> None:
     weights = torch.full((3, 40), bad, device=DEVICE)
@@ -185,8 +194,7 @@ def test_refusals() -> None:
     with pytest.raises(ValueError, match="seeds"):
         draw(logits[:1], **two)
     with pytest.raises(ValueError, match="exceed"):
-        many = torch.arange(5000, device=DEVICE)
-        draw(torch.zeros(5000, 4, device=DEVICE), seeds=many, positions=many)
+        draw(torch.zeros(2, 1 << 21, device=DEVICE), **two)
     none = torch.arange(0, device=DEVICE)
     assert draw(logits[:0], seeds=none, positions=none).shape == (0,)
     with pytest.raises(ValueError, match="temperatures"):

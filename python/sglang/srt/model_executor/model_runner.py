@@ -341,7 +341,6 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             capture_hidden_mode: mode of the forwards that will be replayed.
             draft_hidden_dim: width of the states that a draft model reads; see
                 `BreakableCudaGraphRunner`.
-                `BreakableCudaGraphRunner`.
         """
         counts = self.prefill_graph_token_counts()
         if not counts or (self.is_draft_worker and not force_for_draft_worker):

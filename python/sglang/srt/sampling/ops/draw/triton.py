@@ -75,13 +75,14 @@ def draw_kernel(
 
 
 def draw(weights: Tensor, *, seeds: Tensor, positions: Tensor) -> Tensor:
-    """`sampling.ops.draw` in one launch. Its sums are float64 throughout, and those of
-    the reference float32 within blocks, so noise very close to an id's end may draw its
-    neighbour (ADR 37).
+    """`sampling.ops.draw` in one launch for up to 4,096 rows.
+
+    Sums are float64 throughout; those of the reference are float32 within blocks. So
+    noise very close to an id's end may draw its neighbour (ADR 37).
 
     Raises:
-        ValueError: a tensor has another shape, dtype or layout, or there are more rows
-            or ids than the kernel's scratch can hold.
+        ValueError: a tensor has another shape, dtype or layout, or there are more ids
+            than the kernel's scratch can hold.
     """
     rows, vocab = weights.shape
     require("draw", rows * vocab, torch.float32, weights=weights)
@@ -89,6 +90,10 @@ def draw(weights: Tensor, *, seeds: Tensor, positions: Tensor) -> Tensor:
     out = torch.empty(rows, dtype=torch.int64, device=weights.device)
     if rows == 0:
         return out
+    if rows > _MAX_ROWS:  # nodes of many large trees
+        parts = (x.split(_MAX_ROWS) for x in (weights, seeds, positions))
+        drawn = [draw(w, seeds=s, positions=p) for w, s, p in zip(*parts, strict=True)]
+        return torch.cat(drawn)
     block, splits = split_rows("draw", rows, vocab, most_rows=_MAX_ROWS)
     partial, counters = _SCRATCH.get(
         weights.device, partial_bytes=rows * splits * 8, counters=rows
