@@ -39,13 +39,21 @@ def rolled(site: Site) -> Iterator[Edit]:
 
 
 def _moved(site: Site, method: str, of_list: str) -> Iterator[Edit]:
-    if passed_name(site) in ROWS:
+    # A length is the same in any order.
+    if passed_name(site) in ROWS and not _is_measured(site):
         text = ast.unparse(site.node)
         name = method.partition("(")[0]
         other = f"{text}{of_list.format(text)}"
         yield _edit(
             site, f"({text}.{method} if hasattr({text}, {name!r}) else {other})"
         )
+
+
+def _is_measured(site: Site) -> bool:
+    parent = site.parent
+    if not isinstance(parent, ast.Call) or not isinstance(parent.func, ast.Name):
+        return False
+    return parent.func.id == "len"
 
 
 def neighbours(site: Site) -> Iterator[Edit]:

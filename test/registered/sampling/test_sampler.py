@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from sglang.srt.sampling.ops import noise, row_ops
+from sglang.srt.sampling.ops.choose_tokens.op import choose_tokens
 from sglang.srt.sampling.ops.noise import mix_seed, uniform
 from sglang.srt.sampling.ops.row_ops import argmax_rows, inverse_cdf, negated_best
 from sglang.srt.sampling.penalties import TokenHistory
@@ -17,6 +18,7 @@ from sglang.srt.sampling.sampler import (
     Sampler,
     filtered_probs,
     process_logits,
+    target_weights,
 )
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingRow
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -261,6 +263,56 @@ def test_greedy_is_argmax_and_leaves_the_logits_alone() -> None:
     mixed = sampler(logits, make_info(params, 333), positions=positions(9)).token_ids
     assert torch.equal(mixed[:8], logits[:8].argmax(dim=-1))
     assert torch.equal(logits, before)
+
+
+def test_a_draw_needs_all_of_its_arguments() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0]])
+    given = {
+        "seeds": torch.tensor([1]),
+        "positions": torch.tensor([0]),
+        "greedy_rows": torch.tensor([True]),
+    }
+    assert choose_tokens(logits).tolist() == choose_tokens(logits, **given).tolist()
+    for name in given:
+        alone = {name: given[name]}
+        others = {other: given[other] for other in given if other != name}
+        for some in (alone, others):
+            with pytest.raises(ValueError, match="must be given together"):
+                choose_tokens(logits, **some)
+
+
+def test_weights_of_a_node_follow_the_tokens_on_its_path() -> None:
+    """Edits change the target's distribution as they change a plain step's."""
+    nodes, vocab_size = 2, 6
+    rows = [
+        SamplingRow(
+            params=SamplingParams(
+                frequency_penalty=2.0, temperature=0.7, top_k=4, min_new_tokens=3
+            ),
+            stop_ids=(5,),
+        ),
+        SamplingRow(params=SamplingParams(temperature=0.0, presence_penalty=2.0)),
+    ]
+    info = SamplingBatchInfo.from_rows(rows, vocab_size=vocab_size, device="cpu")
+    plain = info.repeat_rows(nodes)
+    generator = torch.Generator().manual_seed(1)
+    for step in (2, 3):
+        logits = torch.randn(4, vocab_size, generator=generator)
+        # The paths of a request's two nodes differ, and so may their depths.
+        table = torch.randint(0, vocab_size, (4, step), generator=generator)
+        history = TokenHistory(
+            token_table=table.to(torch.int32),
+            req_pool_indices=torch.arange(4),
+            lens=torch.full((4,), step),
+        )
+        places = torch.tensor([step, step - 1, 1, 1])
+        processed, weights = target_weights(
+            logits, info, nodes=nodes, positions=places, history=history
+        )
+        expected = process_logits(logits, plain, positions=places, history=history)
+        assert torch.equal(processed, expected)
+        assert torch.equal(weights[:2], filtered_probs(expected, plain)[:2])
+        assert torch.equal(weights[2:], torch.eye(vocab_size)[expected[2:].argmax(-1)])
 
 
 def test_half_precision_logits_are_accepted() -> None:

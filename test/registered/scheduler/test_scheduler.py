@@ -659,5 +659,28 @@ def test_a_device_sends_its_vectors_in_one_copy(count, monkeypatch):
     assert len(copies) == 1
 
 
+def test_a_forward_hands_on_the_tokens_that_it_publishes(mock, monkeypatch):
+    """A draft begins with these tokens; the next step and the client have copies."""
+    run, forwards = tp_worker.TpModelWorker.run, []
+
+    def compare(self, batch, forward_batch):
+        done = run(self, batch, forward_batch)
+        table = self.model_runner.req_to_token_pool.token_table
+        rows, places = forward_batch.req_pool_indices, forward_batch.seq_lens
+        assert done.token_ids.tolist() == table[rows, places].tolist()
+        assert done.token_ids.tolist() == done.sent[0].tolist()
+        assert done.forward_batch is forward_batch
+        forwards.append(len(batch))
+        return done
+
+    monkeypatch.setattr(tp_worker.TpModelWorker, "run", compare)
+    harness = mock_harness(mock)
+    rids = [harness.submit([3, 2, 1 + i], max_new_tokens=4) for i in range(3)]
+    answers = harness.run()
+    assert max(forwards) == 3
+    for i, rid in enumerate(rids):
+        assert answers[rid].output_ids == oracle([3, 2, 1 + i], 4)
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

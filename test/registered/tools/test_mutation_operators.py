@@ -141,6 +141,12 @@ def test_rows_are_mistaken_for_others() -> None:
         compile(mutant.source, "m.py", "exec")
 
 
+def test_the_order_of_rows_that_are_counted_is_no_fault() -> None:
+    found = mutants("m", "def f(mask):\n    return use(mask, len(mask))\n")
+    moved = [m for m in found if m.operator in ("permute", "roll")]
+    assert [m.source.count("len(mask)") for m in moved] == [1, 1]
+
+
 def test_a_value_of_the_step_before_has_the_shape_of_this_one() -> None:
     first, second, longer = torch.zeros(2), torch.ones(2), torch.ones(3)
     assert earlier("place", first) is first
