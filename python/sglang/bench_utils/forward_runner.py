@@ -70,7 +70,7 @@ class ForwardRunner:
         if rows is None:
             raise ValueError(
                 f"a batch of {len(prompts)} needs as many --max-running-requests, but "
-                f"there are {self.runner.server_args.max_running_requests}"
+                f"there are {self.runner.max_running_requests}"
             )
         self._rows, self._lens = rows, [0] * len(rows)
         tokens = [token for prompt in prompts for token in prompt]

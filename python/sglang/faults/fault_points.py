@@ -165,8 +165,8 @@ def _has_chunks(args: ServerArgs) -> bool:
 
 
 def _has_company(args: ServerArgs) -> bool:
-    assert args.max_running_requests is not None
-    return args.max_running_requests > 1
+    # Unset, it is many on a GPU.
+    return args.max_running_requests is None or args.max_running_requests > 1
 
 
 def _reserves_more(args: ServerArgs) -> bool:

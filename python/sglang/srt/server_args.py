@@ -214,7 +214,12 @@ class ServerArgs:
         ),
     ] = None
     max_running_requests: Annotated[
-        int | None, Arg("Requests in one batch; unset: by device.", low=1)
+        int | None,
+        Arg(
+            "Requests in one batch; unset: on a GPU without speculation 256 to 2,048, "
+            "as memory allows, else by device.",
+            low=1,
+        ),
     ] = None
     page_size: Annotated[int | None, Arg("Tokens per KV page; unset: 1.", low=1)] = None
     disable_radix_cache: Annotated[
@@ -379,7 +384,8 @@ class ServerArgs:
     cuda_graph_max_bs: Annotated[
         int | None,
         Arg(
-            "Largest batch with a CUDA graph.",
+            "Largest batch with a CUDA graph; unset: --max-running-requests, or 256 if "
+            "that is unset too.",
             aliases=("--cuda-graph-max-bs-decode",),
             low=1,
         ),

@@ -299,6 +299,29 @@ def test_a_backend_that_cannot_be_captured_is_named(monkeypatch):
         )
 
 
+@pytest.mark.parametrize(
+    ("values", "running", "largest_graph"),
+    [
+        ({}, None, 256),
+        ({"max_running_requests": 1024}, 1024, None),
+        ({"cuda_graph_max_bs": 512}, None, 512),
+        ({"cuda_graph_bs": [8, 512]}, None, None),
+        ({"cuda_graph_config": '{"decode": {"max_bs": 64}}'}, None, 64),
+        ({"disaggregation_mode": "prefill"}, None, None),
+        ({"speculative_algorithm": "EAGLE"}, 48, None),
+    ],
+)
+def test_batches_of_a_gpu_follow_from_memory(
+    monkeypatch, values, running, largest_graph
+):
+    monkeypatch.setattr("sglang.srt.server_args.cuda_device_count", lambda: 1)
+    args = ServerArgs(device="cuda", **values)
+    assert args.max_running_requests == running
+    assert args.cuda_graph_max_bs == largest_graph
+    again = ServerArgs(**dataclasses.asdict(args))
+    assert dataclasses.asdict(again) == dataclasses.asdict(args)
+
+
 def test_the_prefill_role_has_no_decode_graphs(monkeypatch):
     monkeypatch.setattr("sglang.srt.server_args.cuda_device_count", lambda: 1)
     args = ServerArgs(device="cuda", disaggregation_mode="prefill")

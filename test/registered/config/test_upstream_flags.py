@@ -262,7 +262,9 @@ def test_graph_flags_of_today(
     sizes: tuple[int | None, list[int] | None],
 ) -> None:
     monkeypatch.setattr("sglang.srt.server_args.cuda_device_count", lambda: 1)
-    args = ServerArgs.from_cli([*shlex.split(argv), "--attention-backend", "triton"])
+    # Otherwise the largest graph has a default.
+    others = ["--attention-backend", "triton", "--max-running-requests", "256"]
+    args = ServerArgs.from_cli([*shlex.split(argv), *others])
     assert (not args.disable_cuda_graph, args.has_prefill_graphs) == (decode, prefill)
     assert (args.cuda_graph_max_bs, args.cuda_graph_bs) == sizes
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import openai
-from manager_world import FOLDER, TOKENIZER, Wire
+from manager_world import FOLDER, TOKENIZER, Wire, ready_for
 
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_server import create_app
@@ -53,7 +53,8 @@ class ChatWorld:
     ) -> None:
         self.break_after: int | None = None
         self.wire = Wire(tokenizer=CHAT_TOKENIZER, **flags)
-        self.wire.manager.set_ready(READY)
+        manager = self.wire.manager
+        manager.set_ready(ready_for(manager.server_args, READY))
         self._outputs = outputs
         self._step = step
         self._finish = finish

@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Coroutine
 from typing import Any
 
+import msgspec
+
 from sglang.srt.managers.front.prompt_request import PromptRequest
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.messages.io_struct import (
@@ -34,9 +36,20 @@ READY = SchedulerReady(
     context_len=100,
     max_req_input_len=99,
     max_total_num_tokens=1000,
+    max_running_requests=64,
     vocab_size=4096,
     hidden_size=1000,
 )
+
+
+def ready_for(args: ServerArgs, ready: SchedulerReady = READY) -> SchedulerReady:
+    """The report of an engine that runs as many requests as its flags say."""
+    assert args.max_running_requests is not None
+    return msgspec.structs.replace(
+        ready, max_running_requests=args.max_running_requests
+    )
+
+
 LENGTH = FinishReason(type="length", length=1)
 
 
@@ -64,7 +77,7 @@ class Wire:
                 canary_mode="none",
             ),
         )
-        self.manager.set_ready(READY)
+        self.manager.set_ready(ready_for(args))
 
     def generated(self) -> list[GenerateReq]:
         return [request for message in self.sent for request in _requests(message)]

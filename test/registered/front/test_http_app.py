@@ -47,6 +47,7 @@ def manager_of(
             context_len=99,
             max_req_input_len=98,
             max_total_num_tokens=99,
+            max_running_requests=64,
             vocab_size=4096,
         )
     )

@@ -15,6 +15,7 @@ register_cpu_ci(est_time=1, suite="cpu")
 
 READY = SchedulerReady(
     max_total_num_tokens=4096,
+    max_running_requests=64,
     kv_pool_bytes=3 << 29,
     context_len=2048,
     max_req_input_len=2047,

@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from sglang.srt.arg_groups import memory_hook
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.configs.latent_form import PREFIX_BLOCK
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.memory_plan import (
     CPU_POOL_BYTES,
     DRAFT_GRAPH_BYTES,
@@ -23,6 +25,7 @@ from sglang.srt.model_executor.memory_plan import (
     cpu_pool_slots,
     decode_graph_sizes,
     default_batch_sizes,
+    default_rows,
     device_bytes,
     draft_graph_bytes,
     explain_out_of_memory,
@@ -66,6 +69,77 @@ def test_graph_sizes_never_exceed_a_batch(max_rows, max_bs, wanted, sizes):
     assert sizes == decode_graph_sizes(
         max_running_requests=max_rows, max_bs=max_bs, wanted=wanted
     )
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free", "context", "slots", "rows"),
+    [
+        (63 * GIB, 131072 + 4, 440_000, 1024),  # an 8B model on 80 GiB
+        (122 * GIB, 131072 + 4, 900_000, 2048),  # and on 141
+        (8 * GIB, 131072, 40_000, 256),  # and on 24: no fewer
+        (64 * GIB, 1 << 20, 440_000, 256),  # tables of long contexts
+        (64 * GIB, 8192, 300_000, 1024),  # what the slots feed
+        (64 * GIB, 2048, 50_000_000, 2048),  # no more
+    ],
+)
+def test_rows_of_a_gpu_follow_from_its_memory(free, context, slots, rows):
+    per_row = ReqToTokenPool.bytes_per_row(row_width=context)
+    assert per_row == 8 * context
+    assert rows == default_rows(free_bytes=free, bytes_per_row=per_row, num_slots=slots)
+    assert rows == 256 or rows * per_row <= free * 0.02
+
+
+def test_all_see_the_rows_that_memory_allows(tmp_path, monkeypatch, caplog):
+    """As on a GPU, where no flag says how many."""
+    folder = write_tiny_model(tmp_path, "LlamaForCausalLM")
+    monkeypatch.setattr(memory_hook, "_CPU_RUNNING_REQUESTS", None)
+    free = [1 << 34]
+    monkeypatch.setattr(ModelRunner, "_available_bytes", lambda runner: free[0])
+
+    def engine(**flags):
+        return EngineHarness(
+            folder, device="cpu", **{"max_total_tokens": 300_000} | flags
+        )
+
+    with caplog.at_level("INFO"):
+        scheduler = engine().scheduler
+    runner = scheduler.worker.model_runner
+    assert scheduler.server_args.max_running_requests is None
+    assert runner.max_running_requests == 1024
+    assert runner.req_to_token_pool.size == runner.req_to_token_pool.available_size()
+    assert runner.req_to_token_pool.size == 1024
+    assert scheduler.ready_message().max_running_requests == 1024
+    assert "At most 1024 requests run at once (--max-running-requests)" in caplog.text
+    # Slots follow from memory too.
+    free[0] = 600 * 256 * runner.bytes_per_kv_slot()
+    runner = engine(max_total_tokens=None, mem_fraction_static=0.99).scheduler.worker
+    assert runner.model_runner.max_running_requests == 512
+    # Another rank has less.
+    free[0] = 1 << 34
+    monkeypatch.setattr(
+        "sglang.srt.distributed.parallel_state.TensorParallelGroup.min_int",
+        lambda group, value: min(value, 300),
+    )
+    assert engine().scheduler.worker.model_runner.max_running_requests == 300
+
+
+def test_many_short_requests_run_at_once(tmp_path, monkeypatch):
+    folder = write_tiny_model(tmp_path, "LlamaForCausalLM")
+    monkeypatch.setattr(memory_hook, "_CPU_RUNNING_REQUESTS", None)
+    engine = EngineHarness(
+        folder, device="cpu", max_total_tokens=300_000, chunked_prefill_size=4096
+    )
+    count = 300
+    for i in range(count):
+        prompt = [1 + i % 50, 1 + i // 50, 3]
+        engine.submit(prompt, max_new_tokens=3, ignore_eos=True)
+    engine.scheduler.step()
+    engine.scheduler.step()
+    assert engine.scheduler.stats_snapshot().num_running_reqs == count
+    assert len(engine.run()) == count
 
 
 def test_graphs_take_logits_per_graph_and_activations_once(model):

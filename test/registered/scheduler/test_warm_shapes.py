@@ -38,7 +38,7 @@ from sglang.srt.layers.ops.moe.triton_sort import CHUNKS
 from sglang.srt.layers.ops.moe.triton_table import block_rows
 from sglang.srt.layers.ops.rope.triton import store_launch
 from sglang.srt.managers.scheduler.warm_up import warm_up
-from sglang.srt.managers.scheduler.warm_up_scenes import STEPS, SceneLimits, scenes
+from sglang.srt.managers.scheduler.warm_up_scenes import SceneLimits, scenes
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
@@ -287,11 +287,11 @@ def decoded(graph_rows: int, rows: int) -> set[int]:
         has_grammars=False,
         has_hidden_states=False,
     )
-    counts = {
-        len(requests)
-        for requests in scenes(limits)
-        if all(r.sampling_params.max_new_tokens == STEPS for r in requests)
-    }
+    counts = set()
+    for requests in scenes(limits):
+        lengths = [request.sampling_params.max_new_tokens for request in requests]
+        # The prefill yields the first token of each.
+        counts |= {sum(n > step for n in lengths) for step in range(1, max(lengths))}
     return {count for count in counts if count > graph_rows}
 
 

@@ -31,6 +31,8 @@ PREFILL_GRAPH_KINDS = tuple(
     for name in ("full", "tc_piecewise")
 )
 _CONFIG_FLAG = "--cuda-graph-config"
+# Largest batch with a decode graph if memory decides how large a batch may be.
+_DEFAULT_MAX_BATCH = 256
 
 _Size = Annotated[int, msgspec.Meta(ge=1)]
 
@@ -113,6 +115,11 @@ def handle_cuda_graph(server_args: ServerArgs) -> None:
         _check_breakable(server_args)
     if server_args.disaggregation_mode == "prefill":
         _handle_prefill_role(server_args)
+    elif server_args.max_running_requests is None and not sizes:
+        # As many as memory allows; each graph takes memory and time.
+        server_args.cuda_graph_max_bs = (
+            server_args.cuda_graph_max_bs or _DEFAULT_MAX_BATCH
+        )
 
 
 def has_prefill_graphs(server_args: ServerArgs) -> bool:

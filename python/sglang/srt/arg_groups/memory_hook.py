@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 8192}
-_MAX_RUNNING_REQUESTS = {"cpu": 64, "cuda": 256}
+_CPU_RUNNING_REQUESTS = 64
 
 
 def handle_memory(server_args: ServerArgs) -> None:
@@ -34,16 +34,21 @@ def handle_memory(server_args: ServerArgs) -> None:
     if tokens is not None:
         server_args.max_total_tokens = _whole_pages(tokens, server_args.page_size)
     if server_args.max_running_requests is None:
-        server_args.max_running_requests = (
-            _MAX_RUNNING_REQUESTS[server_args.device]
-            if server_args.speculative_algorithm is None
-            else default_max_running_requests(server_args)
-        )
+        _handle_running_requests(server_args)
     ratio = server_args.swa_full_tokens_ratio
     if not 0 < ratio <= 1:
         raise ValueError(
             f"--swa-full-tokens-ratio {ratio}: must be above 0 and at most 1"
         )
+
+
+def _handle_running_requests(server_args: ServerArgs) -> None:
+    """Resolve --max-running-requests, or leave it to the model runner, which knows the
+    memory of a GPU."""
+    if server_args.speculative_algorithm is not None:
+        server_args.max_running_requests = default_max_running_requests(server_args)
+    elif server_args.device == "cpu":
+        server_args.max_running_requests = _CPU_RUNNING_REQUESTS
 
 
 def handle_scheduling(server_args: ServerArgs) -> None:

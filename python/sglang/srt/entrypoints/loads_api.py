@@ -91,8 +91,6 @@ class LoadsApi:
 
     def __init__(self, front: Front) -> None:
         self._manager = front.manager
-        assert front.server_args.max_running_requests is not None
-        self._max_running = front.server_args.max_running_requests
 
     def routes(self) -> list[BaseRoute]:
         query = {
@@ -160,6 +158,9 @@ class LoadsApi:
         return json_response([load])
 
     def _load(self, stats: SchedulerStats) -> Load:
+        # A scheduler that reports its statistics has reported its limits.
+        assert self._manager.limits is not None
+        most = self._manager.limits.max_running_requests
         return Load(
             dp_rank=DP_RANK,
             timestamp=time.time(),
@@ -173,8 +174,8 @@ class LoadsApi:
             token_usage=stats.token_usage,
             gen_throughput=stats.gen_throughput,
             cache_hit_rate=stats.cache_hit_rate,
-            utilization=stats.num_running_reqs / self._max_running,
-            max_running_requests=self._max_running,
+            utilization=stats.num_running_reqs / most,
+            max_running_requests=most,
         )
 
 

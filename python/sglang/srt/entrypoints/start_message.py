@@ -37,7 +37,7 @@ def serving(
     return (
         f"sglang-canary serves {args.served_model_name} on {_device(args)}: "
         f"{ready.max_total_num_tokens} KV slots{pages} ({size}{each}), context "
-        f"{ready.context_len}, at most {args.max_running_requests} requests at once\n"
+        f"{ready.context_len}, at most {ready.max_running_requests} requests at once\n"
         f"{_drafts(args)}; {_canary(args)}\n"
         f"{_memory(ready)}"
         f"{_sampling(sampling_defaults)}"

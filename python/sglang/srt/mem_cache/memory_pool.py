@@ -117,8 +117,14 @@ class ReqToTokenPool:
     @staticmethod
     def num_bytes(*, size: int, row_width: int, region_columns: int = 0) -> int:
         """Return the device memory of a pool with `size` rows, in bytes."""
-        width = 2 * row_width + region_columns
-        return (size + 1) * width * torch.int32.itemsize
+        return (size + 1) * ReqToTokenPool.bytes_per_row(
+            row_width=row_width, region_columns=region_columns
+        )
+
+    @staticmethod
+    def bytes_per_row(*, row_width: int, region_columns: int = 0) -> int:
+        """Return the device memory of one row, in bytes."""
+        return (2 * row_width + region_columns) * torch.int32.itemsize
 
     def _zeros(self, width: int) -> torch.Tensor:
         shape = (self.size + 1, width)

@@ -33,6 +33,12 @@ SEGMENT_BYTES = 64 << 10
 # Residual, hidden, attention output and products that are live at once, per channel.
 LIVE_HIDDEN, LIVE_INNER = 8, 3
 
+# Request rows of a GPU by default: a power of two. Their tables take at most a share of
+# the free memory, and each row finds so many KV slots.
+MIN_ROWS, MAX_ROWS = 256, 2048
+TABLES_SHARE = 0.02
+SLOTS_PER_ROW = 256
+
 CPU_POOL_CONTEXTS = 32
 CPU_POOL_BYTES = 2 << 30
 
@@ -65,6 +71,20 @@ def default_batch_sizes(max_rows: int) -> list[int]:
     `max_rows`."""
     sizes = [1, 2, 4, *range(8, 257, 8), *range(288, max_rows + 1, 32)]
     return sorted({size for size in sizes if size < max_rows} | {max_rows})
+
+
+def default_rows(*, free_bytes: int, bytes_per_row: int, num_slots: int) -> int:
+    """Return how many requests run at once on a GPU without --max-running-requests.
+
+    Args:
+        free_bytes: free memory before the pools are built.
+        bytes_per_row: bytes of a request's tables.
+        num_slots: KV slots that the memory has room for.
+    """
+    rows = min(
+        int(free_bytes * TABLES_SHARE) // bytes_per_row, num_slots // SLOTS_PER_ROW
+    )
+    return min(max(1 << (max(rows, 1).bit_length() - 1), MIN_ROWS), MAX_ROWS)
 
 
 def graph_bytes(
@@ -303,9 +323,9 @@ def explain_out_of_memory(doing: str, server_args: ServerArgs) -> Iterator[None]
         raise ValueError(
             f"out of GPU memory while {doing}: lower --mem-fraction-static (now "
             f"{server_args.mem_fraction_static}), --max-running-requests (now "
-            f"{server_args.max_running_requests}) or --cuda-graph-max-bs, use "
-            f"--disable-piecewise-cuda-graph, or spread the model over more GPUs with "
-            f"--tp-size ({error})"
+            f"{server_args.max_running_requests or 'unset'}) or --cuda-graph-max-bs, "
+            f"use --disable-piecewise-cuda-graph, or spread the model over more GPUs "
+            f"with --tp-size ({error})"
         ) from error
 
 

@@ -28,6 +28,7 @@ from sglang.srt.model_executor.memory_plan import (
     DraftMemory,
     cpu_pool_slots,
     decode_graph_sizes,
+    default_rows,
     expansion_bytes,
     gathered_bytes,
     graph_bytes,
@@ -76,6 +77,15 @@ class ModelRunnerKVCacheMixin:
     max_total_num_tokens: int
     # Set by the target, which decides it; a draft's slots count as primary ones.
     _secondary: Sequence[SecondaryGroup] = ()
+    # Set by `_init_pools` if there is no --max-running-requests.
+    _default_rows: int | None = None
+
+    @property
+    def max_running_requests(self) -> int:
+        """Requests in one batch, and rows of `req_to_token`."""
+        rows = self.server_args.max_running_requests or self._default_rows
+        assert rows is not None, "the pools are not built"
+        return rows
 
     def row_width(self) -> int:
         """Columns of a `req_to_token` row.
@@ -97,9 +107,8 @@ class ModelRunnerKVCacheMixin:
         capabilities = ATTENTION_BACKENDS[args.attention_backend]
         if args.disable_cuda_graph or not capabilities.supports_cuda_graph:
             return []
-        assert args.max_running_requests is not None
         return decode_graph_sizes(
-            max_running_requests=args.max_running_requests,
+            max_running_requests=self.max_running_requests,
             max_bs=args.cuda_graph_max_bs,
             wanted=args.cuda_graph_bs,
         )
@@ -178,14 +187,15 @@ class ModelRunnerKVCacheMixin:
             ValueError: the memory cannot hold one page. The message names the flags.
         """
         config, args = self.model_config, self.server_args
-        assert args.max_running_requests is not None
         if shared is None:
-            # Every rank keeps the KV of its heads in the same slots.
-            self._check_rows()
             self._secondary = wanted_groups(config, args)
+            if args.max_running_requests is None:
+                self._default_rows = self._choose_rows()
+            self._check_rows()
+            # Every rank keeps the KV of its heads in the same slots.
             size = get_tp_group().min_int(self._pool_size(draft_memory))
             rows = ReqToTokenPool(
-                size=args.max_running_requests,
+                size=self.max_running_requests,
                 row_width=self.row_width(),
                 device=self.device,
                 context_len=config.context_len,
@@ -220,10 +230,11 @@ class ModelRunnerKVCacheMixin:
 
     def region_size(self) -> int:
         """KV slots of the draft region, in whole pages; 0 if there is none."""
-        rows = self.server_args.max_running_requests
-        assert rows is not None
-        columns = region_columns(self.server_args)
-        return region_size(rows=rows, columns=columns, page_size=self.page_size)
+        return region_size(
+            rows=self.max_running_requests,
+            columns=region_columns(self.server_args),
+            page_size=self.page_size,
+        )
 
     def _draft_region(self, size: int) -> DraftRegion | None:
         """Return the draft region after the `size` slots of the allocator."""
@@ -231,25 +242,48 @@ class ModelRunnerKVCacheMixin:
         columns = region_columns(args)
         if not columns:
             return None
-        assert args.max_running_requests is not None
         logger.info(
             "Draft branches have a region of %d KV slots, %d for each request row",
-            args.max_running_requests * columns,
+            self.max_running_requests * columns,
             columns,
         )
         return DraftRegion(
             first_slot=size + self.page_size,
-            rows=args.max_running_requests,
+            rows=self.max_running_requests,
             columns=columns,
             page_size=self.page_size,
         )
+
+    def _choose_rows(self) -> int:
+        """Return the number of request rows that memory suggests, the same on all
+        ranks."""
+        args, free = self.server_args, self._available_bytes()
+        slots = args.max_total_tokens
+        if slots is None:
+            for_kv = max(free - self._activation_bytes(), 0)
+            slots = for_kv // self.bytes_per_kv_slot()
+        per_row = ReqToTokenPool.bytes_per_row(row_width=self.row_width())
+        rows = default_rows(free_bytes=free, bytes_per_row=per_row, num_slots=slots)
+        rows = get_tp_group().min_int(rows)
+        logger.info(
+            "At most %d requests run at once (--max-running-requests), with tables of "
+            "%.2f GiB",
+            rows,
+            (rows + 1) * per_row / 2**30,
+        )
+        return rows
+
+    def _activation_bytes(self) -> int:
+        """Memory that --mem-fraction-static leaves to prefill activations."""
+        share = self.server_args.mem_fraction_static
+        assert share is not None
+        return int(self.free_bytes_at_start * (1 - share))
 
     def _check_rows(self) -> None:
         """Raises:
         ValueError: the tables of the requests' tokens do not fit into memory.
         """
-        running = self.server_args.max_running_requests
-        assert running is not None
+        running = self.max_running_requests
         needed = ReqToTokenPool.num_bytes(
             size=running,
             row_width=self.row_width(),
@@ -304,9 +338,7 @@ class ModelRunnerKVCacheMixin:
                     f"cache, but {available / 2**30:.1f} GiB are free; lower it"
                 )
             return args.max_total_tokens
-        assert args.mem_fraction_static is not None
-        # The rest stays free for prefill activations.
-        kept_free = int(self.free_bytes_at_start * (1 - args.mem_fraction_static))
+        kept_free = self._activation_bytes()
         kept_free += self.decode_graph_bytes() + self.prefill_graph_bytes()
         kept_free += draft_memory.graph_bytes
         kept_free += self.expansion_bytes() + self.gathered_bytes()
@@ -323,11 +355,9 @@ class ModelRunnerKVCacheMixin:
 
     def _cap(self, size: int, bytes_per_slot: int) -> int:
         """Return the default size of a CPU pool for which memory has `size` slots."""
-        args = self.server_args
-        assert args.max_running_requests is not None
         cap = cpu_pool_slots(
             context_len=self.model_config.context_len,
-            max_running_requests=args.max_running_requests,
+            max_running_requests=self.max_running_requests,
             bytes_per_slot=bytes_per_slot,
         )
         if cap < self.page_size <= size:

@@ -83,13 +83,15 @@ class PromptRequest:
 class Limits:
     """Capacities of the running engine, in tokens.
 
-    `hidden_size` is the size of a token's hidden state.
+    `max_running_requests` counts requests; `hidden_size` is the size of a token's
+    hidden state.
     """
 
     context_len: int
     max_req_input_len: int
     max_total_num_tokens: int
     vocab_size: int
+    max_running_requests: int = 0
     hidden_size: int = 0
 
     @classmethod
@@ -99,6 +101,7 @@ class Limits:
             max_req_input_len=ready.max_req_input_len,
             max_total_num_tokens=ready.max_total_num_tokens,
             vocab_size=ready.vocab_size,
+            max_running_requests=ready.max_running_requests,
             hidden_size=ready.hidden_size,
         )
 

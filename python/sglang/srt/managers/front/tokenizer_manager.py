@@ -129,6 +129,7 @@ class TokenizerManager:
     def set_ready(self, ready: SchedulerReady) -> None:
         """Accept requests from now on: the scheduler can serve."""
         self.limits = Limits.of(ready)
+        self._occupancy.set_running(ready.max_running_requests)
         if self.phase is ServerPhase.STARTING:
             self.phase = ServerPhase.READY
 

@@ -443,6 +443,7 @@ class SchedulerReady(msgspec.Struct, kw_only=True):
     context_len: int = 0
     max_req_input_len: int = 0
     max_total_num_tokens: int = 0
+    max_running_requests: int = 0
     kv_pool_bytes: int = 0
     device_bytes: dict[str, int] = {}
     vocab_size: int = 0

@@ -28,13 +28,14 @@ class Occupancy:
     """
 
     def __init__(self, server_args: ServerArgs) -> None:
-        assert server_args.max_running_requests is not None
         self._max_queued_requests = server_args.max_queued_requests
-        self._max_requests = (
-            server_args.max_queued_requests + server_args.max_running_requests
-        )
+        self._max_requests = server_args.max_queued_requests
         self._max_tokens = server_args.max_queued_tokens
         self.clear()
+
+    def set_running(self, max_running_requests: int) -> None:
+        """Also allow the requests that the engine runs at once."""
+        self._max_requests = self._max_queued_requests + max_running_requests
 
     def add(self, client: str, prompt_tokens: int) -> None:
         """Add a request."""

@@ -225,9 +225,8 @@ class Scheduler:
         )
         if grammars is None:
             return None, None
-        assert self.server_args.max_running_requests is not None
         masks = GrammarMasks(
-            max_batch_size=self.server_args.max_running_requests,
+            max_batch_size=self.worker.model_runner.max_running_requests,
             vocab_size=self._limits.vocab_size,
             device=self.env.device,
         )
@@ -269,6 +268,7 @@ class Scheduler:
             context_len=self.model_config.context_len,
             max_req_input_len=limits.max_req_input_len,
             max_total_num_tokens=self.worker.model_runner.max_total_num_tokens,
+            max_running_requests=self.worker.model_runner.max_running_requests,
             kv_pool_bytes=self.worker.model_runner.token_to_kv_pool.nbytes,
             device_bytes=device_bytes(
                 self.worker.model_runners(), self.server_args.device

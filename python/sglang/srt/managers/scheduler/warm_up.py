@@ -130,11 +130,10 @@ def _limits(
     server_args: ServerArgs, worker: Worker, tokenizer: Tokenizer | None
 ) -> SceneLimits:
     runner = worker.model_runner
-    assert server_args.max_running_requests is not None
     chunk = server_args.chunked_prefill_size or 0
     graphs = runner.graph_sizes()
     return SceneLimits(
-        rows=server_args.max_running_requests,
+        rows=runner.max_running_requests,
         slots=runner.max_total_num_tokens,
         context=runner.model_config.context_len,
         batch_tokens=min(n for n in (chunk, server_args.max_prefill_tokens) if n > 0),

@@ -216,16 +216,24 @@ class _Writer:
 
     def _decoding(self) -> Iterator[list[GenerateReq]]:
         """Steps with more rows than the largest graph, four row counts per power of
-        two, so that every choice made by the number of rows occurs.
+        two, so that every choice made by the number of rows occurs. In each step some
+        requests end, because admitting a full batch takes the host long.
         """
         limits = self._limits
         counts = {limits.graph_rows + 1, limits.rows}
         for power in range(limits.rows.bit_length()):
             counts.update((part << power) // 4 for part in range(4, 8))
-        for rows in sorted(counts):
-            fits = rows <= limits.rows and rows * 4 * STEPS <= limits.slots
-            if rows > limits.graph_rows and fits:
-                yield self._batch(rows, {}, {})
+        most = min(limits.rows, limits.slots // (4 * STEPS))
+        left = [n for n in sorted(counts) if limits.graph_rows < n <= most]
+        while left:
+            rows, length = left[-1], min(5, self._longest)
+            tokens = min(limits.context, limits.slots // rows)
+            steps = left[-(tokens - length - 1) :]
+            del left[-len(steps) :]
+            yield [
+                self._request(self._tokens(length), 1 + sum(row < n for n in steps))
+                for row in range(rows)
+            ]
 
     def _batch(
         self, rows: int, options: dict[str, Any], params: dict[str, Any]

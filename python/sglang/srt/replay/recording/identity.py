@@ -69,7 +69,9 @@ def describe_origin(
         page_size=runner.allocator.page_size,
         vocab_size=runner.model_config.vocab_size,
         max_in_flight=scheduler.max_in_flight,
-        server_args=_public_flags(args),
+        # Another machine would choose another number of rows.
+        server_args=_public_flags(args)
+        | {"max_running_requests": runner.max_running_requests},
         environment=set_variables(VARIABLES),
         has_tokens=has_tokens,
     )
