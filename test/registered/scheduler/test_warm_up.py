@@ -14,9 +14,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from sglang.srt.forward.graph_capture import RehearsalBackend
 from sglang.srt.managers.messages.io_struct import SchedulerStats
 from sglang.srt.managers.scheduler import build
-from sglang.srt.managers.scheduler.warm_up import is_warmed_up, warm_up
+from sglang.srt.managers.scheduler.warm_up import compile_ahead, is_warmed_up, warm_up
 from sglang.srt.managers.scheduler.warm_up_scenes import SceneLimits, scenes
 from sglang.srt.model_executor import model_runner
 from sglang.srt.model_executor.memory_plan import prefill_token_counts
@@ -158,7 +159,7 @@ def test_a_rehearsal_leaves_no_trace_either(
         )
         monkeypatch.setattr(model_runner, "cuda_graph_backend", RecordingBackend)
     with monkeypatch.context() as patch:
-        patch.setattr(ModelRunner, "_compiled_mark", lambda self: Unset())
+        patch.setattr(ModelRunner, "_compiled_mark", lambda self, draft: Unset())
         patch.setattr(build, "is_warmed_up", lambda args: True)
         warm = EngineHarness(model, **options, **CANARY)
     # After it: kernels that this one loaded would have come late to an engine before.
@@ -182,6 +183,42 @@ def test_drafts_are_left_alike(folders: ModelFolders, topk: int) -> None:
         c for c in matrix("llama", "qwen3", "mock") if (c.topk > 1) == (topk > 1)
     )
     assert_leaves_no_trace(lambda: spec_engine(folders, config, **CANARY))
+
+
+@pytest.mark.parametrize("topk", [1, 4])
+@pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE"])
+def test_a_rehearsal_with_drafts_leaves_no_trace(
+    folders: ModelFolders,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    algorithm: str,
+    topk: int,
+) -> None:
+    """Its graphs do nothing. No others are captured here, because attention with tree
+    masks waits for its results on the CPU."""
+    configs = matrix("llama", "qwen3", "mock")
+    config = next(
+        c
+        for c in configs
+        if (c.algorithm, c.topk > 1, c.backend) == (algorithm, topk > 1, "cpu_native")
+    )
+
+    def sizes_of(runner: ModelRunner) -> list[int]:
+        return [1, 4] if runner.make_backend is RehearsalBackend else []
+
+    monkeypatch.setattr(ModelRunner, "graph_sizes", sizes_of)
+    monkeypatch.setattr(ModelRunner, "prefill_graph_token_counts", sizes_of)
+    fresh, warm = (spec_engine(folders, config, **CANARY) for _ in range(2))
+    worker = warm.scheduler.worker
+    worker.model_runner.compiles_ahead = True
+    with caplog.at_level(logging.DEBUG, logger="sglang"):
+        compile_ahead(warm.server_args, worker)
+    said = " ".join(record.getMessage() for record in caplog.records)
+    for kind in ("target_verify", "draft", "draft extend"):
+        assert said.count(f"Captured 2 {kind} graphs") == 1
+    assert said.count("Captured 2 prefill graphs") == 2  # of either model
+    worker.capture_graphs()
+    assert_alike(fresh, warm)
 
 
 def test_nothing_is_refused(

@@ -12,13 +12,20 @@ pytest.importorskip("triton")
 from sglang.test.ahead_of_time import compile_in_a_process
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=15, suite="cpu")
+register_cpu_ci(est_time=35, suite="cpu")
 
 PROGRAM = Path(__file__).with_name("kernels_ahead_program.py")
+REHEARSAL = Path(__file__).with_name("rehearsal_program.py")
 
 
 def test_launches_are_left_out_and_compiled() -> None:
     assert "were ahead" in compile_in_a_process([str(PROGRAM)])
+
+
+def test_drafts_are_rehearsed_without_kernels() -> None:
+    """Requests end although no kernel has counted what is accepted."""
+    said = compile_in_a_process([str(REHEARSAL)])
+    assert "kernels are compiled for trees" in said
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.forward.batch import CaptureHiddenMode, ForwardBatch
 from sglang.srt.forward.context import ForwardContext, forward_context
@@ -60,7 +61,7 @@ logger = logging.getLogger(__name__)
 # Arguments that choose no kernel and may differ from start to start.
 _OF_A_RUN = {
     *("random_seed", "host", "port", "model_path", "tokenizer_path"),
-    *("served_model_name", "log_level", "api_key"),
+    *("served_model_name", "log_level", "api_key", "speculative_draft_model_path"),
 }
 # Bytes of an element of the rotary table.
 ROTARY_ITEMSIZE = torch.float32.itemsize
@@ -81,6 +82,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         is_draft_worker: whether the model drafts for another one.
         compiled_mark: mark of this configuration, or None if nothing is compiled ahead.
         compiles_ahead: whether this machine has yet to compile it.
+        make_backend: makes what captures the segments of graphs.
         late_kernels: kernels loaded since `watch_kernels`.
         weight_bytes: device memory that loading the weights took.
         captured_bytes: device memory that the graphs took.
@@ -96,6 +98,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         server_args: ServerArgs,
         model_config: ModelConfig,
         is_draft_worker: bool = False,
+        draft_config: ModelConfig | None = None,
         dtype: torch.dtype | None = None,
         watcher_bytes_per_slot: int = 0,
         watcher_bytes_per_head: int = 0,
@@ -103,6 +106,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         """Resolve dtype and device. No weights are loaded yet.
 
         Args:
+            draft_config: of the model that drafts for this one.
             dtype: dtype of the model. Defaults to --dtype and the checkpoint.
             watcher_bytes_per_slot: device memory per slot that a watcher of the KV pool
                 will keep; watcher_bytes_per_head: additional bytes for each KV head in
@@ -126,8 +130,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.prefill_graph_runner: BreakableCudaGraphRunner | None = None
         if self.device != "cpu":
             make_keys_stable()
-        self._make_backend: Callable[[], SegmentBackend] = cuda_graph_backend
-        self.compiled_mark = self._compiled_mark()
+        self.make_backend: Callable[[], SegmentBackend] = cuda_graph_backend
+        self.compiled_mark = self._compiled_mark(draft_config)
         mark = self.compiled_mark
         is_due = mark is not None and not mark.is_set()
         # Rehearsals use collectives, and a rank that is done sets the mark.
@@ -137,18 +141,24 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         # Set if a canary is installed.
         self.canary_manager: ForwardScopes | None = None
 
-    def _compiled_mark(self) -> CompiledMark | None:
+    def _compiled_mark(self, draft_config: ModelConfig | None) -> CompiledMark | None:
         """Return the mark of this configuration, if its kernels may be compiled ahead.
-        Drafting does not qualify: numbers that kernels write steer it."""
+        A draft's are compiled with its target's."""
         args = self.server_args
-        if args.device == "cpu" or args.skip_server_warmup or self.spec_algorithm:
+        if args.device == "cpu" or args.skip_server_warmup or self.is_draft_worker:
+            return None
+        assert args.attention_backend is not None
+        plans_on_host = ATTENTION_BACKENDS[args.attention_backend].needs_cpu_seq_lens
+        if draft_config is not None and plans_on_host:
+            # FlashInfer's kernels would run, on offsets that Triton's had not written.
             return None
         asked = {
             name: value
             for name, value in dataclasses.asdict(args).items()
             if name not in _OF_A_RUN
         }
-        return CompiledMark({"args": asked, "model": self.model_config.raw})
+        models = [config.raw for config in (self.model_config, draft_config) if config]
+        return CompiledMark({"args": asked, "models": models})
 
     def _resolve_dtype(self) -> torch.dtype:
         """Return --dtype or the checkpoint's dtype, with bfloat16 for float32."""
@@ -282,19 +292,19 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 inputs=inputs,
                 batch_sizes=sizes,
                 capture_hidden_mode=capture_hidden_mode,
-                make_backend=self._make_backend,
+                make_backend=self.make_backend,
             )
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
         """Scope where nothing is captured and few layers run. Forwards make all their
         launches but have no useful results. The graphs are gone afterwards."""
-        self._make_backend = RehearsalBackend
+        self.make_backend = RehearsalBackend
         try:
             with self.model.shallow():
                 yield
         finally:
-            self._make_backend = cuda_graph_backend
+            self.make_backend = cuda_graph_backend
             self.graph_runner = self.prefill_graph_runner = None
         # Otherwise its leftover memory would look like memory that the captures gave
         # back.
@@ -308,7 +318,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         Raises:
             ValueError: the device ran out of memory. The message names the flags.
         """
-        if self._make_backend is RehearsalBackend:
+        if self.make_backend is RehearsalBackend:
             yield
             return
         free_before = available_device_bytes(self.device)
@@ -351,7 +361,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 token_counts=counts,
                 capture_hidden_mode=capture_hidden_mode,
                 draft_hidden_dim=draft_hidden_dim,
-                make_backend=self._make_backend,
+                make_backend=self.make_backend,
             )
 
     def watch_kernels(self) -> None:

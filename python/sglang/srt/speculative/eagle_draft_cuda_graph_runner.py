@@ -3,16 +3,16 @@ the choices between them, and the tree."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.model_executor.cuda_graph_runner import WARM_UPS, cuda_graph_backend
-from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
+from sglang.srt.model_executor.graph_set import GraphSet, capture_warm, log_level
 
 if TYPE_CHECKING:
     from sglang.srt.draft_trees.workspace import EagleWorkspace, WorkspaceRows
-    from sglang.srt.forward.graph_capture import BreakableGraph
+    from sglang.srt.forward.graph_capture import BreakableGraph, SegmentBackend
 
 
 class Drafter(Protocol):
@@ -36,16 +36,27 @@ class EAGLEDraftCudaGraphRunner:
     Args:
         worker: runs the draft phase to capture.
         batch_sizes: padded numbers of requests, one graph each.
+        make_backend: captures segments.
 
     Attributes:
         graphs: graphs by padded number of requests.
     """
 
-    def __init__(self, worker: Drafter, *, batch_sizes: list[int]) -> None:
+    def __init__(
+        self,
+        worker: Drafter,
+        *,
+        batch_sizes: list[int],
+        make_backend: Callable[[], SegmentBackend] = cuda_graph_backend,
+    ) -> None:
         self._worker = worker
-        self._backend = cuda_graph_backend()
+        self._backend = make_backend()
         self.graphs = GraphSet(
-            "draft", batch_sizes, size_of=int, capture=self._capture_graph
+            "draft",
+            batch_sizes,
+            size_of=int,
+            capture=self._capture_graph,
+            level=log_level(self._backend),
         )
 
     def can_run(self, bs: int) -> bool:

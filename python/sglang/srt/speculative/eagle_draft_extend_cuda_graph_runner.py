@@ -6,17 +6,17 @@ Each graph also chooses the row that counts and that row's candidates.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.model_executor.cuda_graph_runner import WARM_UPS, cuda_graph_backend
-from sglang.srt.model_executor.graph_set import GraphSet, capture_warm
+from sglang.srt.model_executor.graph_set import GraphSet, capture_warm, log_level
 
 if TYPE_CHECKING:
     from sglang.srt.draft_trees.workspace import EagleWorkspace, WorkspaceRows
     from sglang.srt.forward.batch import ForwardBatch, HostLens
-    from sglang.srt.forward.graph_capture import BreakableGraph
+    from sglang.srt.forward.graph_capture import BreakableGraph, SegmentBackend
     from sglang.srt.model_executor.model_runner import ModelRunner
 
 
@@ -44,18 +44,29 @@ class EAGLEDraftExtendCudaGraphRunner:
     Args:
         worker: runs the extends to capture.
         batch_sizes: padded numbers of requests, one graph each.
+        make_backend: captures segments.
 
     Attributes:
         graphs: graphs by padded number of requests.
     """
 
-    def __init__(self, worker: DraftExtender, *, batch_sizes: list[int]) -> None:
+    def __init__(
+        self,
+        worker: DraftExtender,
+        *,
+        batch_sizes: list[int],
+        make_backend: Callable[[], SegmentBackend] = cuda_graph_backend,
+    ) -> None:
         self._worker = worker
         self._attn_backend = worker.draft_runner.attn_backend
-        self._backend = cuda_graph_backend()
+        self._backend = make_backend()
         self._static_batches: dict[int, ForwardBatch] = {}
         self.graphs = GraphSet(
-            "draft extend", batch_sizes, size_of=int, capture=self._capture_graph
+            "draft extend",
+            batch_sizes,
+            size_of=int,
+            capture=self._capture_graph,
+            level=log_level(self._backend),
         )
 
     def can_run(self, bs: int) -> bool:

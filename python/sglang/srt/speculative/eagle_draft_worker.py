@@ -253,12 +253,17 @@ class EagleDraftWorker:
         """Capture the draft phase and the draft extend, one graph per batch size."""
         runner = self.draft_runner
         sizes = runner.graph_sizes()
+        # A rehearsal's do nothing.
+        self._draft_graphs = self._extend_graphs = None
         if not sizes:
             return
+        make = runner.make_backend
         with runner.capturing("draft graphs", set_aside=self._draft_graph_bytes()):
-            self._draft_graphs = EAGLEDraftCudaGraphRunner(self, batch_sizes=sizes)
+            self._draft_graphs = EAGLEDraftCudaGraphRunner(
+                self, batch_sizes=sizes, make_backend=make
+            )
             self._extend_graphs = EAGLEDraftExtendCudaGraphRunner(
-                self, batch_sizes=sizes
+                self, batch_sizes=sizes, make_backend=make
             )
 
     def _load_hot_token_ids(self) -> Tensor | None:

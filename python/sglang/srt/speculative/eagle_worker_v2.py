@@ -68,15 +68,17 @@ class EAGLEWorkerV2:
             ValueError: target or draft cannot be loaded, do not match, or do not fit
                 into memory.
         """
+        draft_config = draft_model_config(server_args, model_config)
         target = ModelRunner(
             server_args=server_args,
             model_config=model_config,
+            draft_config=draft_config,
             watcher_bytes_per_slot=watcher_bytes_per_slot(server_args),
         )
         target.load_weights()
         draft = EagleDraftWorker(
             server_args=server_args,
-            model_config=draft_model_config(server_args, model_config),
+            model_config=draft_config,
             target=target,
         )
         target.init_memory_pool(draft_memory=draft.memory())

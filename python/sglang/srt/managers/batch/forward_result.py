@@ -4,6 +4,7 @@ scheduler and the workers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,11 @@ class GenerationBatchResult:
             return None
         begin = self.bs * self.stride
         return self._unpacked()[begin : begin + self.bs]
+
+    def set_accept_lens(self, lens: Sequence[int]) -> None:
+        """Replace the accept lengths."""
+        begin = self.bs * self.stride
+        self._unpacked()[begin : begin + self.bs] = lens
 
     @property
     def findings(self) -> list[list[int]]:

@@ -26,7 +26,10 @@ from sglang.srt.utils.kernels_ahead import compiled_ahead
 
 if TYPE_CHECKING:
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+    from sglang.srt.managers.batch.forward_result import GenerationBatchResult
+    from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
     from sglang.srt.managers.messages.io_struct import GenerateReq
+    from sglang.srt.managers.worker.grammar_masks import GrammarMasks
     from sglang.srt.managers.worker.interface import Worker
     from sglang.srt.server_args import ServerArgs
     from sglang.srt.utils.hf_tokenizer import Tokenizer
@@ -47,10 +50,9 @@ def compile_ahead(server_args: ServerArgs, worker: Worker) -> None:
     """Compile all kernels in parallel unless already done on this machine. Call this
     before the graphs of `worker` are captured.
     """
-    runner = worker.model_runner
-    if not runner.compiles_ahead:
+    if not worker.model_runner.compiles_ahead:
         return
-    with _forgotten(worker), runner.rehearsing(), compiled_ahead():
+    with _forgotten(worker), _rehearsing(worker), compiled_ahead():
         worker.capture_graphs()
         # Tokens are zeros then, which no grammar accepts.
         _serve_all(server_args, Unwatched(worker), None)
@@ -75,6 +77,15 @@ def warm_up(
     logger.info("Warmed up with %d requests in %.1f s", count, seconds)
 
 
+@contextmanager
+def _rehearsing(worker: Worker) -> Iterator[None]:
+    """As `ModelRunner.rehearsing`, for all models."""
+    with ExitStack() as stack:
+        for runner in worker.model_runners():
+            stack.enter_context(runner.rehearsing())
+        yield
+
+
 class Unwatched:
     """A worker whose findings are ignored, because its kernels have not computed the
     results.
@@ -82,9 +93,20 @@ class Unwatched:
 
     def __init__(self, worker: Worker) -> None:
         self.model_runner = worker.model_runner
-        self.forward_batch_generation = worker.forward_batch_generation
+        self._forward = worker.forward_batch_generation
         self.capture_graphs = worker.capture_graphs
         self.model_runners = worker.model_runners
+
+    def forward_batch_generation(
+        self, batch: ScheduleBatch, masks: GrammarMasks | None = None
+    ) -> GenerationBatchResult:
+        """As `Worker.forward_batch_generation`. No kernel has counted accepted tokens,
+        and a request that gains none never ends."""
+        result = self._forward(batch, masks)
+        lens = result.accept_lens
+        if lens is not None:
+            result.set_accept_lens([max(count, 1) for count in lens])
+        return result
 
     def canary_managers(self) -> list[CanaryManager]:
         return []
