@@ -1,0 +1,140 @@
+"""Triton's short convolution against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from sglang.srt.layers.ops.state.short_conv import op
+from sglang.srt.layers.ops.state.short_conv import triton as kernels
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.scale import count
+from sglang.test.state_problem import Draws
+
+register_cpu_ci(est_time=20, suite="cpu")
+register_cuda_ci(est_time=60, suite="cuda")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEEDS = range(count(ci=6, full=60) if DEVICE == "cpu" else 60)
+# The interpreter cuts bfloat16 off where the GPU rounds.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
+DTYPES = list(TOLERANCE)
+SLOTS = 6
+
+
+def assert_close(actual: Tensor, expected: Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_forms_equal_the_reference(seed: int) -> None:
+    draws = Draws(seed, device=DEVICE)
+    dtype = DTYPES[seed % len(DTYPES)]
+    rows, width = draws.integer(1, 4), draws.integer(2, 4)
+    channels = draws.choice(1, 5, 24, 130, 300)
+    conv = draws.conv(channels, width, dtype=dtype)
+    # Slots of one layer of a pool of two.
+    pool = draws.normal(SLOTS, 2, channels, width - 1, dtype=dtype)
+    slots, has_state = draws.slots(rows, SLOTS), draws.bools(rows)
+    lens = [draws.choice(0, 1, 2, 3, 17, 40) for _ in range(rows)]
+    padding = draws.integer(0, 20)
+    packed = draws.normal(sum(lens) + padding, channels + 3, dtype=dtype)
+    ours, expected = pool[:, 0], pool[:, 0].clone()
+
+    outs = [
+        run(
+            packed[:, 3:],
+            conv,
+            state,
+            slots=slots,
+            qo_indptr=draws.indptr(lens),
+            has_state=has_state,
+        )
+        for run, state in (
+            (kernels.short_conv_prefill, ours),
+            (op.short_conv_prefill.reference, expected),
+        )
+    ]
+    assert_close(*outs)
+    assert torch.equal(ours, expected)
+
+    x = draws.normal(rows, channels, dtype=dtype)
+    outs = [
+        run(x, conv, state, slots=slots)
+        for run, state in (
+            (kernels.short_conv_decode, ours),
+            (op.short_conv_decode.reference, expected),
+        )
+    ]
+    assert_close(*outs)
+    assert torch.equal(ours, expected)
+
+    trees = draws.trees(rows, draws.integer(1, 9))
+    x = draws.normal(rows * trees.width, channels, dtype=dtype)
+    outs = [
+        run(x, conv, ours, slots=slots, parent_index=trees.parent_index)
+        for run in (kernels.short_conv_tree, op.short_conv_tree.reference)
+    ]
+    assert_close(*outs)
+    assert torch.equal(ours, expected), "a verification wrote a state"
+    for run, state in (
+        (kernels.short_conv_commit, ours),
+        (op.short_conv_commit.reference, expected),
+    ):
+        run(x, state, slots=slots, path=trees.path, path_lens=trees.path_lens)
+    assert torch.equal(ours, expected)
+
+
+def test_padded_rows_and_wild_parents() -> None:
+    """What a graph replays with stale inputs stays within its own rows and slot 0."""
+    draws = Draws(1, device=DEVICE)
+    conv, state = draws.conv(20, 4), draws.normal(SLOTS, 20, 3)
+    state[0] = torch.nan
+    before = state.clone()
+    slots = draws.longs([4, 0, 0])
+    x = draws.normal(6, 20)
+    wild = draws.longs([[-5, 0], [1 << 40, 99], [4, -(1 << 40)]])
+    out = kernels.short_conv_tree(x, conv, state, slots=slots, parent_index=wild)
+    tame = op.short_conv_tree.reference(
+        x[:2],
+        conv,
+        state,
+        slots=slots[:1],
+        parent_index=draws.longs([[-1, 0]]),
+    )
+    assert_close(out[:2], tame)
+    kernels.short_conv_commit(
+        x,
+        state,
+        slots=slots,
+        path=draws.longs([[0, 1], [99, -3], [1 << 40, 2]]),
+        path_lens=draws.longs([0, 2, 1 << 33]),
+    )
+    assert torch.equal(state[1:], before[1:])
+    kernels.short_conv_decode(x[:3], conv, state, slots=slots)
+    assert torch.equal(state[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
+
+
+def test_memory_that_kernels_would_misread_is_refused() -> None:
+    draws = Draws(2, device=DEVICE)
+    conv, state = draws.conv(8, 4), draws.normal(SLOTS, 8, 3)
+    slots = draws.longs([1])
+    with pytest.raises(ValueError, match="channels of a token are not contiguous"):
+        kernels.short_conv_decode(
+            draws.normal(8, 2).t(), conv, state, slots=draws.longs([1, 2])
+        )
+    swapped = draws.normal(SLOTS, 3, 8).transpose(1, 2)
+    with pytest.raises(ValueError, match="state of a slot is not contiguous"):
+        kernels.short_conv_decode(draws.normal(1, 8), conv, swapped, slots=slots)
+    with pytest.raises(ValueError, match="slots is torch.int32"):
+        kernels.short_conv_decode(
+            draws.normal(1, 8), conv, state, slots=slots.to(torch.int32)
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
