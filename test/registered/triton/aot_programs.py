@@ -80,6 +80,7 @@ class Variant(NamedTuple):
     pointers: dict[str, str]
     constants: dict[str, Any]
     warps: int
+    stages: int = 3
 
 
 def pointwise(dtype: str) -> Iterator[Variant]:
@@ -471,6 +472,7 @@ def compile_variant(variant: Variant) -> Any:
         variant.kernel, signature, constexprs=variant.constants, attrs=attributes
     )
     options = {"num_warps": variant.warps, "launch_pdl": True}
+    options["num_stages"] = variant.stages
     return triton.compile(source, target=TARGET, options=options)
 
 

@@ -1,0 +1,280 @@
+"""Launches of the gated delta rule. `reference.py` describes the functions."""
+
+from __future__ import annotations
+
+import torch
+import triton
+from torch import Tensor
+
+from sglang.srt.layers.ops.state.gated_delta.chunked import CHUNK
+from sglang.srt.layers.ops.state.gated_delta.inputs import (
+    DeltaInputs,
+    DeltaNodes,
+    require_delta,
+)
+from sglang.srt.layers.ops.state.gated_delta.triton_kernels import (
+    ChunkForm,
+    DeltaSizes,
+    commit_kernel,
+    decode_kernel,
+    prepare_kernel,
+    scan_kernel,
+)
+from sglang.srt.layers.ops.state.shared.rows import search_steps
+from sglang.srt.utils.triton_launch import block_of, launch_options, require
+
+LEAST = 16
+"""Smallest side of a matrix product."""
+MOST_NODES = CHUNK
+V_TILE = 32
+"""Channels of v of a program. Kernels that multiply matrices spill registers with more.
+"""
+SCAN_OPTIONS = {True: {"num_warps": 4}, False: {"num_warps": 8, "num_stages": 1}}
+"""Launch options, by whether rows are trees. Stages would take the shared memory of a
+second program, and spill.
+"""
+
+
+def delta_sizes(state: Tensor, *, key_heads: int, normalise: bool) -> DeltaSizes:
+    _, heads, d_k, d_v = state.shape
+    return DeltaSizes(
+        heads=heads,
+        group=heads // key_heads,
+        d_k=d_k,
+        k_block=block_of(d_k, least=LEAST),
+        d_v=d_v,
+        v_tile=min(V_TILE, block_of(d_v, least=LEAST)),
+        normalise=normalise,
+    )
+
+
+def gated_delta_decode(inputs: DeltaInputs, state: Tensor, *, slots: Tensor) -> Tensor:
+    _require_memory(inputs, state)
+    rows, heads, d_v = inputs.v.shape
+    require("gated_delta", rows, torch.int64, slots=slots)
+    out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+    if not rows:
+        return out
+    sizes = _input_sizes(inputs, state)
+    decode_kernel[(triton.cdiv(d_v, sizes.v_tile), heads, rows)](
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.g,
+        inputs.beta,
+        state,
+        slots,
+        out,
+        inputs.scale,
+        inputs.q.stride(0),
+        inputs.k.stride(0),
+        inputs.v.stride(0),
+        state.stride(0),
+        SIZES=sizes,
+        num_warps=4,
+        **launch_options(state.device),
+    )
+    return out
+
+
+def gated_delta_prefill(
+    inputs: DeltaInputs,
+    state: Tensor,
+    *,
+    slots: Tensor,
+    qo_indptr: Tensor,
+    has_state: Tensor,
+) -> Tensor:
+    _require_memory(inputs, state)
+    tokens, heads, _ = inputs.v.shape
+    rows = len(slots)
+    require("gated_delta", rows, torch.int64, slots=slots)
+    require("gated_delta", rows + 1, torch.int64, qo_indptr=qo_indptr)
+    require("gated_delta", rows, torch.bool, has_state=has_state)
+    out = torch.zeros_like(inputs.v, memory_format=torch.contiguous_format)
+    if rows:
+        _chunks(
+            inputs,
+            state,
+            slots=slots,
+            qo_indptr=qo_indptr,
+            has_state=has_state,
+            out=out,
+            decays=torch.empty(
+                (tokens, heads), dtype=torch.float32, device=state.device
+            ),
+        )
+    return out
+
+
+def gated_delta_tree(
+    inputs: DeltaInputs,
+    state: Tensor,
+    *,
+    slots: Tensor,
+    mask: Tensor,
+    nodes: DeltaNodes,
+) -> Tensor:
+    _require_memory(inputs, state)
+    rows, width, _ = mask.shape
+    if width > MOST_NODES:
+        raise ValueError(
+            f"gated_delta: trees of {width} nodes; at most {MOST_NODES} are supported: "
+            "use a smaller --speculative-num-draft-tokens"
+        )
+    require("gated_delta", rows, torch.int64, slots=slots)
+    require("gated_delta", rows * width * width, torch.bool, mask=mask)
+    require("gated_delta", inputs.g.numel(), torch.float32, decay=nodes.decay)
+    require("gated_delta", inputs.k.numel(), nodes.k.dtype, k=nodes.k)
+    require("gated_delta", inputs.v.numel(), nodes.k.dtype, u=nodes.u)
+    out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
+    if rows:
+        _chunks(
+            inputs,
+            state,
+            slots=slots,
+            mask=mask,
+            out=out,
+            decays=nodes.decay,
+            nodes=nodes,
+        )
+    return out
+
+
+def gated_delta_commit(
+    nodes: DeltaNodes,
+    state: Tensor,
+    *,
+    slots: Tensor,
+    path: Tensor,
+    path_lens: Tensor,
+) -> None:
+    rows, width = path.shape
+    count, heads, d_v = nodes.u.shape
+    _require_slots(state)
+    require("gated_delta", rows, torch.int64, slots=slots, path_lens=path_lens)
+    require("gated_delta", rows * width, torch.int64, path=path)
+    require("gated_delta", count * heads, torch.float32, decay=nodes.decay)
+    require("gated_delta", nodes.k.numel(), nodes.k.dtype, k=nodes.k)
+    require("gated_delta", nodes.u.numel(), nodes.k.dtype, u=nodes.u)
+    if not rows:
+        return
+    sizes = delta_sizes(state, key_heads=nodes.k.shape[1], normalise=False)
+    commit_kernel[(triton.cdiv(d_v, sizes.v_tile), heads, rows)](
+        nodes.k,
+        nodes.u,
+        nodes.decay,
+        state,
+        slots,
+        path,
+        path_lens,
+        count,
+        width,
+        state.stride(0),
+        PATH=block_of(width, least=LEAST),
+        SIZES=sizes,
+        num_warps=4,
+        **launch_options(state.device),
+    )
+
+
+def chunk_form(dtype: torch.dtype, *, nodes: int) -> ChunkForm:
+    """Return the form of trees of `nodes` nodes, or of ragged rows if there are none.
+
+    A verification multiplies with the precision of the decode steps that it replaces; a
+    prefill of half precision does not need more than tf32 keeps. Products of 32 rows
+    spill registers, those of 64 do not.
+    """
+    is_half = dtype.itemsize == 2
+    return ChunkForm(
+        nodes=nodes,
+        chunk=LEAST if 0 < nodes <= LEAST else CHUNK,
+        precision="tf32" if is_half and not nodes else "tf32x3",
+    )
+
+
+def _chunks(
+    inputs: DeltaInputs,
+    state: Tensor,
+    *,
+    slots: Tensor,
+    out: Tensor,
+    decays: Tensor,
+    qo_indptr: Tensor | None = None,
+    has_state: Tensor | None = None,
+    mask: Tensor | None = None,
+    nodes: DeltaNodes | None = None,
+) -> None:
+    """Launch both kernels, for ragged rows, or for trees if there is a mask."""
+    tokens, heads, d_v = inputs.v.shape
+    rows = len(slots)
+    is_tree = mask is not None
+    form = chunk_form(inputs.k.dtype, nodes=0 if mask is None else mask.shape[1])
+    places = rows if is_tree else tokens // CHUNK + rows
+    sizes = _input_sizes(inputs, state)
+    matrices = torch.empty(
+        (places, heads, 2, form.chunk, form.chunk),
+        dtype=torch.float32,
+        device=state.device,
+    )
+    shared = {"FORM": form, "SIZES": sizes, **launch_options(state.device)}
+    prepare_kernel[(places, heads)](
+        inputs.q,
+        inputs.k,
+        inputs.g,
+        inputs.beta,
+        qo_indptr,
+        mask,
+        matrices,
+        decays,
+        None if nodes is None else nodes.k,
+        rows,
+        inputs.scale,
+        inputs.q.stride(0),
+        inputs.k.stride(0),
+        STEPS=search_steps(rows),
+        num_warps=4,
+        **shared,
+    )
+    scan_kernel[(triton.cdiv(d_v, sizes.v_tile), heads, rows)](
+        inputs.q,
+        inputs.k,
+        inputs.v,
+        inputs.beta,
+        matrices,
+        decays,
+        state,
+        slots,
+        has_state,
+        qo_indptr,
+        out,
+        None if nodes is None else nodes.u,
+        inputs.scale,
+        inputs.q.stride(0),
+        inputs.k.stride(0),
+        inputs.v.stride(0),
+        state.stride(0),
+        **SCAN_OPTIONS[is_tree],
+        **shared,
+    )
+
+
+def _input_sizes(inputs: DeltaInputs, state: Tensor) -> DeltaSizes:
+    return delta_sizes(state, key_heads=inputs.k.shape[1], normalise=inputs.normalise)
+
+
+def _require_memory(inputs: DeltaInputs, state: Tensor) -> None:
+    """Check what the kernels index as raw memory."""
+    require_delta(inputs, state)
+    _require_slots(state)
+    require("gated_delta", inputs.g.numel(), torch.float32, g=inputs.g)
+    require("gated_delta", inputs.g.numel(), inputs.beta.dtype, beta=inputs.beta)
+    for name in ("q", "k", "v"):
+        tensor: Tensor = getattr(inputs, name)
+        if len(tensor) and not tensor[0].is_contiguous():
+            raise ValueError(f"gated_delta: the heads of a token of {name} have gaps")
+
+
+def _require_slots(state: Tensor) -> None:
+    if len(state) and not state[0].is_contiguous():
+        raise ValueError("gated_delta: the state of a slot is not contiguous")

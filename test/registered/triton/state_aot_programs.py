@@ -1,0 +1,142 @@
+"""Compiles the kernels of recurrent state for sm_90; run by test_triton_state_aot.
+
+Prints one line per variant with its shared memory in bytes, then a summary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+# Sets the path of the package, and leaves the interpreter.
+from aot_programs import POINTERS, Variant, compile_variant
+
+from sglang.srt.layers.ops.state.gated_delta import triton as delta
+from sglang.srt.layers.ops.state.gated_delta import triton_kernels as delta_kernels
+from sglang.srt.layers.ops.state.shared.rows import search_steps
+from sglang.srt.layers.ops.state.short_conv import triton as conv
+from sglang.srt.layers.ops.state.short_conv import triton_kernels as conv_kernels
+from sglang.srt.layers.ops.state.short_conv.conv_filter import ConvFilter
+from sglang.test.scale import sampled
+
+SHARED_BYTES = 227 * 1024
+RAGGED = {"qo_indptr": "*i64", "has_state": "*u8"}
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+PATH = {"path": "*i64", "path_lens": "*i64"}
+
+
+def convolutions() -> Iterator[Variant]:
+    """Those of Qwen3-Next, with SiLU, and of LFM2, with a bias."""
+    for dtype, channels, width in (("bf16", 8192, 4), ("fp32", 2048, 3)):
+        p = POINTERS[dtype]
+        weight = torch.empty(channels, width)
+        silu = width == 4
+        sizes = conv.conv_sizes(ConvFilter(weight=weight, bias=None, silu=silu))
+        pointers = {**dict.fromkeys(("x", "weight", "bias", "state", "out"), p)}
+        pointers["slots"] = "*i64"
+        constants = {"SIZES": sizes, "PDL": True}
+        if silu:
+            constants |= {"bias": None}
+        kernel = conv_kernels.decode_kernel
+        yield Variant(f"conv decode {dtype}", kernel, pointers, constants, 1)
+        constants = constants | {"TOKENS": conv.TOKENS, "STEPS": search_steps(8)}
+        kernel = conv_kernels.conv_kernel
+        prefill = constants | {"parent_index": None, "NODES": 0}
+        args = pointers | RAGGED
+        yield Variant(f"conv prefill {dtype}", kernel, args, prefill, 4)
+        tree = constants | {"NODES": 64, **dict.fromkeys(RAGGED)}
+        args = pointers | {"parent_index": "*i64"}
+        yield Variant(f"conv tree {dtype}", kernel, args, tree, 4)
+        constants = {
+            "CHANNELS": channels,
+            "CHANNEL_BLOCK": conv.STATE_CHANNELS,
+            "WIDTH": width,
+            "PDL": True,
+        }
+        kernel = conv_kernels.fold_kernel
+        without = constants | dict.fromkeys(PATH)
+        args = pointers | RAGGED
+        yield Variant(f"conv fold {dtype}", kernel, args, without, 2)
+        without = constants | dict.fromkeys(RAGGED)
+        yield Variant(f"conv commit {dtype}", kernel, pointers | PATH, without, 2)
+
+
+def delta_rules() -> Iterator[Variant]:
+    """Those of Qwen3-Next, with states of each dtype, and odd heads."""
+    for dtype, state_dtype, d_k, d_v in (
+        ("bf16", "fp32", 128, 128),
+        ("bf16", "bf16", 128, 128),
+        ("fp16", "fp16", 64, 128),
+        ("fp32", "fp32", 24, 40),
+    ):
+        name = f"{dtype} {state_dtype} {d_k} {d_v}"
+        pointers = {
+            **dict.fromkeys(("q", "k", "v", "out"), POINTERS[dtype]),
+            **dict.fromkeys(("matrices", "decays", "g", "beta"), "*fp32"),
+            **dict.fromkeys(("node_keys", "node_u"), "*fp32"),
+            "state": POINTERS[state_dtype],
+            "slots": "*i64",
+            "mask": "*u8",
+            "scale": "fp32",
+        }
+        state = torch.empty(1, 32, d_k, d_v, device="meta")
+
+        sizes = {
+            "SIZES": delta.delta_sizes(state, key_heads=16, normalise=True),
+            "PDL": True,
+        }
+        kernel = delta_kernels.decode_kernel
+        yield Variant(f"decode {name}", kernel, pointers, sizes, 4)
+        for nodes in (0, 6, 20, delta.MOST_NODES):
+            form = delta.chunk_form(DTYPES[dtype], nodes=nodes)
+            yield from _chunk_kernels(f"{form} {name}", pointers, sizes, form)
+        kernel = delta_kernels.commit_kernel
+        constants = sizes | {"PATH": 16}
+        yield Variant(f"commit {name}", kernel, pointers | PATH, constants, 4)
+
+
+def _chunk_kernels(
+    name: str,
+    pointers: dict[str, str],
+    sizes: dict[str, object],
+    form: delta_kernels.ChunkForm,
+) -> Iterator[Variant]:
+    of_trees = ("mask", "node_keys", "node_u")
+    absent = dict.fromkeys(RAGGED if form.nodes else of_trees)
+    kept = {key: kind for key, kind in pointers.items() if key not in absent}
+    given = {**sizes, "FORM": form, "STEPS": search_steps(8), **absent}
+    for kernel, options in (
+        (delta_kernels.prepare_kernel, {"num_warps": 4}),
+        (delta_kernels.scan_kernel, delta.SCAN_OPTIONS[form.nodes > 0]),
+    ):
+        yield Variant(
+            f"{kernel.__name__} {name}",
+            kernel,
+            kept | ({} if form.nodes else RAGGED),
+            {key: value for key, value in given.items() if key in kernel.arg_names},
+            options["num_warps"],
+            options.get("num_stages", 3),
+        )
+
+
+def main() -> None:
+    variants = [*convolutions(), *delta_rules()]
+    for variant in sampled(variants, key=lambda v: v.kernel, ci=3):
+        compiled = compile_variant(variant)
+        assert "griddepcontrol.wait" in compiled.asm["ptx"], variant.name
+        shared = compiled.metadata.shared
+        assert shared <= SHARED_BYTES, f"{variant.name}: {shared} bytes"
+        is_product = variant.kernel in (
+            delta_kernels.prepare_kernel,
+            delta_kernels.scan_kernel,
+            delta_kernels.commit_kernel,
+        )
+        ptx = compiled.asm["ptx"]
+        assert not is_product or "wgmma" in ptx or "mma.sync" in ptx, variant.name
+        print(variant.name, "shared", shared)
+    print(f"compiled {len(variants)} variants for sm_90")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,243 @@
+"""Triton's gated delta rule against the recurrence."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from sglang.srt.layers.ops.state.gated_delta import op
+from sglang.srt.layers.ops.state.gated_delta import triton as kernels
+from sglang.srt.layers.ops.state.gated_delta.inputs import DeltaInputs, DeltaNodes
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.scale import count
+from sglang.test.state_problem import Draws
+
+register_cpu_ci(est_time=40, suite="cpu")
+register_cuda_ci(est_time=120, suite="cuda")
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+SEEDS = range(count(ci=6, full=40) if DEVICE == "cpu" else 60)
+# Of half inputs a prefill multiplies in tf32 on a GPU; the interpreter cuts bfloat16
+# off where the GPU rounds.
+TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+DTYPES = list(TOLERANCE)
+SLOTS = 6
+SIZES = (8, 16, 40) if DEVICE == "cpu" else (8, 16, 40, 64, 100, 128)
+LENS = (0, 1, 15, 64, 70) if DEVICE == "cpu" else (0, 1, 15, 64, 70, 200, 1000)
+
+
+def assert_close(actual: Tensor, expected: Tensor, *, dtype: torch.dtype) -> None:
+    if not expected.numel():
+        return
+    actual, expected = actual.float(), expected.float()
+    size = max(1.0, float(expected.abs().amax()))
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(actual, expected, rtol=tolerance, atol=tolerance * size)
+
+
+class Problem:
+    """Heads, slots and one layer's states of a pool of two."""
+
+    def __init__(self, seed: int) -> None:
+        self.draws = draws = Draws(seed, device=DEVICE)
+        self.dtype = DTYPES[seed % len(DTYPES)]
+        self.state_dtype = DTYPES[seed // len(DTYPES) % len(DTYPES)]
+        self.rows = draws.integer(1, 3)
+        self.key_heads = draws.integer(1, 2)
+        self.heads = self.key_heads * draws.integer(1, 2)
+        self.d_k, self.d_v = draws.choice(*SIZES), draws.choice(*SIZES)
+        self.normalise = draws.integer(0, 3) > 0
+        shape = (SLOTS, 2, self.heads, self.d_k, self.d_v)
+        self.state = draws.normal(*shape, dtype=self.state_dtype)[:, 1]
+        self.slots = draws.slots(self.rows, SLOTS)
+
+    @property
+    def worst(self) -> torch.dtype:
+        """The dtype that rounds most."""
+        return max(self.dtype, self.state_dtype, key=lambda d: TOLERANCE[d])
+
+    def inputs(self, tokens: int) -> DeltaInputs:
+        drawn = self.draws.delta(
+            tokens,
+            key_heads=self.key_heads,
+            heads=self.heads,
+            d_k=self.d_k,
+            d_v=self.d_v,
+            normalise=self.normalise,
+            dtype=self.dtype,
+        )
+        if self.draws.flag():
+            return drawn
+        return dataclasses.replace(drawn, beta=drawn.beta.to(self.dtype))
+
+    def nodes(self, count: int) -> DeltaNodes:
+        return DeltaNodes.allocate(count, self.state, key_heads=self.key_heads)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_prefill_and_decode_equal_the_recurrence(seed: int) -> None:
+    problem = Problem(seed)
+    draws, expected = problem.draws, problem.state.clone()
+    lens = [draws.choice(*LENS) for _ in range(problem.rows)]
+    inputs = problem.inputs(sum(lens) + draws.integer(0, 70))
+    has_state = draws.bools(problem.rows)
+    outs = [
+        run(
+            inputs,
+            state,
+            slots=problem.slots,
+            qo_indptr=draws.indptr(lens),
+            has_state=has_state,
+        )
+        for run, state in (
+            (kernels.gated_delta_prefill, problem.state),
+            (op.gated_delta_prefill.reference, expected),
+        )
+    ]
+    assert_close(*outs, dtype=problem.worst)
+    assert_close(problem.state, expected, dtype=problem.worst)
+    others = [s for s in range(SLOTS) if s not in problem.slots.tolist()]
+    assert torch.equal(problem.state[others], expected[others])
+
+    inputs = problem.inputs(problem.rows)
+    expected = problem.state.clone()
+    outs = [
+        run(inputs, state, slots=problem.slots)
+        for run, state in (
+            (kernels.gated_delta_decode, problem.state),
+            (op.gated_delta_decode.reference, expected),
+        )
+    ]
+    assert_close(*outs, dtype=problem.dtype)
+    assert_close(problem.state, expected, dtype=problem.state_dtype)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_trees_and_commits_equal_the_recurrence(seed: int) -> None:
+    problem = Problem(seed)
+    draws = problem.draws
+    width = draws.choice(1, 2, 9, 16, 20, *([50, 64] if DEVICE == "cuda" else []))
+    trees = draws.trees(problem.rows, width, chains=seed % 3 == 0)
+    inputs = problem.inputs(problem.rows * width)
+    before = problem.state.clone()
+    nodes, expected = (problem.nodes(len(inputs.v)) for _ in range(2))
+    outs = [
+        run(
+            inputs,
+            problem.state,
+            slots=problem.slots,
+            mask=trees.mask,
+            nodes=written,
+        )
+        for run, written in (
+            (kernels.gated_delta_tree, nodes),
+            (op.gated_delta_tree.reference, expected),
+        )
+    ]
+    assert torch.equal(problem.state, before), "a verification wrote a state"
+    assert_close(*outs, dtype=problem.dtype)
+    for name in ("k", "u", "decay"):
+        written, wanted = getattr(nodes, name), getattr(expected, name)
+        assert_close(written, wanted, dtype=torch.float32)
+    for run, state in (
+        (kernels.gated_delta_commit, problem.state),
+        (op.gated_delta_commit.reference, before),
+    ):
+        run(
+            nodes,
+            state,
+            slots=problem.slots,
+            path=trees.path,
+            path_lens=trees.path_lens,
+        )
+    assert_close(problem.state, before, dtype=problem.state_dtype)
+
+
+def test_equal_keys_do_not_cancel() -> None:
+    """Powers of the triangle of a repeated key grow to 1e18, its inverse does not."""
+    draws = Draws(1, device=DEVICE)
+    inputs = draws.delta(64, key_heads=1, heads=1, d_k=16, d_v=16)
+    inputs.k[:] = inputs.k[:1].clone()
+    still = dataclasses.replace(
+        inputs, g=torch.zeros_like(inputs.g), beta=torch.ones_like(inputs.beta)
+    )
+    state = draws.normal(2, 1, 16, 16)
+    expected = state.clone()
+    outs = [
+        run(
+            still,
+            held,
+            slots=draws.longs([1]),
+            qo_indptr=draws.longs([0, 64]),
+            has_state=torch.ones(1, dtype=torch.bool, device=DEVICE),
+        )
+        for run, held in (
+            (kernels.gated_delta_prefill, state),
+            (op.gated_delta_prefill.reference, expected),
+        )
+    ]
+    assert_close(*outs, dtype=torch.float32)
+    assert_close(state, expected, dtype=torch.float32)
+
+
+def test_padded_rows_stay_in_the_scratch_slot() -> None:
+    """What a graph replays with stale inputs changes slot 0 only."""
+    problem = Problem(0)
+    draws = problem.draws
+    problem.state[0] = torch.nan
+    slots, before = draws.longs([4, 0, 0]), problem.state.clone()
+    inputs, nodes = problem.inputs(15), problem.nodes(15)
+    mask = torch.ones(3, 5, 5, dtype=torch.bool, device=DEVICE)
+    args = {"slots": slots, "mask": mask}
+    out = kernels.gated_delta_tree(inputs, problem.state, nodes=nodes, **args)
+    assert out[:5].isfinite().all()
+    kernels.gated_delta_commit(
+        nodes,
+        problem.state,
+        slots=slots,
+        path=draws.longs([[0, 1], [99, -3], [1 << 40, 2]]),
+        path_lens=draws.longs([0, 2, 1 << 33]),
+    )
+    assert torch.equal(problem.state[1:], before[1:])
+    kernels.gated_delta_prefill(
+        inputs,
+        problem.state,
+        slots=slots,
+        qo_indptr=draws.longs([0, 5, 5, 5]),
+        has_state=draws.bools(3),
+    )
+    assert torch.equal(problem.state[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
+    assert problem.state[4].isfinite().all()
+
+
+def test_what_kernels_would_misread_is_refused() -> None:
+    problem = Problem(0)
+    slots = problem.slots[:1]
+    inputs = problem.inputs(1)
+    with pytest.raises(ValueError, match="the state of a slot is not contiguous"):
+        kernels.gated_delta_decode(
+            inputs,
+            problem.state.transpose(2, 3).contiguous().transpose(2, 3),
+            slots=slots,
+        )
+    with pytest.raises(ValueError, match="g is torch.float64"):
+        kernels.gated_delta_decode(
+            dataclasses.replace(inputs, g=inputs.g.double()), problem.state, slots=slots
+        )
+    with pytest.raises(ValueError, match="--speculative-num-draft-tokens"):
+        kernels.gated_delta_tree(
+            problem.inputs(65),
+            problem.state,
+            slots=slots,
+            mask=torch.ones(1, 65, 65, dtype=torch.bool, device=DEVICE),
+            nodes=problem.nodes(65),
+        )
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
