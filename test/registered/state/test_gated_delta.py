@@ -239,6 +239,26 @@ def test_a_chain_is_a_prefill_of_one_chunk() -> None:
     assert_close(problem.state, state)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_nodes_round_the_commit(dtype: torch.dtype) -> None:
+    problem = Problem(9)
+    trees = problem.draws.trees(problem.rows, 20, chains=True)
+    inputs = problem.inputs(problem.rows * 20)
+    args = {"slots": problem.slots, "path": trees.path, "path_lens": trees.path_lens}
+    committed = []
+    for nodes_dtype in (torch.float32, dtype):
+        nodes = DeltaNodes.allocate(
+            len(inputs.v), problem.state, key_heads=problem.key_heads, dtype=nodes_dtype
+        )
+        gated_delta_tree(
+            inputs, problem.state, slots=problem.slots, mask=trees.mask, nodes=nodes
+        )
+        committed.append(problem.state.clone())
+        gated_delta_commit(nodes, committed[-1], **args)
+    assert_close(committed[1], committed[0], dtype=dtype)
+    assert not torch.equal(*committed)
+
+
 def test_later_nodes_of_a_mask_are_ignored() -> None:
     problem = Problem(6)
     trees = problem.draws.trees(problem.rows, 9)

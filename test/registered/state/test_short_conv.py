@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,6 +23,12 @@ from sglang.test.state_problem import Draws
 
 register_cpu_ci(est_time=10, suite="cpu")
 
+REFERENCE = SimpleNamespace(
+    short_conv_prefill=reference.short_conv_prefill_ref,
+    short_conv_decode=reference.short_conv_decode_ref,
+    short_conv_tree=reference.short_conv_tree_ref,
+    short_conv_commit=reference.short_conv_commit_ref,
+)
 SEEDS = range(count(ci=12, full=200))
 SLOTS = 7
 
@@ -40,8 +49,7 @@ class Problem:
         self.lens = [draws.choice(0, 1, 2, 3, 5, 64, 200) for _ in range(self.rows)]
         self.x = draws.normal(sum(self.lens), self.channels)
 
-    def prefill(self, run: object, state: Tensor) -> Tensor:
-        assert callable(run)
+    def prefill(self, run: Any, state: Tensor) -> Tensor:
         out: Tensor = run(
             self.x,
             self.conv,
@@ -59,7 +67,7 @@ def test_gathered_equals_the_reference(seed: int) -> None:
     states = [problem.state.clone() for _ in range(2)]
     outs = [
         problem.prefill(module.short_conv_prefill, state)
-        for module, state in zip((_Reference, gathered), states, strict=True)
+        for module, state in zip((REFERENCE, gathered), states, strict=True)
     ]
     assert_close(*outs)
     assert torch.equal(*states)
@@ -67,7 +75,7 @@ def test_gathered_equals_the_reference(seed: int) -> None:
     x = draws.normal(problem.rows, problem.channels)
     decoded = [
         module.short_conv_decode(x, problem.conv, state, slots=problem.slots)
-        for module, state in zip((_Reference, gathered), states, strict=True)
+        for module, state in zip((REFERENCE, gathered), states, strict=True)
     ]
     assert_close(*decoded)
     assert torch.equal(*states)
@@ -81,10 +89,10 @@ def test_gathered_equals_the_reference(seed: int) -> None:
             slots=problem.slots,
             parent_index=trees.parent_index,
         )
-        for module in (_Reference, gathered)
+        for module in (REFERENCE, gathered)
     ]
     assert_close(*verified)
-    for module, state in zip((_Reference, gathered), states, strict=True):
+    for module, state in zip((REFERENCE, gathered), states, strict=True):
         module.short_conv_commit(
             x,
             state,
@@ -93,13 +101,6 @@ def test_gathered_equals_the_reference(seed: int) -> None:
             path_lens=trees.path_lens,
         )
     assert torch.equal(*states)
-
-
-class _Reference:
-    short_conv_prefill = staticmethod(reference.short_conv_prefill_ref)
-    short_conv_decode = staticmethod(reference.short_conv_decode_ref)
-    short_conv_tree = staticmethod(reference.short_conv_tree_ref)
-    short_conv_commit = staticmethod(reference.short_conv_commit_ref)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
