@@ -14,6 +14,7 @@ import torch
 
 if TYPE_CHECKING:
     from sglang.srt.forward.spec_input import SpecInput
+    from sglang.srt.forward.state_plan import StatePlan
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 
@@ -104,6 +105,7 @@ class ForwardBatch:
         logits_rows: int64 [R]; token rows that need logits, or None for all.
         input_logprobs: prompt spans that need logprobs.
         input_embeds: embeddings that replace some tokens' own, or None.
+        state_plan: copies and checkpoints of recurrent state, or None.
     """
 
     forward_mode: ForwardMode
@@ -124,6 +126,7 @@ class ForwardBatch:
     logits_rows: torch.Tensor | None = None
     input_logprobs: tuple[InputLogprobSpan, ...] = ()
     input_embeds: InputEmbeds | None = None
+    state_plan: StatePlan | None = None
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
     spec_info: SpecInput | None = None
     sampling_info: SamplingBatchInfo | None = None

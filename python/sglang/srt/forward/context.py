@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.layers.state.forward import StateForward
+    from sglang.srt.layers.state.layer import StateLayer
 
 
 class AttentionBreaks(Protocol):
@@ -30,6 +32,14 @@ class AttentionBreaks(Protocol):
     ) -> Tensor:
         """Like `RadixAttention.forward`; `forward_batch` is the static batch."""
 
+    def packed_buffer(self, layer: StateLayer, tokens: int) -> Tensor:
+        """[tokens, width]: where `layer` should write its input."""
+
+    def fold(
+        self, layer: StateLayer, packed: Tensor, forward_batch: ForwardBatch
+    ) -> Tensor:
+        """Like `StateLayer.forward`; `forward_batch` is the static batch."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardContext:
@@ -38,10 +48,12 @@ class ForwardContext:
     Fields:
         attn_backend: backend that runs attention.
         attention_breaks: set while the stack is captured without its attention.
+        state: recurrent states, if the model has any.
     """
 
     attn_backend: AttentionBackend
     attention_breaks: AttentionBreaks | None = None
+    state: StateForward | None = None
 
 
 _current: ForwardContext | None = None

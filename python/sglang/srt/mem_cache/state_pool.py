@@ -1,0 +1,115 @@
+"""The bytes of recurrent state: for each slot, the state of every layer that has one.
+
+Slot 0 is scratch. Slots 1 .. R belong to the request rows of the same number, the
+others are checkpoints of the prefix cache (`groups/state_slots.py`). Knows no requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.state_config import DeltaShape
+    from sglang.srt.forward.state_plan import StateCopies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """What one slot holds on this rank.
+
+    Fields:
+        layers: the model's layers with a state, ascending.
+        conv_channels, conv_inputs: inputs that a convolution keeps.
+        delta: heads and channels of the matrices, or None.
+        dtype: of activations, and so of the convolution's inputs.
+        matrix_dtype: of the matrices.
+    """
+
+    layers: tuple[int, ...]
+    conv_channels: int
+    conv_inputs: int
+    delta: DeltaShape | None
+    dtype: torch.dtype
+    matrix_dtype: torch.dtype
+
+    @property
+    def conv_size(self) -> tuple[int, ...]:
+        return (self.conv_channels, self.conv_inputs)
+
+    @property
+    def matrix_size(self) -> tuple[int, ...] | None:
+        delta = self.delta
+        return None if delta is None else (delta.heads, delta.d_k, delta.d_v)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        conv = self.conv_channels * self.conv_inputs * self.dtype.itemsize
+        matrix = 0
+        if self.delta is not None:
+            delta = self.delta
+            matrix = delta.heads * delta.d_k * delta.d_v * self.matrix_dtype.itemsize
+        return len(self.layers) * (conv + matrix)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerState:
+    """One layer's states, views of the pool.
+
+    Fields:
+        conv: [slots, C, W - 1]. matrix: [slots, H, d_k, d_v], or None.
+    """
+
+    conv: Tensor
+    matrix: Tensor | None
+
+
+class StatePool:
+    """States of `size` slots besides scratch.
+
+    Fields:
+        conv: [slots, layers, C, W - 1]; matrix: [slots, layers, H, d_k, d_v] or None.
+            A slot is contiguous, so that copying it is one run.
+    """
+
+    def __init__(
+        self, shape: StateShape, *, size: int, device: str | torch.device
+    ) -> None:
+        self.shape = shape
+        self.size = size
+        slots, layers = size + 1, len(shape.layers)
+        self.conv = torch.zeros(
+            (slots, layers, *shape.conv_size), dtype=shape.dtype, device=device
+        )
+        self.matrix: Tensor | None = None
+        if shape.matrix_size is not None:
+            self.matrix = torch.zeros(
+                (slots, layers, *shape.matrix_size),
+                dtype=shape.matrix_dtype,
+                device=device,
+            )
+        self._layers = {
+            layer: LayerState(
+                conv=self.conv[:, i],
+                matrix=None if self.matrix is None else self.matrix[:, i],
+            )
+            for i, layer in enumerate(shape.layers)
+        }
+
+    def layer(self, layer_id: int) -> LayerState:
+        return self._layers[layer_id]
+
+    @property
+    def nbytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def copy(self, copies: StateCopies) -> None:
+        """Copy slots on the current stream, as if everything was read first."""
+        for tensor in self._tensors():
+            tensor.index_copy_(0, copies.dst, tensor.index_select(0, copies.src))
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.conv] if self.matrix is None else [self.conv, self.matrix]
