@@ -114,9 +114,9 @@ class LiveAttention:
         """Zero the outputs of padding before a replay. Every layer's attention writes
         only live tokens, so the zeros stay."""
         if tokens < padded:
-            for out in [
-                s.out for s in (*self._by_shape.values(), *self._states.values())
-            ]:
+            outs = [shared.out for shared in self._by_shape.values()]
+            outs += [shared.out for shared in self._states.values()]
+            for out in outs:
                 out[tokens:padded].zero_()
 
     @contextmanager
