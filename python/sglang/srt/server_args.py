@@ -38,6 +38,7 @@ from sglang.srt.arg_groups.memory_hook import (
     handle_attention_backend,
     handle_memory,
     handle_scheduling,
+    handle_states,
 )
 from sglang.srt.arg_groups.model_hook import handle_model
 from sglang.srt.arg_groups.speculative_hook import handle_speculative
@@ -236,6 +237,41 @@ class ServerArgs:
     disable_hybrid_swa_memory: Annotated[
         bool, Arg("Also keep every token in sliding layers: no window slots.")
     ] = False
+    mamba_ssm_dtype: Annotated[
+        str | None,
+        Arg(
+            "Dtype of the matrices of recurrent state; unset: the checkpoint's, or "
+            "float32.",
+            ("float32", "bfloat16", "float16"),
+        ),
+    ] = None
+    mamba_full_memory_ratio: Annotated[
+        float,
+        Arg("Memory for recurrent state per memory for KV, if both are kept.", low=0.0),
+    ] = 0.9
+    max_mamba_cache_size: Annotated[
+        int | None,
+        Arg(
+            "States of running requests and of the prefix cache; unset: from "
+            "--mamba-full-memory-ratio, on the CPU at most three per running request.",
+            low=1,
+        ),
+    ] = None
+    mamba_track_interval: Annotated[
+        int | None,
+        Arg(
+            "Decoded tokens between two cached states of a request; unset: 256, in "
+            "whole pages.",
+            low=1,
+        ),
+    ] = None
+    mamba_radix_cache_strategy: Annotated[
+        str,
+        Arg(
+            "Where states are cached; no_buffer: only at the ends of prefills.",
+            ("auto", "extra_buffer", "no_buffer"),
+        ),
+    ] = "auto"
 
     chunked_prefill_size: Annotated[
         int | None,
@@ -678,6 +714,7 @@ class ServerArgs:
         handle_model(self)
         self._handle_device()
         handle_memory(self)
+        handle_states(self)
         handle_scheduling(self)
         handle_attention_backend(self)
         handle_graph_phases(self)

@@ -23,7 +23,7 @@ from sglang.srt.kv_canary.api import (
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.common import extend_rows, release_unread
-from sglang.srt.mem_cache.groups.slots import GroupHold, GroupSlots
+from sglang.srt.mem_cache.groups.slots import GroupHold, PagedSlots
 from sglang.srt.mem_cache.memory_pool import KVCache
 from sglang.srt.mem_cache.tree_node import TreeNode
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -46,6 +46,7 @@ class _Row:
     committed_len: int = 0
     allocated_len: int = 0
     cache_protected_len: int = 0
+    branch_len: int = 0
     holds: tuple[GroupHold, ...] = ()
     last_node: TreeNode | None = None
     namespace: str | None = None
@@ -74,7 +75,7 @@ class _Row:
             hold.kept_from = count
 
 
-def _unlocked(slots: GroupSlots) -> GroupHold:
+def _unlocked(slots: PagedSlots) -> GroupHold:
     hold = slots.hold(0)
     hold.has_lock = False
     return hold

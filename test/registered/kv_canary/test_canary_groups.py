@@ -17,7 +17,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.kv_canary.groups import WindowGroup
 from sglang.srt.kv_canary.pool_patcher import api as pool_patcher
 from sglang.srt.kv_canary.runner.step_end import StepEnd
-from sglang.srt.mem_cache.groups.slots import GroupSlots
+from sglang.srt.mem_cache.groups.slots import PagedSlots
 from sglang.srt.mem_cache.groups.window_slots import WindowSlots
 from sglang.srt.model_executor import kv_groups
 from sglang.srt.model_executor.kv_groups import SlotPlan
@@ -47,13 +47,13 @@ class _OneLayer(kv_groups.WindowGroup):
         self._layer = layer
 
     def layers(
-        self, config: ModelConfig, slots: GroupSlots | None = None
+        self, config: ModelConfig, slots: PagedSlots | None = None
     ) -> tuple[int, ...]:
         return (self._layer,)
 
     def create_slots(
         self, config: ModelConfig, args: ServerArgs, plan: SlotPlan
-    ) -> GroupSlots:
+    ) -> PagedSlots:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kv_groups, "WindowSlots", self._slots)
             return super().create_slots(config, args, plan)

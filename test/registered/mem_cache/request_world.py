@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.common import (
     release_req,
     usable_size,
 )
-from sglang.srt.mem_cache.groups.slots import GroupHold, GroupSlots
+from sglang.srt.mem_cache.groups.slots import GroupHold, PagedSlots
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.quarantine import Quarantine
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -52,6 +52,7 @@ class Req:
     committed_len: int = 0
     allocated_len: int = 0
     cache_protected_len: int = 0
+    branch_len: int = 0
     prefix_slots: torch.Tensor = field(
         default_factory=lambda: torch.empty(0, dtype=torch.int64)
     )
@@ -69,7 +70,7 @@ def make_cache(
     page_size: int,
     bigram: bool = False,
     radix: bool = True,
-    secondary: Sequence[GroupSlots] = (),
+    secondary: Sequence[PagedSlots] = (),
 ) -> BasePrefixCache:
     allocator = create_allocator(
         size=pages * page_size, page_size=page_size, secondary=secondary

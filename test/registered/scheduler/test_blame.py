@@ -43,6 +43,7 @@ class Req:
     committed_len: int = 0
     allocated_len: int = 0
     cache_protected_len: int = 0
+    branch_len: int = 0
     prefix_slots: torch.Tensor = field(
         default_factory=lambda: torch.empty(0, dtype=torch.int64)
     )

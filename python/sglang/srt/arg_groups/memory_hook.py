@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _CHUNKED_PREFILL_SIZE = {"cpu": 512, "cuda": 8192}
 _CPU_RUNNING_REQUESTS = 64
+_TRACK_INTERVAL = 256
 
 
 def handle_memory(server_args: ServerArgs) -> None:
@@ -49,6 +50,33 @@ def _handle_running_requests(server_args: ServerArgs) -> None:
         server_args.max_running_requests = default_max_running_requests(server_args)
     elif server_args.device == "cpu":
         server_args.max_running_requests = _CPU_RUNNING_REQUESTS
+
+
+def handle_states(server_args: ServerArgs) -> None:
+    """Check the flags for recurrent state."""
+    ratio = server_args.mamba_full_memory_ratio
+    if not ratio > 0:
+        raise ValueError(
+            f"--mamba-full-memory-ratio {ratio}: must be above 0, because running "
+            "requests need states"
+        )
+    interval, page = server_args.mamba_track_interval, server_args.page_size or 1
+    if interval is None:
+        interval = -(-_TRACK_INTERVAL // page) * page
+    if interval % page:
+        raise ValueError(
+            f"--mamba-track-interval {interval} must be a multiple of --page-size "
+            f"{page}: a cached state belongs to the end of a page"
+        )
+    server_args.mamba_track_interval = interval
+    if server_args.disable_radix_cache and (
+        server_args.mamba_radix_cache_strategy != "auto"
+    ):
+        raise ValueError(
+            f"--mamba-radix-cache-strategy {server_args.mamba_radix_cache_strategy} "
+            "asks for cached states, which --disable-radix-cache rules out; remove one "
+            "of them"
+        )
 
 
 def handle_scheduling(server_args: ServerArgs) -> None:

@@ -29,7 +29,7 @@ _ACCEPTED = {
     "loader": "weights are mapped from safetensors or GGUF files",
     "log_http": "lines about requests follow --log-level and --log-requests",
     "lora_tuning": "it tunes LoRA adapters, which are not served",
-    "mamba": "there are no state-space or linear attention models here",
+    "mamba": "it tunes kernels of recurrent state; this engine has its own",
     "metrics_extra": "metrics have fixed names and buckets",
     "multimodal_tuning": "it tunes images, audio or video; only text is served",
     "offload_tuning": "it tunes weights in host memory, which are not served",
@@ -79,8 +79,10 @@ _REFUSED = {
     "hidden_states": "use --enable-return-hidden-states, and return_hidden_states in "
     "a request",
     "include_usage": 'send stream_options {"include_usage": true} with each request',
+    "int8_states": "cached states have the type of running ones; see --mamba-ssm-dtype",
     "json_whitespace": "the grammar defines the white space of JSON; remove the flag",
     "kv_dtype": "the KV cache has the compute type; set it with --dtype",
+    "linear_attn": "linear attention has kernels of one kind, triton; remove the flag",
     "log_requests": "--log-requests logs lengths, times and ids as text lines, never "
     "what clients wrote; remove the flag",
     "logit_processor": "code from a request is never run; use logit_bias or a grammar",

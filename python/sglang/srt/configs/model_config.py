@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.configs.config_values import (
     FAMILY_DEFAULTS,
@@ -25,6 +25,9 @@ from sglang.srt.utils.checked_values import ConfigValues
 from sglang.srt.utils.gguf_header import is_gguf
 from sglang.srt.utils.json_file import read_json_object, shown
 
+if TYPE_CHECKING:
+    from sglang.srt.configs.state_config import StateConfig
+
 QUANT_METHODS = ("mxfp4",)
 """Supported formats of quantized weights."""
 
@@ -39,10 +42,11 @@ class ModelConfig:
     including their own token's, and None means that there are no such layers. `ropes`
     has the rotary embedding of each layer type. `attention_scale` is the scale factor
     of attention scores; the caps are 0 if there are none. With a `latent` there is one
-    KV head with the stored channels. `moe` None means that all layers are dense, and
-    `quant_method` None that weights are stored as floating-point numbers. `path` is a
-    folder or a GGUF file. `raw` is the contents of config.json or its equivalent on top
-    of the family's defaults, for fields of a single model.
+    KV head with the stored channels. Layers with a `state` keep no KV. `moe` None means
+    that all layers are dense, and `quant_method` None that weights are stored as
+    floating-point numbers. `path` is a folder or a GGUF file. `raw` is the contents of
+    config.json or its equivalent on top of the family's defaults, for fields of a
+    single model.
     """
 
     path: Path
@@ -68,6 +72,7 @@ class ModelConfig:
     final_logit_cap: float
     latent: LatentConfig | None
     moe: MoeConfig | None
+    state: StateConfig | None
     quant_method: str | None
     eos_token_ids: tuple[int, ...]
     raw: dict[str, Any]
@@ -121,6 +126,7 @@ class ModelConfig:
             final_logit_cap=values.get("final_logit_softcapping"),
             latent=latent,
             moe=read_moe_config(values),
+            state=None,
             quant_method=_quant_method(values),
             eos_token_ids=_eos_token_ids(values, path),
             raw=raw,
@@ -153,6 +159,12 @@ class ModelConfig:
         None for all.
         """
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
+
+    @property
+    def kv_layers(self) -> tuple[int, ...]:
+        """Layers that attend, and so keep KV."""
+        stateful = () if self.state is None else self.state.layers
+        return tuple(i for i in range(self.num_layers) if i not in stateful)
 
     @property
     def num_layer_weights(self) -> int:

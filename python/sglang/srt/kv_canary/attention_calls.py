@@ -34,12 +34,10 @@ class AttentionCalls:
     """
 
     def __init__(self, kv_pool: KVCache) -> None:
-        self._buffers = [
-            kv_pool.get_kv_buffer(layer) for layer in range(kv_pool.layer_num)
-        ]
+        self._buffers = [kv_pool.get_kv_buffer(layer) for layer in kv_pool.layers]
         self._primary = kv_pool.groups[0].name
         self._group_of = [
-            kv_pool.layer_place(layer)[0].name for layer in range(kv_pool.layer_num)
+            kv_pool.layer_place(layer)[0].name for layer in kv_pool.layers
         ]
         self._is_watching = False
         self._stored = self._attended = 0

@@ -29,7 +29,7 @@ from sglang.srt.mem_cache.page_ledger import (
 )
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.groups.slots import GroupSlots
+    from sglang.srt.mem_cache.groups.slots import PagedSlots
 
 OnFree = Callable[[torch.Tensor], None]
 Lens = Sequence[int] | IntArray
@@ -59,7 +59,7 @@ class BaseAllocator(ABC):
     """
 
     def __init__(
-        self, *, size: int, page_size: int, secondary: Sequence[GroupSlots] = ()
+        self, *, size: int, page_size: int, secondary: Sequence[PagedSlots] = ()
     ) -> None:
         if page_size < 1:
             raise ValueError(f"page_size={page_size}: must be at least 1")
@@ -338,7 +338,7 @@ def _bad_lens(prefix_lens: Lens, seq_lens: Lens) -> RuntimeError:
 class TokenToKVPoolAllocator(BaseAllocator):
     """Allocator of single slots (page size 1)."""
 
-    def __init__(self, *, size: int, secondary: Sequence[GroupSlots] = ()) -> None:
+    def __init__(self, *, size: int, secondary: Sequence[PagedSlots] = ()) -> None:
         super().__init__(size=size, page_size=1, secondary=secondary)
 
     def extend_cost(self, prefix_lens: Lens, seq_lens: Lens) -> int:
@@ -361,7 +361,7 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
     """Allocator of whole pages, for any page size, including 1."""
 
     def __init__(
-        self, *, size: int, page_size: int, secondary: Sequence[GroupSlots] = ()
+        self, *, size: int, page_size: int, secondary: Sequence[PagedSlots] = ()
     ) -> None:
         super().__init__(size=size, page_size=page_size, secondary=secondary)
         self._pages_seen = LastSeen(self.num_pages + 1)
@@ -470,7 +470,7 @@ class PagedTokenToKVPoolAllocator(BaseAllocator):
 
 
 def create_allocator(
-    *, size: int, page_size: int, secondary: Sequence[GroupSlots] = ()
+    *, size: int, page_size: int, secondary: Sequence[PagedSlots] = ()
 ) -> BaseAllocator:
     """Create the allocator for this page size."""
     if page_size == 1:

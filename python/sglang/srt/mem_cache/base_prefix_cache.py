@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.cache_listener import CacheListener
     from sglang.srt.mem_cache.groups.runs import GroupRuns
     from sglang.srt.mem_cache.groups.slots import GroupHold
+    from sglang.srt.mem_cache.groups.state_runs import StateRuns
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.saved_tree import SavedTree
     from sglang.srt.mem_cache.tree_node import TreeNode
@@ -73,10 +74,13 @@ class MatchResult:
         slots: int64 [matched], host; length is a multiple of the page size.
         last_node: the node where the match ends. The slots are only safe while it is
             locked; an eviction before that cuts it off and locking it then fails.
+        cached_len: positions that are cached in the primary group. More than the match
+            if no request can go on from there in another group.
     """
 
     slots: torch.Tensor
     last_node: TreeNode
+    cached_len: int
 
     def __len__(self) -> int:
         """Matched positions."""
@@ -157,7 +161,9 @@ class CacheableReq(Protocol):
         cache_protected_len: see above. Set at admission to the length of the match.
         prefix_slots: int64, the tree's slots for its row. Set at admission.
         last_node: locked node where the tree's part ends; None once released.
-        holds: its hold on each secondary group, in the allocator's order. Empty before
+        branch_len: positions of its prompt that were cached at its admission, usable or
+            not. Other requests have them too, so they may be asked for again.
+        holds: its hold on each group of the cache, in their order. Empty before
             admission and after release.
     """
 
@@ -169,6 +175,7 @@ class CacheableReq(Protocol):
     cache_protected_len: int
     prefix_slots: torch.Tensor
     last_node: TreeNode | None
+    branch_len: int
     holds: tuple[GroupHold, ...]
 
     def fill_ids(self) -> TokenSeq:
@@ -185,12 +192,15 @@ class BasePrefixCache(ABC):
 
     Attributes:
         root: node of the empty prefix.
-        groups: the cache's part of each secondary group of the allocator.
+        groups: the cache's part of each secondary group of the allocator, and of the
+            checkpoints.
+        checkpoints: checkpoints of recurrent state, or None if there are none.
         listener: hears of all changes from now on. Set it while the cache is empty.
     """
 
     root: TreeNode
     groups: tuple[GroupRuns, ...]
+    checkpoints: StateRuns | None = None
 
     def __init__(
         self,
@@ -411,19 +421,26 @@ class BasePrefixCache(ABC):
         """Record a match that was locked for `req`."""
         self.mark_held(req, match.last_node, len(match))
         req.prefix_slots = match.slots
+        req.branch_len = match.cached_len
 
     def mark_held(self, req: CacheableReq, node: TreeNode, length: int) -> None:
         """Record that `node`, where `length` positions end, was locked for `req`."""
         req.last_node = node
         req.cache_protected_len = length
-        req.holds = tuple(slots.hold(length) for slots in self.allocator.secondary)
+        every = [group.slots for group in self.groups]
+        if req.holds:
+            pairs = zip(every, req.holds, strict=True)
+            req.holds = tuple(slots.renew(hold, length) for slots, hold in pairs)
+        else:
+            req.holds = tuple(slots.hold(length) for slots in every)
 
-    @staticmethod
-    def mark_released(req: CacheableReq) -> None:
+    def mark_released(self, req: CacheableReq) -> None:
         """Record that `req` holds nothing any more."""
+        if req.holds:
+            for group, hold in zip(self.groups, req.holds, strict=True):
+                group.slots.release(hold)
         req.last_node = None
         req.holds = ()
         req.prefix_slots = torch.empty(0, dtype=torch.int64)
         req.cache_protected_len = 0
-        req.committed_len = 0
-        req.allocated_len = 0
+        req.committed_len = req.allocated_len = req.branch_len = 0

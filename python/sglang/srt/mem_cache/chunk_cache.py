@@ -48,7 +48,7 @@ class ChunkCache(BasePrefixCache):
 
     def match_prefix(self, key: RadixKey) -> MatchResult:
         empty = torch.empty(0, dtype=torch.int64)
-        return MatchResult(slots=empty, last_node=self.root)
+        return MatchResult(slots=empty, last_node=self.root, cached_len=0)
 
     def match_length(self, key: RadixKey) -> int:
         return 0

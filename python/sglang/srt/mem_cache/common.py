@@ -21,18 +21,19 @@ if TYPE_CHECKING:
 
 
 def ensure_available(cache: BasePrefixCache, num_slots: int) -> bool:
-    """Evict until the allocator and every secondary group have `num_slots` free. Return
-    False, with nothing evicted, if that is impossible."""
+    """Evict until the allocator has `num_slots` free, and every group what they cost
+    there. Return False, with nothing evicted, if that is impossible."""
     missing = num_slots - cache.allocator.available_size()
     if missing > cache.evictable_size():
         return False
-    if any(num_slots > group.usable_size() for group in cache.groups):
+    costs = [group.slots.cost(num_slots) for group in cache.groups]
+    if any(c > g.usable_size() for c, g in zip(costs, cache.groups, strict=True)):
         return False
     # Primary slots first, because slots of the other groups go with them.
     if missing > 0 and cache.evict(missing) < missing:
         return False
-    for group in cache.groups:
-        missing = num_slots - group.slots.available_size()
+    for cost, group in zip(costs, cache.groups, strict=True):
+        missing = cost - group.slots.available_size()
         if missing > 0 and group.evict(missing) < missing:
             return False
     return True
@@ -98,23 +99,23 @@ def release_unread(
     rows = cache.req_to_token_pool
     due = [
         (index, group)
-        for index, group in enumerate(cache.groups)
-        if step % group.slots.release_every == 0
+        for index, group in enumerate(cache.allocator.secondary)
+        if step % group.release_every == 0
     ]
     if not due:
         return
     for req in requests:
         for index, group in due:
             hold, page_size = req.holds[index], cache.page_size
-            begin, end = hold.kept_from, group.slots.first_kept(req.committed_len)
+            begin, end = hold.kept_from, group.first_kept(req.committed_len)
             if end <= begin:
                 continue
             slots = host_array(rows.row_slots(req.req_pool_idx, begin, end))
-            group.slots.drop(slots[::page_size] // page_size)
+            group.drop(slots[::page_size] // page_size)
             hold.kept_from = end
             if hold.has_lock:
                 assert req.last_node is not None
-                group.unlock(req.last_node)
+                cache.groups[index].unlock(req.last_node)
                 hold.has_lock = False
 
 
@@ -131,7 +132,7 @@ def check_idle(
 
     Args:
         fenced: primary slots that another holder still has. fenced_in_groups: slots of
-            each secondary group, none by default.
+            the allocator's secondary groups, none by default.
 
     Raises:
         RuntimeError: the sum is wrong (names each term), or a row or lock is held.
@@ -145,8 +146,8 @@ def check_idle(
             f"KV pool does not balance at idle: {abs(difference)} slots {what} "
             f"(size {allocator.size}, free {free}, cached {cached}, fenced {fenced})"
         )
-    fenced_in_groups = fenced_in_groups or [0] * len(cache.groups)
-    for group, slots in zip(cache.groups, fenced_in_groups, strict=True):
+    fenced_of = [*fenced_in_groups, *[0] * (len(cache.groups) - len(fenced_in_groups))]
+    for group, slots in zip(cache.groups, fenced_of, strict=True):
         _check_idle_group(group, slots)
     if cache.protected_size():
         raise RuntimeError(
@@ -202,7 +203,7 @@ def check_busy(
             req.req_pool_idx, req.cache_protected_len, req.allocated_len
         )
         holders[np.unique(host_array(own) // page_size)] += 1
-    for index in range(len(cache.groups)):
+    for index in range(len(allocator.secondary)):
         _check_busy_group(cache, requests, index)
     if aside is not None:
         holders[aside] += 1
@@ -221,18 +222,18 @@ def _check_busy_group(
     cache: BasePrefixCache, requests: Iterable[CacheableReq], index: int
 ) -> None:
     """Check that exactly the pages that should have a page in a secondary group do."""
-    group, rows = cache.groups[index], cache.req_to_token_pool
-    parts = group.kept_slots()
+    group, rows = cache.allocator.secondary[index], cache.req_to_token_pool
+    parts = cache.groups[index].kept_slots()
     for req in requests:
         begin = req.holds[index].kept_from
         parts.append(
             host_array(rows.row_slots(req.req_pool_idx, begin, req.allocated_len))
         )
     held = np.unique(np.concatenate([np.empty(0, np.int64), *parts]) // cache.page_size)
-    wrong = np.setxor1d(held, group.slots.mapped_pages())
+    wrong = np.setxor1d(held, group.mapped_pages())
     if len(wrong):
         raise RuntimeError(
-            f"{len(wrong)} pages have a page in group {group.slots.name} that no "
+            f"{len(wrong)} pages have a page in group {group.name} that no "
             f"request reads, or lack one: {wrong[:16].tolist()}"
         )
 

@@ -23,7 +23,7 @@ from sglang.srt.utils.vectors import padded_vectors
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.draft_region import DraftRegion
-    from sglang.srt.mem_cache.groups.slots import GroupSlots
+    from sglang.srt.mem_cache.groups.slots import PagedSlots
 
 Ints = Sequence[int] | IntArray
 KVPlace = tuple[KVGroup, int]
@@ -89,10 +89,10 @@ class ReqToTokenPool:
         self._in_use = bytearray(size + 1)
         self._on_region_free: list[Callable[[torch.Tensor], None]] = []
         # For each recorded group, its slots in the rows.
-        self._recorded: dict[GroupSlots, torch.Tensor] = {}
+        self._recorded: dict[PagedSlots, torch.Tensor] = {}
         self.clear()
 
-    def record_group(self, slots: GroupSlots) -> torch.Tensor:
+    def record_group(self, slots: PagedSlots) -> torch.Tensor:
         """From now on also write a secondary group's slots, from the host's records, so
         that they can be compared with what is read through the mapping. Target and
         draft share rows and slots, and therefore this table.
@@ -394,6 +394,11 @@ class KVCache(ABC):
     def groups(self) -> tuple[KVGroup, ...]:
         """The groups of the model, with the primary one first."""
         return (self._own_group,)
+
+    @property
+    def layers(self) -> Sequence[int]:
+        """The model's layers that have KV, ascending."""
+        return range(self.layer_num)
 
     def layer_place(self, layer_id: int) -> KVPlace:
         """Return where a layer's KV lies."""

@@ -37,7 +37,7 @@ class SlotPattern(Protocol):
 
 
 class PageOwner(Protocol):
-    """The allocator, or `GroupSlots` for the pages of a secondary group."""
+    """The allocator, or `PagedSlots` for the pages of a secondary group."""
 
     page_size: int
 

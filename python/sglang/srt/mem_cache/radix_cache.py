@@ -22,7 +22,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
     RadixKey,
 )
-from sglang.srt.mem_cache.groups.runs import RunMark
 from sglang.srt.mem_cache.saved_tree import SavedTree, build_runs, save_runs
 from sglang.srt.mem_cache.tree_check import check_tree
 from sglang.srt.mem_cache.tree_node import EMPTY, TreeNode
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator import BaseAllocator
     from sglang.srt.mem_cache.groups.runs import Spans
     from sglang.srt.mem_cache.groups.slots import GroupHold
+    from sglang.srt.mem_cache.groups.state_slots import StateSlots
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.page_ledger import IntArray
 
@@ -57,6 +57,7 @@ class RadixCache(BasePrefixCache):
         req_to_token_pool: ReqToTokenPool,
         allocator: BaseAllocator,
         bigram: bool = False,
+        states: StateSlots | None = None,
     ) -> None:
         super().__init__(
             req_to_token_pool=req_to_token_pool, allocator=allocator, bigram=bigram
@@ -67,17 +68,22 @@ class RadixCache(BasePrefixCache):
         self._queue: list[tuple[int, int, TreeNode]] = []
         self._evictable = 0
         self._protected = 0
-        self.groups = tuple(
+        groups = [
             slots.create_runs(self, index)
             for index, slots in enumerate(allocator.secondary)
-        )
+        ]
+        if states is not None:
+            self.checkpoints = states.create_runs(self, len(groups))
+            groups.append(self.checkpoints)
+        self.groups = tuple(groups)
 
     # -- lookup --------------------------------------------------------------------
 
     def match_prefix(self, key: RadixKey) -> MatchResult:
         path = self._descend(key, self._elements(key))
         spans = [(node, len(node.slots)) for node in path]
-        return self._result(path[: self._num_usable(spans)])
+        cached_len = path[-1].end if path else 0
+        return self._result(path[: self._num_usable(spans)], cached_len)
 
     def match_length(self, key: RadixKey) -> int:
         spans = self._spans(key, self._elements(key))
@@ -122,8 +128,8 @@ class RadixCache(BasePrefixCache):
             path = [part for node in path for part in group.revive(node, slots, hold)]
         last = path[-1] if path else self.root
         present, end = last.end, len(elements)
-        # A leaf lies on one side of the position where a group's slots begin.
-        for stop in sorted({*(min(hold.kept_from, end) for hold in holds), end}):
+        cuts = [min(cut, end) for hold in holds for cut in hold.cuts()]
+        for stop in sorted({*cuts, end}):
             if stop > last.end:
                 last = self._add_leaf(last, key, elements[:stop], slots[:stop])
                 for group, hold in held:
@@ -143,7 +149,7 @@ class RadixCache(BasePrefixCache):
             namespace=key.namespace,
             last_access=self._now,
             serial=next(self._serial),
-            marks=tuple(RunMark() for _ in self.groups),
+            marks=tuple(group.new_mark() for group in self.groups),
         )
         parent.children[self._edge(key, elements, start)] = leaf
         self._evictable += len(leaf.slots)
@@ -193,11 +199,13 @@ class RadixCache(BasePrefixCache):
                 usable -= 1
         return usable
 
-    def _result(self, path: list[TreeNode]) -> MatchResult:
-        if not path:
-            return MatchResult(slots=torch.from_numpy(EMPTY), last_node=self.root)
-        slots = np.concatenate([node.slots for node in path])
-        return MatchResult(slots=torch.from_numpy(slots), last_node=path[-1])
+    def _result(self, path: list[TreeNode], cached_len: int) -> MatchResult:
+        slots = np.concatenate([EMPTY, *(node.slots for node in path)])
+        return MatchResult(
+            slots=torch.from_numpy(slots),
+            last_node=path[-1] if path else self.root,
+            cached_len=cached_len,
+        )
 
     def _elements(self, key: RadixKey) -> IntArray:
         if key.bigram != self.bigram:

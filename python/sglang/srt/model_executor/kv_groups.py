@@ -32,7 +32,7 @@ from sglang.srt.mem_cache.mla_memory_pool import (
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.mem_cache.groups.slots import GroupSlots
+    from sglang.srt.mem_cache.groups.slots import PagedSlots
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class SecondaryGroup(ABC):
     """A kind of KV in addition to the primary slots.
 
     Attributes:
-        name: name of its `GroupSlots`.
+        name: name of its `PagedSlots`.
     """
 
     name: str
@@ -78,7 +78,7 @@ class SecondaryGroup(ABC):
     @abstractmethod
     def create_slots(
         self, config: ModelConfig, args: ServerArgs, plan: SlotPlan
-    ) -> GroupSlots:
+    ) -> PagedSlots:
         """Create its slots.
 
         Raises:
@@ -87,7 +87,7 @@ class SecondaryGroup(ABC):
 
     @abstractmethod
     def layers(
-        self, config: ModelConfig, slots: GroupSlots | None = None
+        self, config: ModelConfig, slots: PagedSlots | None = None
     ) -> tuple[int, ...]:
         """Return the layers of a model that the group can serve.
 
@@ -121,7 +121,7 @@ class WindowGroup(SecondaryGroup):
         return args.swa_full_tokens_ratio
 
     def layers(
-        self, config: ModelConfig, slots: GroupSlots | None = None
+        self, config: ModelConfig, slots: PagedSlots | None = None
     ) -> tuple[int, ...]:
         window, types = config.sliding_window, config.layer_types
         is_mixed = FULL_LAYER in types and SLIDING in types
@@ -134,7 +134,7 @@ class WindowGroup(SecondaryGroup):
 
     def create_slots(
         self, config: ModelConfig, args: ServerArgs, plan: SlotPlan
-    ) -> GroupSlots:
+    ) -> PagedSlots:
         window, ratio = config.sliding_window, args.swa_full_tokens_ratio
         assert window is not None
         size, pages = plan.size, plan.size // plan.page_size
@@ -232,7 +232,7 @@ def create_kv_pool(
     *,
     size: int,
     page_size: int,
-    secondary: tuple[GroupSlots, ...],
+    secondary: tuple[PagedSlots, ...],
     region_size: int,
     device: str,
 ) -> KVCache:
@@ -254,10 +254,10 @@ def create_kv_pool(
         if (layers := SECONDARY[slots.name].layers(config, slots))
     ]
     taken = {layer for _, layers in served for layer in layers}
-    rest = tuple(layer for layer in range(config.num_layers) if layer not in taken)
+    rest = tuple(layer for layer in config.kv_layers if layer not in taken)
     create = partial(spec.create, page_size=page_size, device=device)
     primary = create(size=size + region_size, layer_num=len(rest))
-    if not served:
+    if len(rest) == config.num_layers:
         return primary
     return GroupedKVPool(
         [
@@ -273,5 +273,6 @@ def create_kv_pool(
                 )
                 for slots, layers in served
             ),
-        ]
+        ],
+        layers=config.kv_layers,
     )

@@ -21,6 +21,7 @@ from sglang.srt.layers.attention.attention_registry import (
     attention_needs,
     create_attention_backend,
 )
+from sglang.srt.layers.state.forward import StateForward
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+    from sglang.srt.mem_cache.state_pool import StatePool
     from sglang.srt.model_executor.input_buffers import GraphInputs
     from sglang.srt.models.stack import Stack
     from sglang.srt.server_args import ServerArgs
@@ -386,7 +388,18 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 maybe_inaccurate_forward_batch=forward_batch,
             ),
         ):
-            return self._forward_raw(forward_batch)
+            plan = forward_batch.state_plan
+            if plan is not None and plan.restore is not None:
+                self._states.copy(plan.restore)
+            output = self._forward_raw(forward_batch)
+            if plan is not None and plan.save is not None:
+                self._states.copy(plan.save)
+            return output
+
+    @property
+    def _states(self) -> StatePool:
+        assert self.state_pool is not None, "a plan for states, but no states"
+        return self.state_pool
 
     def _forward_raw(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """Replay a decode or prefill graph if one fits; otherwise run eagerly."""
@@ -415,7 +428,11 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             attn_backend: defaults to the runner's own.
             stack: runs instead of the model's layer stack; see `StackedModel.forward`.
         """
-        context = ForwardContext(attn_backend=attn_backend or self.attn_backend)
+        states = self.state_pool
+        context = ForwardContext(
+            attn_backend=attn_backend or self.attn_backend,
+            state=None if states is None else StateForward.of(states, forward_batch),
+        )
         with (
             torch.inference_mode(),
             forward_context(context),

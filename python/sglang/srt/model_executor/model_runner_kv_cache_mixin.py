@@ -15,7 +15,9 @@ from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import divide_kv_heads
 from sglang.srt.mem_cache.allocator import BaseAllocator, create_allocator
 from sglang.srt.mem_cache.draft_region import DraftRegion, region_size
+from sglang.srt.mem_cache.groups.state_slots import StateSlots
 from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+from sglang.srt.mem_cache.state_pool import StatePool
 from sglang.srt.model_executor.kv_groups import (
     SecondaryGroup,
     SlotPlan,
@@ -25,6 +27,7 @@ from sglang.srt.model_executor.kv_groups import (
 )
 from sglang.srt.model_executor.memory_plan import (
     MAX_HEAD_GRAPH_TOKENS,
+    NO_DRAFT_MEMORY,
     DraftMemory,
     cpu_pool_slots,
     decode_graph_sizes,
@@ -35,6 +38,11 @@ from sglang.srt.model_executor.memory_plan import (
     no_room_for_a_page,
     prefill_graph_bytes,
     prefill_token_counts,
+)
+from sglang.srt.model_executor.state_memory import (
+    plan_states,
+    refuse_with_state,
+    state_shape,
 )
 from sglang.srt.models.draft import DraftModel
 from sglang.srt.utils.memory import available_device_bytes
@@ -75,6 +83,9 @@ class ModelRunnerKVCacheMixin:
     token_to_kv_pool: KVCache
     allocator: BaseAllocator
     max_total_num_tokens: int
+    # Set if the model keeps a recurrent state; the slots if it has checkpoints.
+    state_pool: StatePool | None = None
+    state_slots: StateSlots | None = None
     # Set by the target, which decides it; a draft's slots count as primary ones.
     _secondary: Sequence[SecondaryGroup] = ()
     # Set by `_init_pools` if there is no --max-running-requests.
@@ -193,6 +204,7 @@ class ModelRunnerKVCacheMixin:
                 self._default_rows = self._choose_rows()
             self._check_rows()
             # Every rank keeps the KV of its heads in the same slots.
+            self._init_states()
             size = get_tp_group().min_int(self._pool_size(draft_memory))
             rows = ReqToTokenPool(
                 size=self.max_running_requests,
@@ -227,6 +239,22 @@ class ModelRunnerKVCacheMixin:
             region_size=self.region_size() if self.is_draft_worker else 0,
             device=self.device,
         )
+
+    def _init_states(self) -> None:
+        """Build the states of a model that has any, before the KV takes what is
+        left."""
+        refuse_with_state(self.model_config, self.server_args)
+        shape = state_shape(self.model_config, self.server_args, dtype=self.dtype)
+        if shape is None:
+            return
+        sizes = plan_states(shape, self.server_args, available=self._memory_for_pools())
+        group = get_tp_group()
+        checkpoints = group.min_int(sizes.checkpoints)
+        self.state_pool = StatePool(
+            shape, size=sizes.rows + checkpoints, device=self.device
+        )
+        if checkpoints:
+            self.state_slots = StateSlots(rows=sizes.rows, size=checkpoints)
 
     def region_size(self) -> int:
         """KV slots of the draft region, in whole pages; 0 if there is none."""
@@ -317,7 +345,7 @@ class ModelRunnerKVCacheMixin:
         it, and its share of the other groups' slots."""
         config, spec = self.model_config, self._tensor_spec()
         per_layer = spec.layer_bytes + spec.heads * self.watcher_bytes_per_head
-        primary, total = config.num_layers, 0.0
+        primary, total = len(config.kv_layers), 0.0
         for kind in self._secondary:
             layers = len(kind.layers(config))
             primary -= layers
@@ -338,11 +366,7 @@ class ModelRunnerKVCacheMixin:
                     f"cache, but {available / 2**30:.1f} GiB are free; lower it"
                 )
             return args.max_total_tokens
-        kept_free = self._activation_bytes()
-        kept_free += self.decode_graph_bytes() + self.prefill_graph_bytes()
-        kept_free += draft_memory.graph_bytes
-        kept_free += self.expansion_bytes() + self.gathered_bytes()
-        size = max(available - kept_free, 0) // per_token
+        size = max(available - self._kept_free(draft_memory), 0) // per_token
         size -= self.page_size  # the scratch page
         if self.device == "cpu":
             size = self._cap(size, per_token)
@@ -352,6 +376,17 @@ class ModelRunnerKVCacheMixin:
                 args, free_bytes=self.free_bytes_at_start, bytes_per_slot=per_token
             )
         return size
+
+    def _kept_free(self, draft_memory: DraftMemory) -> int:
+        """Return the bytes that the pools leave free."""
+        kept = self._activation_bytes()
+        kept += self.decode_graph_bytes() + self.prefill_graph_bytes()
+        kept += draft_memory.graph_bytes
+        return kept + self.expansion_bytes() + self.gathered_bytes()
+
+    def _memory_for_pools(self) -> int:
+        """Return the bytes that states and KV share."""
+        return max(self._available_bytes() - self._kept_free(NO_DRAFT_MEMORY), 0)
 
     def _cap(self, size: int, bytes_per_slot: int) -> int:
         """Return the default size of a CPU pool for which memory has `size` slots."""

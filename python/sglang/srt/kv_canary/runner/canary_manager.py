@@ -74,7 +74,7 @@ if TYPE_CHECKING:
     from sglang.srt.kv_canary.lineages import KnownTokens, TokenOwner
     from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-    from sglang.srt.mem_cache.groups.slots import GroupSlots
+    from sglang.srt.mem_cache.groups.slots import PagedSlots
 
     # Gets a forward and what its attention is about to read.
     Probe = Callable[[ForwardBatch, Sequence[KVReadView]], None]
@@ -557,7 +557,7 @@ class CanaryManager:
         )
         return heads
 
-    def slot_pattern(self, slots: GroupSlots | None) -> PoolPattern | None:
+    def slot_pattern(self, slots: PagedSlots | None) -> PoolPattern | None:
         """A pattern for slots of a group that nobody holds; None if this pool has no
         such group.
 

@@ -109,6 +109,7 @@ class Req:
         self.committed_len = 0
         self.allocated_len = 0
         self.cache_protected_len = 0
+        self.branch_len = 0
         self.prefix_slots = torch.empty(0, dtype=torch.int64)
         self.last_node: TreeNode | None = None
         self.holds: tuple[GroupHold, ...] = ()

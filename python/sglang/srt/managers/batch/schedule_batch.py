@@ -25,6 +25,7 @@ from sglang.srt.forward.batch import (
     InputEmbeds,
     InputLogprobSpan,
 )
+from sglang.srt.managers.batch.state_plans import PrefillSpan
 from sglang.srt.mem_cache.common import extend_rows, release_unread
 from sglang.srt.sampling.logprobs import LogprobRequest
 from sglang.srt.sampling.penalties import TokenHistory
@@ -32,7 +33,9 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.utils.vectors import padded_vectors
 
 if TYPE_CHECKING:
+    from sglang.srt.forward.state_plan import StatePlan
     from sglang.srt.managers.batch.req import Req
+    from sglang.srt.managers.batch.state_plans import StatePlanner
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.page_ledger import IntArray
 
@@ -44,12 +47,14 @@ class BatchEnvironment:
     Fields:
         decode_reserve: KV slots that a speculative iteration needs beyond the known
             ones, or 0 if each decode step takes one slot.
+        states: plans the checkpoints of recurrent state, if the cache keeps any.
     """
 
     cache: BasePrefixCache
     vocab_size: int
     needs_host_lens: bool
     decode_reserve: int = 0
+    states: StatePlanner | None = None
 
     @property
     def device(self) -> torch.device:
@@ -142,6 +147,7 @@ class ScheduleBatch:
         self._num_decodes = 0
         self.starting_rows: IntArray = _NO_ROWS
         self._prefix_lens_device = self.seq_lens
+        self._state_plan: StatePlan | None = None
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -279,6 +285,7 @@ class ScheduleBatch:
             return None
         pool.write_token_rows(rows, [np.array(req.tokens) for req in new])
         batch._advance(slots, ends)
+        batch._plan_prefill(new)
         return batch
 
     @classmethod
@@ -325,7 +332,32 @@ class ScheduleBatch:
         if slots is None:
             return False
         self._advance(slots, ends)
+        states = self.env.states
+        if states is not None:
+            self._state_plan = states.for_decode(self.reqs, ends, self._upload)
         return True
+
+    def _plan_prefill(self, new: Sequence[Req]) -> None:
+        """Decide the checkpoints of a prefill; the rows of `new` requests hold no state
+        yet."""
+        states = self.env.states
+        if states is None:
+            return
+        first = {req.serial for req in new}
+        starts, ends = self._prefix_lens.tolist(), self.seq_lens_cpu.tolist()
+        self._state_plan = states.for_prefill(
+            [
+                PrefillSpan(
+                    req=req,
+                    start=start,
+                    end=end,
+                    is_new=req.serial in first,
+                    is_last=not req.is_chunked,
+                )
+                for req, start, end in zip(self.reqs, starts, ends, strict=True)
+            ],
+            self._upload,
+        )
 
     def _update_groups(self) -> None:
         """Periodically free secondary-group slots that no token reads any more, and
@@ -435,6 +467,7 @@ class ScheduleBatch:
             salt=salt,
             rids_int=rids_int,
             lens_cpu=self._host_lens(),
+            state_plan=self._state_plan,
             capture_hidden_mode=self._capture_mode(CaptureHiddenMode.LAST),
             sampling_info=sampling_info,
         )
@@ -474,6 +507,7 @@ class ScheduleBatch:
             logits_rows=self._upload(qo_indptr[1:] - 1),
             input_logprobs=_input_logprob_spans(spans),
             input_embeds=self._input_embeds(spans),
+            state_plan=self._state_plan,
             capture_hidden_mode=hidden_mode
             or self._capture_mode(CaptureHiddenMode.FULL),
             sampling_info=sampling_info,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.draft_slots import decode_reserve
 from sglang.srt.managers.batch.schedule_batch import BatchEnvironment
+from sglang.srt.managers.batch.state_plans import StatePlanner
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
@@ -19,19 +20,40 @@ def create_environment(
     server_args: ServerArgs, runner: ModelRunner
 ) -> BatchEnvironment:
     """Create a cache over the pools of `runner`, and the constants of its batches."""
-    cache_class: type[BasePrefixCache] = (
-        ChunkCache if server_args.disable_radix_cache else RadixCache
-    )
-    cache = cache_class(
-        req_to_token_pool=runner.req_to_token_pool,
-        allocator=runner.allocator,
-        # A slot in a draft head's pool also depends on the next token.
-        bigram=server_args.speculative_algorithm is not None
-        and server_args.draft_token_offset > 0,
-    )
+    cache = _create_cache(server_args, runner)
     return BatchEnvironment(
         cache=cache,
         vocab_size=runner.model_config.vocab_size,
         needs_host_lens=runner.attn_backend.capabilities.needs_cpu_seq_lens,
         decode_reserve=decode_reserve(server_args),
+        states=_create_planner(server_args, cache),
+    )
+
+
+def _create_cache(server_args: ServerArgs, runner: ModelRunner) -> BasePrefixCache:
+    pools: dict[str, Any] = {
+        "req_to_token_pool": runner.req_to_token_pool,
+        "allocator": runner.allocator,
+        # A slot in a draft head's pool also depends on the next token.
+        "bigram": server_args.speculative_algorithm is not None
+        and server_args.draft_token_offset > 0,
+    }
+    if server_args.disable_radix_cache:
+        return ChunkCache(**pools)
+    return RadixCache(**pools, states=runner.state_slots)
+
+
+def _create_planner(
+    server_args: ServerArgs, cache: BasePrefixCache
+) -> StatePlanner | None:
+    if cache.checkpoints is None:
+        return None
+    interval = server_args.mamba_track_interval
+    assert interval is not None
+    has_buffers = server_args.mamba_radix_cache_strategy != "no_buffer"
+    return StatePlanner(
+        cache.checkpoints,
+        page_size=cache.page_size,
+        interval=interval if has_buffers else 0,
+        tracks_inside=has_buffers,
     )

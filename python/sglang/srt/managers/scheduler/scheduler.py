@@ -530,9 +530,9 @@ class Scheduler:
         """Return why a checkpoint would not be enough to continue from, or None if it
         would.
         """
-        for group in self.cache.allocator.secondary:
-            if group.unsaved:
-                return group.unsaved
+        for group in self.cache.groups:
+            if group.slots.unsaved:
+                return group.slots.unsaved
         if self._healer is not None and any(self._healer.fenced):
             return "damaged pages were out of use when the log was cut"
         if self._grammars:

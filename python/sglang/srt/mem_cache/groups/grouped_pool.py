@@ -24,16 +24,17 @@ class GroupedKVPool(KVCache):
     """The groups of one model, with the primary one first.
 
     Args:
-        groups: groups of layers; every layer is in exactly one.
+        groups: groups of layers.
+        layers: layers of the model that have KV, ascending; each is in exactly one
+            group.
 
     Raises:
         ValueError: the groups do not fit each other. The message names the group.
     """
 
-    def __init__(self, groups: Sequence[KVGroup]) -> None:
+    def __init__(self, groups: Sequence[KVGroup], *, layers: Sequence[int]) -> None:
         primary = groups[0].tensors
-        layer_num = sum(len(group.layers) for group in groups)
-        check_layers([(g.name, g.layers) for g in groups], layer_num)
+        check_layers([(g.name, g.layers) for g in groups], layers)
         for group in groups:
             if group.tensors.page_size != primary.page_size:
                 raise ValueError(
@@ -49,14 +50,19 @@ class GroupedKVPool(KVCache):
             size=primary.size,
             page_size=primary.page_size,
             dtype=primary.dtype,
-            layer_num=layer_num,
+            layer_num=len(layers),
             device=primary.device,
         )
         self._groups = tuple(groups)
-        self._places: list[KVPlace] = [(groups[0], 0)] * layer_num
-        for group in groups:
-            for index, layer in enumerate(group.layers):
-                self._places[layer] = (group, index)
+        self._places: dict[int, KVPlace] = {
+            layer: (group, index)
+            for group in groups
+            for index, layer in enumerate(group.layers)
+        }
+
+    @property
+    def layers(self) -> Sequence[int]:
+        return sorted(self._places)
 
     @property
     def groups(self) -> tuple[KVGroup, ...]:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from sglang.srt.mem_cache.groups.slots import GroupSlots
+    from sglang.srt.mem_cache.groups.slots import PagedSlots
     from sglang.srt.mem_cache.memory_pool import KVCache
     from sglang.srt.mem_cache.page_ledger import IntArray
 
@@ -41,7 +41,7 @@ class KVGroup:
 
     name: str
     layers: tuple[int, ...]
-    slots: GroupSlots | None
+    slots: PagedSlots | None
     tensors: KVCache
 
     def on_device(self, slots: torch.Tensor) -> torch.Tensor:
@@ -54,34 +54,39 @@ class KVGroup:
         return slots if self.slots is None else self.slots.map_slots(slots)
 
 
-def check_layers(layers: Sequence[tuple[str, Sequence[int]]], num_layers: int) -> None:
+def check_layers(
+    groups: Sequence[tuple[str, Sequence[int]]], layers: Sequence[int]
+) -> None:
     """Check that every layer is in one group.
 
     Args:
-        layers: (name, its layers) of every group.
+        groups: (name, its layers) of every group.
+        layers: layers of the model that have KV.
 
     Raises:
         ValueError: a layer is in no group or in two, or a group is empty. The message
             names it.
     """
     owner: dict[int, str] = {}
-    for name, own in layers:
+    every = set(layers)
+    for name, own in groups:
         if not own:
             raise ValueError(f"KV group {name} has no layer")
         for layer in own:
-            if not 0 <= layer < num_layers:
+            if layer not in every:
                 raise ValueError(
-                    f"KV group {name} has layer {layer} of a model with {num_layers}"
+                    f"KV group {name} has layer {layer}, which is none of the "
+                    f"{len(every)} layers with KV"
                 )
             if layer in owner:
                 raise ValueError(
                     f"layer {layer} is in two KV groups, {owner[layer]} and {name}"
                 )
             owner[layer] = name
-    missing = sorted(set(range(num_layers)) - set(owner))
+    missing = sorted(every - set(owner))
     if missing:
-        names = ", ".join(name for name, _ in layers)
+        names = ", ".join(name for name, _ in groups)
         raise ValueError(
             f"layer {missing[0]} is in none of the KV groups ({names}); "
-            f"{len(missing)} of {num_layers} layers are in none"
+            f"{len(missing)} of {len(every)} layers are in none"
         )

@@ -53,6 +53,10 @@ class GroupRuns:
     def __init__(self, slots: GroupSlots) -> None:
         self.slots = slots
 
+    def new_mark(self) -> RunMark:
+        """Return the mark of a new run."""
+        return RunMark()
+
     # -- lookup and insert ---------------------------------------------------------
 
     def are_usable(self, spans: Spans) -> list[bool]:
@@ -75,7 +79,7 @@ class GroupRuns:
 
     def on_leaf(self, leaf: TreeNode, hold: GroupHold) -> None:
         """Take over the slots of the request behind `hold` for a new leaf, which lies
-        on one side of `hold.kept_from`."""
+        between two of `hold.cuts()`."""
 
     def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
         """Note that `upper` took over the beginning of `lower`."""

@@ -1,14 +1,15 @@
-"""The slots of a secondary KV group, and the part of them that a request holds.
+"""The slots of a group besides the primary ones, and the part that a request holds.
 
 The allocator's pages are the primary group: their slots name a token's position
-everywhere. A secondary group keeps the KV of other layers in its own slots, which it
-allots beside those pages and may free earlier.
+everywhere. A secondary group keeps the KV of other layers in slots of its own, which it
+allots beside those pages and may free earlier (`PagedSlots`). Checkpoints of recurrent
+state have slots that belong to no page (`groups/state_slots.py`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class GroupHold:
-    """One request's hold on a secondary group.
+    """One request's hold on the slots of a group.
 
     Attributes:
         kept_from: positions before it have no slot of this request: either it freed
@@ -37,39 +38,36 @@ class GroupHold:
         self.kept_from = kept_from
         self.has_lock = True
 
+    def cuts(self) -> Iterable[int]:
+        """Return the positions that no run of the prefix cache may contain, because
+        what the request gives it differs on both sides."""
+        return (self.kept_from,)
+
 
 class GroupSlots(ABC):
-    """Host records of the slots of one secondary group.
+    """Host records of the slots of one group.
 
     Draft and target share them, but each has its own bytes for them (`KVGroup`).
 
     Attributes:
         name: name of the group, in reports and errors.
-        page_size: slots per page, the allocator's.
         size: usable slots.
-        mapping: int64 [primary slots, scratch included] on the device; the group's slot
-            for each, or 0. Current as of the last `sync`.
-        release_every: decode steps after which `first_kept` is applied to requests.
         unsaved: why a checkpoint of the engine cannot hold this group; empty if it can.
     """
 
     name: str
-    page_size: int
     size: int
-    mapping: torch.Tensor
-    release_every: int
     unsaved: str
 
     # -- capacity ------------------------------------------------------------------
 
-    @property
     @abstractmethod
-    def num_free_pages(self) -> int:
-        """Pages that can be taken now."""
-
     def available_size(self) -> int:
-        """Slots in free pages."""
-        return self.num_free_pages * self.page_size
+        """Slots that can be taken now."""
+
+    @abstractmethod
+    def cost(self, num_slots: int) -> int:
+        """Return how many slots are taken with `num_slots` primary ones."""
 
     @abstractmethod
     def need_of_running(self, hold: GroupHold, length: int, slots: int) -> int:
@@ -88,6 +86,66 @@ class GroupSlots(ABC):
             extend_len: tokens of its next prefill.
             slots: primary slots that it takes until its end.
         """
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Free every slot."""
+
+    # -- lifetime ------------------------------------------------------------------
+
+    def hold(self, length: int) -> GroupHold:
+        """Return the hold of a request whose first `length` positions are cached."""
+        return GroupHold(length)
+
+    def renew(self, hold: GroupHold, length: int) -> GroupHold:
+        """Return the hold that follows `hold` once `length` positions are cached."""
+        return self.hold(length)
+
+    def release(self, hold: GroupHold) -> None:
+        """Take back what the ended request still has of its own, if that is not in its
+        row."""
+        return
+
+    @abstractmethod
+    def create_runs(self, cache: RadixCache, index: int) -> GroupRuns:
+        """Create the group's part of a prefix cache.
+
+        Args:
+            index: place of the group among the cache's groups.
+        """
+
+
+class PagedSlots(GroupSlots):
+    """Slots in pages, each beside a page of the primary group.
+
+    Attributes:
+        page_size: slots per page, the allocator's.
+        mapping: int64 [primary slots, scratch included] on the device; the group's slot
+            for each, or 0. Current as of the last `sync`.
+        release_every: decode steps after which `first_kept` is applied to requests.
+    """
+
+    page_size: int
+    mapping: torch.Tensor
+    release_every: int
+
+    @abstractmethod
+    def first_kept(self, length: int) -> int:
+        """Return the first position whose slot a request keeps once `length` tokens
+        have KV, at a page boundary."""
+
+    # -- capacity ------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def num_free_pages(self) -> int:
+        """Pages that can be taken now."""
+
+    def available_size(self) -> int:
+        return self.num_free_pages * self.page_size
+
+    def cost(self, num_slots: int) -> int:
+        return num_slots
 
     # -- pages of the primary group ------------------------------------------------
 
@@ -132,29 +190,6 @@ class GroupSlots(ABC):
     @abstractmethod
     def primary_slot(self, slot: int) -> int:
         """Return the primary slot that has this slot, or -1."""
-
-    @abstractmethod
-    def clear(self) -> None:
-        """Free every page."""
-
-    # -- lifetime ------------------------------------------------------------------
-
-    @abstractmethod
-    def first_kept(self, length: int) -> int:
-        """Return the first position whose slot a request keeps once `length` tokens
-        have KV, at a page boundary."""
-
-    def hold(self, length: int) -> GroupHold:
-        """Return the hold of a request whose first `length` positions are cached."""
-        return GroupHold(length)
-
-    @abstractmethod
-    def create_runs(self, cache: RadixCache, index: int) -> GroupRuns:
-        """Create the group's part of a prefix cache.
-
-        Args:
-            index: place of the group among the cache's groups.
-        """
 
     # -- quarantine ----------------------------------------------------------------
 

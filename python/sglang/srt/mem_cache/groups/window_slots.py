@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from sglang.srt.mem_cache.groups.slots import GroupHold, GroupSlots
+from sglang.srt.mem_cache.groups.slots import GroupHold, PagedSlots
 from sglang.srt.mem_cache.groups.window_runs import WindowRuns
 from sglang.srt.mem_cache.page_ledger import IntArray, PageLedger
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 RELEASE_EVERY = 16
 
 
-class WindowSlots(GroupSlots):
+class WindowSlots(PagedSlots):
     """Window pages for an allocator's pages.
 
     Args:

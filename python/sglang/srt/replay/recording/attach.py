@@ -28,7 +28,7 @@ def create_recorder(scheduler: RecordedScheduler) -> Recorder | None:
         rank=managers[0].reporter.rank,
     )
     managers[0].reporter.record = recorder.record_for
-    for group in scheduler.cache.allocator.secondary:
+    for group in [runs.slots for runs in scheduler.cache.groups]:
         if group.unsaved:
             logger.warning(
                 "--kv-canary-record %d: %s, so that a record is replayed from the "

@@ -1,0 +1,148 @@
+"""Decides which checkpoints of recurrent state a batch restores and takes.
+
+Checkpoints are taken where requests will ask for them: at the end of a prompt, rounded
+down; where the prompt leaves what other requests have cached; at the end of a chunk;
+and every so many tokens while a request decodes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import lcm
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from sglang.srt.forward.state_plan import StateCopies, StatePlan
+from sglang.srt.layers.ops.state.shared.tracks import CHUNK
+from sglang.srt.mem_cache.groups.state_slots import HeldCheckpoint
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from sglang.srt.mem_cache.base_prefix_cache import CacheableReq
+    from sglang.srt.mem_cache.groups.state_runs import StateRuns
+    from sglang.srt.mem_cache.page_ledger import IntArray
+
+TRACKS = 2
+"""Checkpoints of a row in one prefill: the end, and where it branches off."""
+
+Upload = Callable[["IntArray"], "Tensor"]
+Pair = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillSpan:
+    """The part of a request's prompt that is prefilled now: positions [start, end).
+
+    Fields:
+        is_new: whether its row holds no state yet.
+        is_last: whether the prompt ends here.
+    """
+
+    req: CacheableReq
+    start: int
+    end: int
+    is_new: bool
+    is_last: bool
+
+
+class StatePlanner:
+    """Plans the copies of each batch.
+
+    Args:
+        runs: checkpoints of the prefix cache.
+        interval: decoded tokens between two checkpoints of a request, a multiple of the
+            page size; 0 for none.
+        tracks_inside: whether a prefill also takes checkpoints before its end.
+    """
+
+    def __init__(
+        self, runs: StateRuns, *, page_size: int, interval: int, tracks_inside: bool
+    ) -> None:
+        self._runs = runs
+        self._page_size = page_size
+        self._interval = interval
+        self._tracks_inside = tracks_inside
+        self._grid = lcm(CHUNK, page_size)
+
+    def for_prefill(
+        self, spans: Sequence[PrefillSpan], upload: Upload
+    ) -> StatePlan | None:
+        # Before anything is taken, which may evict what is restored.
+        restore = [
+            (span.req.req_pool_idx, slot)
+            for span in spans
+            if span.is_new and (slot := self._cached_slot(span.req))
+        ]
+        lens = np.zeros((len(spans), TRACKS), dtype=np.int64)
+        slots = np.zeros_like(lens)
+        for row, span in enumerate(spans):
+            for column, length in enumerate(self._lengths(span)):
+                slot = self._runs.take()
+                if slot:
+                    held = HeldCheckpoint(span.start + length, slot)
+                    self._runs.hold_of(span.req.holds).tracked.append(held)
+                    lens[row, column], slots[row, column] = length, slot
+        if not restore and not lens.any():
+            return None
+        tracks = upload(np.stack([lens, slots])) if lens.any() else None
+        return StatePlan(
+            restore=_copies(restore, upload),
+            track_lens=None if tracks is None else tracks[0],
+            track_slots=None if tracks is None else tracks[1],
+        )
+
+    def for_decode(
+        self, reqs: Sequence[CacheableReq], ends: IntArray, upload: Upload
+    ) -> StatePlan | None:
+        """Plan a decode step after which `ends` tokens of each request are folded."""
+        if not self._interval:
+            return None
+        save = []
+        for row in np.flatnonzero(ends % self._interval == 0).tolist():
+            req = reqs[row]
+            if req.no_cache:
+                continue
+            hold = self._runs.hold_of(req.holds)
+            if hold.saved is not None:
+                self._runs.slots.give(hold.saved.slot)
+                hold.saved = None
+            slot = self._runs.take()
+            if slot:
+                hold.saved = HeldCheckpoint(int(ends[row]), slot)
+                save.append((slot, req.req_pool_idx))
+        return StatePlan(save=_copies(save, upload)) if save else None
+
+    def _cached_slot(self, req: CacheableReq) -> int:
+        if not req.cache_protected_len:
+            return 0
+        assert req.last_node is not None
+        return self._runs.slot_at(req.last_node)
+
+    def _lengths(self, span: PrefillSpan) -> list[int]:
+        """Return how many new tokens are folded at each checkpoint, ascending."""
+        if span.req.no_cache:
+            return []
+        count, is_aligned = span.end - span.start, span.end % self._page_size == 0
+        if not self._tracks_inside:
+            return [count] if is_aligned else []
+        if span.start % self._page_size:
+            return []
+        # A match leaves the last token of a prompt to be computed.
+        ends = [self._on_grid(count - 1) if span.is_last else count * is_aligned]
+        if span.start < span.req.branch_len < span.end:
+            ends.append(self._on_grid(span.req.branch_len - span.start))
+        return sorted({length for length in ends if length})
+
+    def _on_grid(self, length: int) -> int:
+        return length - length % self._grid
+
+
+def _copies(pairs: Sequence[Pair], upload: Upload) -> StateCopies | None:
+    """Return copies of (dst, src)."""
+    if not pairs:
+        return None
+    both = upload(np.array(pairs, dtype=np.int64).T)
+    return StateCopies(dst=both[0], src=both[1])

@@ -1,0 +1,153 @@
+"""Slots of recurrent state: one per request row, and checkpoints of the prefix cache.
+
+```
+slot   0        1 .. rows                 rows + 1 .. rows + size
+       scratch  request rows, one each    checkpoints
+```
+A running request's own state needs no records: it lies in the slot with the number of
+its row. A checkpoint is the state after exactly the tokens before a position. It
+belongs to the request that took it until the tree has a run that ends there.
+
+These are host records. Copies between slots run in stream order, so a slot may be given
+to the next owner at once.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+from sglang.srt.mem_cache.groups.slots import GroupHold, GroupSlots
+from sglang.srt.mem_cache.groups.state_runs import StateRuns
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from sglang.srt.mem_cache.radix_cache import RadixCache
+
+
+class HeldCheckpoint(NamedTuple):
+    """A checkpoint that a request took: its position, and the slot."""
+
+    position: int
+    slot: int
+
+
+class StateHold(GroupHold):
+    """The checkpoints of a request that are not in the tree yet.
+
+    Attributes:
+        tracked: taken while its prompt was prefilled, ascending.
+        saved: the last one taken while it decoded.
+    """
+
+    __slots__ = ("saved", "tracked")
+
+    def __init__(self, kept_from: int) -> None:
+        super().__init__(kept_from)
+        self.tracked: list[HeldCheckpoint] = []
+        self.saved: HeldCheckpoint | None = None
+
+    def checkpoints(self) -> Sequence[HeldCheckpoint]:
+        saved = () if self.saved is None else (self.saved,)
+        return (*self.tracked, *saved)
+
+    def cuts(self) -> Iterable[int]:
+        return [held.position for held in self.checkpoints()]
+
+    def take(self, position: int) -> int:
+        """Give up the checkpoint at a position; return its slot, or 0 without one."""
+        if self.saved is not None and self.saved.position == position:
+            slot, self.saved = self.saved.slot, None
+            return slot
+        for index, held in enumerate(self.tracked):
+            if held.position == position:
+                return self.tracked.pop(index).slot
+        return 0
+
+
+class StateSlots(GroupSlots):
+    """Checkpoint slots.
+
+    Args:
+        rows: request rows, whose slots come before the checkpoints.
+        size: checkpoints.
+    """
+
+    name = "state"
+    unsaved = "checkpoints of recurrent state are not supported"
+
+    def __init__(self, *, rows: int, size: int) -> None:
+        if rows < 1 or size < 1:
+            raise ValueError(
+                f"{size} checkpoints beside {rows} request rows: there must be at "
+                "least one of each"
+            )
+        self.rows = rows
+        self.size = size
+        self._free: list[int] = []
+        self._used: set[int] = set()
+        self.clear()
+
+    # -- capacity ------------------------------------------------------------------
+
+    def available_size(self) -> int:
+        return len(self._free)
+
+    def cost(self, num_slots: int) -> int:
+        return 0
+
+    # A request runs without checkpoints if there are none to take.
+    def need_of_running(self, hold: GroupHold, length: int, slots: int) -> int:
+        return 0
+
+    def need_of_new(self, extend_len: int, slots: int) -> int:
+        return 0
+
+    def is_used(self, slot: int) -> bool:
+        return slot in self._used
+
+    def take(self) -> int:
+        """Take a slot and return it, or 0 if none is free."""
+        if not self._free:
+            return 0
+        slot = self._free.pop()
+        self._used.add(slot)
+        return slot
+
+    def give(self, slot: int) -> None:
+        """Free a slot; RuntimeError if it is not in use."""
+        if slot not in self._used:
+            raise RuntimeError(f"state slot {slot} is freed but not in use")
+        self._used.remove(slot)
+        self._free.append(slot)
+
+    def clear(self) -> None:
+        self._free = list(range(self.rows + self.size, self.rows, -1))
+        self._used = set()
+
+    # -- lifetime ------------------------------------------------------------------
+
+    def hold(self, length: int) -> StateHold:
+        return StateHold(length)
+
+    def renew(self, hold: GroupHold, length: int) -> StateHold:
+        """Return a hold with the checkpoints past `length`, which a later forward
+        takes; the tree did not want the others."""
+        assert isinstance(hold, StateHold)
+        new = StateHold(length)
+        for held in hold.tracked:
+            if held.position > length:
+                new.tracked.append(held)
+            else:
+                self.give(held.slot)
+        new.saved = hold.saved
+        return new
+
+    def release(self, hold: GroupHold) -> None:
+        assert isinstance(hold, StateHold)
+        for held in hold.checkpoints():
+            self.give(held.slot)
+        hold.tracked, hold.saved = [], None
+
+    def create_runs(self, cache: RadixCache, index: int) -> StateRuns:
+        return StateRuns(cache, self, index=index)

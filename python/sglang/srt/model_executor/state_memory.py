@@ -1,0 +1,169 @@
+"""How many slots of recurrent state a model gets, and how large they are."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from sglang.srt.configs.state_config import DeltaShape
+from sglang.srt.distributed.parallel_state import get_tp_group
+from sglang.srt.distributed.partition import divide
+from sglang.srt.mem_cache.state_pool import StateShape
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.configs.state_config import StateConfig
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+CPU_CHECKPOINTS_PER_ROW = 2
+"""Checkpoints of a pool on the CPU for each request row without
+--max-mamba-cache-size: more would be zeroed at start for nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StatePlanSizes:
+    """Slots of a state pool: `rows` of requests, then `checkpoints`."""
+
+    rows: int
+    checkpoints: int
+    bytes_per_slot: int
+
+    @property
+    def slots(self) -> int:
+        return self.rows + self.checkpoints
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all slots and of scratch."""
+        return (self.slots + 1) * self.bytes_per_slot
+
+
+def state_shape(
+    config: ModelConfig, args: ServerArgs, *, dtype: torch.dtype
+) -> StateShape | None:
+    """Return what one slot holds on this rank, or None for models without state.
+
+    Raises:
+        ValueError: the ranks cannot share it. The message names the flag.
+    """
+    state = config.state
+    if state is None:
+        return None
+    return StateShape(
+        layers=state.layers,
+        conv_channels=_conv_channels(state),
+        conv_inputs=state.conv_width - 1,
+        delta=_delta_of_rank(state),
+        dtype=dtype,
+        matrix_dtype=_matrix_dtype(config, args),
+    )
+
+
+def _conv_channels(state: StateConfig) -> int:
+    return divide(state.conv_channels, get_tp_group(), what="channels of state").size
+
+
+def _delta_of_rank(state: StateConfig) -> DeltaShape | None:
+    delta, group = state.delta, get_tp_group()
+    if delta is None:
+        return None
+    return DeltaShape(
+        heads=divide(delta.heads, group, what="linear_num_value_heads").size,
+        key_heads=divide(delta.key_heads, group, what="linear_num_key_heads").size,
+        d_k=delta.d_k,
+        d_v=delta.d_v,
+    )
+
+
+def _matrix_dtype(config: ModelConfig, args: ServerArgs) -> torch.dtype:
+    """Return --mamba-ssm-dtype, or the checkpoint's, or float32."""
+    name = args.mamba_ssm_dtype or config.raw.get("mamba_ssm_dtype") or "float32"
+    if name not in DTYPES:
+        raise ValueError(
+            f"{config.file}: mamba_ssm_dtype {name!r} is not supported; use "
+            f"--mamba-ssm-dtype with one of {', '.join(DTYPES)}"
+        )
+    return DTYPES[name]
+
+
+def plan_states(
+    shape: StateShape, args: ServerArgs, *, available: int
+) -> StatePlanSizes:
+    """Divide memory between states and KV.
+
+    Args:
+        available: bytes for both.
+
+    Raises:
+        ValueError: not every running request would get a state, or the prefix cache no
+            checkpoint. The message names the flag and the number that fits.
+    """
+    rows, slot = args.max_running_requests, shape.bytes_per_slot
+    assert rows is not None
+    least = rows if args.disable_radix_cache else rows + 1
+    given = args.max_mamba_cache_size
+    if given is not None:
+        if given < least:
+            raise ValueError(
+                f"--max-mamba-cache-size {given}: {rows} running requests"
+                f"{'' if args.disable_radix_cache else ' and one checkpoint'} need "
+                f"{least} states; raise it, or lower --max-running-requests to "
+                f"{max(given - (least - rows), 1)}"
+            )
+        slots = given
+    else:
+        ratio = args.mamba_full_memory_ratio
+        share = int(available * ratio / (1 + ratio))
+        slots = share // slot - 1
+        if slots < least:
+            raise ValueError(
+                f"--mamba-full-memory-ratio {ratio} leaves {max(share, 0) / 2**30:.2f} "
+                f"GiB for states of {slot / 2**20:.2f} MiB each, and {rows} running "
+                f"requests{'' if args.disable_radix_cache else ' and one checkpoint'} "
+                f"need {least}: raise it, or lower --max-running-requests to "
+                f"{max(slots - (least - rows), 1)}"
+            )
+    if args.disable_radix_cache:
+        slots = rows
+    elif args.device == "cpu" and given is None:
+        slots = min(slots, rows * (1 + CPU_CHECKPOINTS_PER_ROW))
+    sizes = StatePlanSizes(rows=rows, checkpoints=slots - rows, bytes_per_slot=slot)
+    if sizes.nbytes > available:
+        raise ValueError(
+            f"--max-mamba-cache-size {given} needs {sizes.nbytes / 2**30:.2f} GiB, but "
+            f"{available / 2**30:.2f} GiB are free; use at most "
+            f"{max(available // slot - 1, 0)}"
+        )
+    logger.info(
+        "Recurrent state: %d request rows and %d checkpoints of %.2f MiB each",
+        sizes.rows,
+        sizes.checkpoints,
+        slot / 2**20,
+    )
+    return sizes
+
+
+def refuse_with_state(config: ModelConfig, args: ServerArgs) -> None:
+    """Raise ValueError for options that do not serve a model with state."""
+    if config.state is None:
+        return
+    what = f"{config.file}: {config.architecture} keeps a recurrent state"
+    if args.speculative_algorithm is not None:
+        raise ValueError(
+            f"{what}, which --speculative-algorithm {args.speculative_algorithm} does "
+            "not draft for yet; remove it"
+        )
+    if args.kv_canary == "heal":
+        raise ValueError(
+            f"{what}, which --kv-canary heal cannot recompute yet; use raise or log"
+        )
