@@ -29,6 +29,8 @@ KEYS: dict[str, Key] = {
     "sliding_window": Key(int, 1, 1 << 30),
     "use_sliding_window": Key(bool, default=True),
     "layer_types": Key(list),
+    "full_attn_idxs": Key(list, 0, 4095, of=int),
+    "full_attention_interval": Key(int, 1, 4096),
     "sliding_window_pattern": Key(int, 1, 4096),
     "max_window_layers": Key(int, 0, 4096, 0),
     "query_pre_attn_scalar": Key(float, TINY, 1e6),
@@ -66,6 +68,21 @@ KEYS: dict[str, Key] = {
     "rope_interleave": Key(bool, default=True),
     "num_nextn_predict_layers": Key(int, 0, 64, 0),
     "quantization_config": Key(dict),
+    # Keys for recurrent state; a convolution has one of the widths of the operation.
+    "conv_L_cache": Key(int, 2, 4, REQUIRED),
+    "conv_bias": Key(bool, default=False),
+    "linear_conv_kernel_dim": Key(int, 2, 4, REQUIRED),
+    "linear_num_value_heads": Key(int, 1, 1 << 12, REQUIRED),
+    "linear_num_key_heads": Key(int, 1, 1 << 12, REQUIRED),
+    "linear_key_head_dim": Key(int, 1, 1 << 10, REQUIRED),
+    "linear_value_head_dim": Key(int, 1, 1 << 10, REQUIRED),
+    # LFM2's names and rule for sizes that others state.
+    "norm_eps": Key(float, 0.0, 1.0),
+    "tie_embedding": Key(bool),
+    "block_ff_dim": Key(int, 1, 1 << 24),
+    "block_auto_adjust_ff_dim": Key(bool, default=False),
+    "block_ffn_dim_multiplier": Key(float, TINY, 1e3, 1.0),
+    "block_multiple_of": Key(int, 1, 1 << 20, 256),
     # Keys for a draft head.
     "draft_vocab_size": Key(int, 1, 1 << 24),
     "num_aux_hidden_states": Key(int, 1, 4096),
@@ -111,6 +128,39 @@ _LATENTS: dict[str, Any] = {
     "qk_nope_head_dim": 128,
     "qk_rope_head_dim": 64,
     "v_head_dim": 128,
+}
+_DELTA: dict[str, Any] = {
+    "max_position_embeddings": 32768,
+    "head_dim": 256,
+    "partial_rotary_factor": 0.25,
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_num_value_heads": 32,
+    "linear_num_key_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+}
+_DELTA_MOE: dict[str, Any] = _DELTA | {
+    "hidden_size": 2048,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "norm_topk_prob": True,
+}
+_QWEN3_5: dict[str, Any] = _DELTA | {
+    "vocab_size": 248320,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+_QWEN3_5_MOE: dict[str, Any] = _DELTA_MOE | {
+    "vocab_size": 248320,
+    "num_hidden_layers": 40,
+    "num_experts": 256,
+    "num_experts_per_tok": 8,
 }
 FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
     "deepseek_v2": _LATENTS
@@ -166,7 +216,31 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 4096,
         },
     },
+    "lfm2": {
+        "vocab_size": 65536,
+        "hidden_size": 2560,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "max_position_embeddings": 128000,
+        "norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": True,
+        "conv_L_cache": 3,
+        "block_auto_adjust_ff_dim": True,
+    },
     "mistral": {"sliding_window": 4096},
+    "qwen3_next": _DELTA_MOE
+    | {
+        "vocab_size": 151936,
+        "intermediate_size": 5632,
+        "num_hidden_layers": 48,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+    },
+    **dict.fromkeys(("qwen3_5", "qwen3_5_text"), _QWEN3_5),
+    **dict.fromkeys(("qwen3_5_moe", "qwen3_5_moe_text"), _QWEN3_5_MOE),
     **dict.fromkeys(
         ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
         {"use_sliding_window": False, "max_window_layers": 28},

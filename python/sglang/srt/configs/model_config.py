@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from sglang.srt.configs.config_values import (
     FAMILY_DEFAULTS,
@@ -18,15 +18,18 @@ from sglang.srt.configs.config_values import (
 )
 from sglang.srt.configs.gguf_config import gguf_config
 from sglang.srt.configs.latent_config import LatentConfig, read_latent_config
-from sglang.srt.configs.layer_types import FULL, SLIDING, read_layer_types
+from sglang.srt.configs.layer_types import (
+    FULL,
+    LAYER_TYPES,
+    SLIDING,
+    read_layer_types,
+)
 from sglang.srt.configs.moe_config import MoeConfig, read_moe_config
 from sglang.srt.configs.rope_config import RopeConfig, rope_configs
+from sglang.srt.configs.state_config import StateConfig, read_state_config
 from sglang.srt.utils.checked_values import ConfigValues
 from sglang.srt.utils.gguf_header import is_gguf
 from sglang.srt.utils.json_file import read_json_object, shown
-
-if TYPE_CHECKING:
-    from sglang.srt.configs.state_config import StateConfig
 
 QUANT_METHODS = ("mxfp4",)
 """Supported formats of quantized weights."""
@@ -37,16 +40,16 @@ class ModelConfig:
     """Shape and constants of a model.
 
     Sizes are in channels, heads or layers; `context_len` is in tokens. `eos_token_ids`
-    joins config.json and generation_config.json. `layer_types` names every layer
-    `full_attention` or `sliding_attention`; the latter read `sliding_window` positions,
-    including their own token's, and None means that there are no such layers. `ropes`
-    has the rotary embedding of each layer type. `attention_scale` is the scale factor
-    of attention scores; the caps are 0 if there are none. With a `latent` there is one
-    KV head with the stored channels. Layers with a `state` keep no KV. `moe` None means
-    that all layers are dense, and `quant_method` None that weights are stored as
-    floating-point numbers. `path` is a folder or a GGUF file. `raw` is the contents of
-    config.json or its equivalent on top of the family's defaults, for fields of a
-    single model.
+    joins config.json and generation_config.json. `layer_types` names the type of every
+    layer, one of `LAYER_TYPES`; `sliding_attention` reads `sliding_window` positions,
+    including the token's own, and None means that there are no such layers. `ropes` has
+    the rotary embedding of each type that attends. `attention_scale` is the scale
+    factor of attention scores; the caps are 0 if there are none. With a `latent` there
+    is one KV head with the stored channels. `state` None means that all layers attend,
+    `moe` None that all layers are dense, and `quant_method` None that weights are
+    stored as floating-point numbers. `path` is a folder or a GGUF file. `raw` is the
+    contents of config.json or its equivalent on top of the family's defaults, for
+    fields of a single model.
     """
 
     path: Path
@@ -71,8 +74,8 @@ class ModelConfig:
     attention_logit_cap: float
     final_logit_cap: float
     latent: LatentConfig | None
-    moe: MoeConfig | None
     state: StateConfig | None
+    moe: MoeConfig | None
     quant_method: str | None
     eos_token_ids: tuple[int, ...]
     raw: dict[str, Any]
@@ -99,24 +102,28 @@ class ModelConfig:
         num_layers = values.get("num_hidden_layers")
         layer_types, window = read_layer_types(values, num_layers=num_layers)
         rotated = heads["head_dim"] if latent is None else latent.rope_dim
-        ropes = rope_configs(values, layer_types=layer_types, head_dim=rotated)
+        attending = [name for name in layer_types if LAYER_TYPES[name].attends]
+        ropes = rope_configs(values, layer_types=attending, head_dim=rotated)
         scalar = values.get("query_pre_attn_scalar", default=heads["head_dim"])
         scale = scalar**-0.5
         if latent is not None:
             scale = latent.attention_scale(ropes[FULL])
+        moe = read_moe_config(values)
         return cls(
             path=path,
             architecture=_architecture(values, raw),
             hidden_size=values.get("hidden_size"),
-            intermediate_size=values.get("intermediate_size"),
+            intermediate_size=_intermediate_size(values, moe),
             num_layers=num_layers,
             **heads,
             vocab_size=values.get("vocab_size"),
             context_len=context_length or native,
-            rms_norm_eps=values.get("rms_norm_eps"),
+            rms_norm_eps=values.get("norm_eps", default=values.get("rms_norm_eps")),
             hidden_act=values.get("hidden_activation") or values.get("hidden_act"),
             ropes=ropes,
-            tie_word_embeddings=values.get("tie_word_embeddings"),
+            tie_word_embeddings=values.get(
+                "tie_embedding", default=values.get("tie_word_embeddings")
+            ),
             attention_bias=values.get("attention_bias"),
             mlp_bias=values.get("mlp_bias"),
             layer_types=layer_types,
@@ -125,8 +132,8 @@ class ModelConfig:
             attention_logit_cap=values.get("attn_logit_softcapping"),
             final_logit_cap=values.get("final_logit_softcapping"),
             latent=latent,
-            moe=read_moe_config(values),
-            state=None,
+            state=read_state_config(values, layer_types=layer_types),
+            moe=moe,
             quant_method=_quant_method(values),
             eos_token_ids=_eos_token_ids(values, path),
             raw=raw,
@@ -154,17 +161,17 @@ class ModelConfig:
         """Number of channels of the heads that `ropes` describe."""
         return self.head_dim if self.latent is None else self.latent.rope_dim
 
+    @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """The layers that attend and so have KV, ascending."""
+        types = enumerate(self.layer_types)
+        return tuple(i for i, name in types if LAYER_TYPES[name].attends)
+
     def layer_window(self, layer: int) -> int | None:
         """Number of positions that a token of this layer attends, including its own, or
         None for all.
         """
         return self.sliding_window if self.layer_types[layer] == SLIDING else None
-
-    @property
-    def kv_layers(self) -> tuple[int, ...]:
-        """Layers that attend, and so keep KV."""
-        stateful = () if self.state is None else self.state.layers
-        return tuple(i for i in range(self.num_layers) if i not in stateful)
 
     @property
     def num_layer_weights(self) -> int:
@@ -176,7 +183,10 @@ class ModelConfig:
                 hidden_size=self.hidden_size, num_heads=self.num_heads
             )
         mlp = 3 * self.hidden_size * self.intermediate_size
-        total = self.num_layers * (attention + mlp)
+        total = len(self.attention_layers) * attention + self.num_layers * mlp
+        if self.state is not None:
+            states = len(self.state.layers)
+            total += states * self.state.num_weights(self.hidden_size)
         if self.moe is None:
             return total
         sparse = len(self.moe.layers)
@@ -259,6 +269,25 @@ def _head_sizes(values: ConfigValues, latent: LatentConfig | None) -> dict[str, 
     if head_dim % 2:
         raise values.error("head_dim", f"is {head_dim}, but must be even")
     return {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+
+
+def _intermediate_size(values: ConfigValues, moe: MoeConfig | None) -> int:
+    """Return the channels of dense feed-forward blocks.
+
+    If all layers have experts, config.json need not name them (Qwen3.5). LFM2 names
+    them before they are multiplied by 2 / 3 and a factor, and rounded up.
+    """
+    has_dense = moe is None or len(moe.layers) < values.get("num_hidden_layers")
+    size: int | None = values.get("block_ff_dim")
+    if size is None:
+        implied = moe.intermediate_size if moe is not None and not has_dense else None
+        size = values.get("intermediate_size", default=implied)
+    assert size is not None
+    if not values.get("block_auto_adjust_ff_dim"):
+        return size
+    size = int(values.get("block_ffn_dim_multiplier") * (2 * size // 3))
+    multiple: int = values.get("block_multiple_of")
+    return -(-size // multiple) * multiple
 
 
 def _quant_method(values: ConfigValues) -> str | None:

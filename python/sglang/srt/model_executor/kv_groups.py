@@ -254,7 +254,7 @@ def create_kv_pool(
         if (layers := SECONDARY[slots.name].layers(config, slots))
     ]
     taken = {layer for _, layers in served for layer in layers}
-    rest = tuple(layer for layer in config.kv_layers if layer not in taken)
+    rest = tuple(layer for layer in config.attention_layers if layer not in taken)
     create = partial(spec.create, page_size=page_size, device=device)
     primary = create(size=size + region_size, layer_num=len(rest))
     if len(rest) == config.num_layers:
@@ -274,5 +274,5 @@ def create_kv_pool(
                 for slots, layers in served
             ),
         ],
-        layers=config.kv_layers,
+        layers=config.attention_layers,
     )

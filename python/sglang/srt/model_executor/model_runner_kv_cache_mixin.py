@@ -345,7 +345,7 @@ class ModelRunnerKVCacheMixin:
         it, and its share of the other groups' slots."""
         config, spec = self.model_config, self._tensor_spec()
         per_layer = spec.layer_bytes + spec.heads * self.watcher_bytes_per_head
-        primary, total = len(config.kv_layers), 0.0
+        primary, total = len(config.attention_layers), 0.0
         for kind in self._secondary:
             layers = len(kind.layers(config))
             primary -= layers

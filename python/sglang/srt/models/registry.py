@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.configs.layer_types import FULL, SLIDING
 from sglang.srt.models.deepseek_v2 import (
     DeepseekV2ForCausalLM,
     DeepseekV3ForCausalLM,
@@ -99,8 +100,9 @@ def create_model(config: ModelConfig, *, rope_rows: int) -> CausalLM:
     """Build the module with uninitialised weights.
 
     Raises:
-        ValueError: the architecture is not supported, or has no use for the latents
-            that config.json describes. The message names it and the supported ones.
+        ValueError: the architecture is not supported, or has no use for the latents or
+            the layers with a state that config.json describes. The message names it and
+            what is supported.
     """
     model = _MODELS.get(config.architecture) or _DRAFT_MODELS.get(config.architecture)
     if model is None:
@@ -114,4 +116,12 @@ def create_model(config: ModelConfig, *, rope_rows: int) -> CausalLM:
             f"{config.file}: kv_lora_rank describes latents, which "
             f"{config.architecture} does not keep; remove it"
         )
+    if config.state is not None:
+        found = config.layer_types[config.state.layers[0]]
+        if found != model.state_type:
+            known = [FULL, SLIDING] + ([model.state_type] if model.state_type else [])
+            raise ValueError(
+                f"{config.file}: layer_types has layers of the type {found}, which "
+                f"{config.architecture} does not have; supported: {', '.join(known)}"
+            )
     return model(config, rope_rows=rope_rows)

@@ -41,12 +41,14 @@ class StackedModel(Module):
         takes_input_embeds: whether the stack honours `ForwardBatch.input_embeds`.
         has_experts: whether layers have the experts of `ModelConfig.moe`.
         keeps_latents: whether its KV consists of the latents of `ModelConfig.latent`.
+        state_type: type of the layers that keep a state, or None if all layers attend.
         is_shallow: whether it is in a `shallow` scope.
     """
 
     takes_input_embeds = False
     has_experts = False
     keeps_latents = False
+    state_type: str | None = None
     is_shallow = False
 
     @property
