@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from sglang.srt.configs.layer_types import LINEAR
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import divide, divide_kv_heads
 from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorOutput
@@ -22,6 +23,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.vocab_embedding import LMHead, VocabEmbedding
 from sglang.srt.models import mock_math, mock_ops
 from sglang.srt.models.llama import check_captured_layers
+from sglang.srt.models.mock_state import MockFold, check_state
 from sglang.srt.models.stack import StackedModel, StackOutput
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ def load_codes(module: VocabEmbedding | LMHead, codes: Tensor) -> None:
 
 
 class MockAttention(Module):
-    """Two layers of attention with a uniform softmax over all written keys.
+    """Layers of attention with a uniform softmax over all written keys.
 
     `windows` are the layers' sliding windows, or None for layers that read everything.
     """
@@ -61,7 +63,7 @@ class MockAttention(Module):
                 scaling=mock_math.SM_SCALE,
                 sliding_window=windows[layer],
             )
-            for layer in range(mock_math.NUM_LAYERS)
+            for layer in range(len(windows))
         )
 
     def forward(
@@ -85,18 +87,26 @@ class MockAttention(Module):
 class MockForCausalLM(StackedModel):
     """The mock model: 2 layers, 8 query and 2 KV heads of 64 channels, no rotation.
 
-    config.json: vocab_size up to 4,096, optional `sliding_window` and `layer_types`.
+    config.json: vocab_size up to 4,096, optional `sliding_window` and `layer_types`. If
+    layer 1 is of a type with a state, it keeps the same sums there.
     """
+
+    state_type = LINEAR
 
     def __init__(self, config: ModelConfig, *, rope_rows: int) -> None:
         super().__init__()
         mock_math.check_shape(config)
+        self.state_layer: MockFold | None = None
+        if config.state is not None:
+            check_state(config)
+            self.state_layer = MockFold()
         self.config = config
         self.vocab_size = config.vocab_size
         self.windows = [config.layer_window(i) for i in range(mock_math.NUM_LAYERS)]
         self.embed_tokens = VocabEmbedding(config.vocab_size, config.hidden_size)
         self.lm_head = LMHead(config.vocab_size, config.hidden_size)
-        self.attn = MockAttention(windows=self.windows)
+        attending = len(config.attention_layers)
+        self.attn = MockAttention(windows=self.windows[:attending])
         self.captured_layers: tuple[int, ...] = ()
         self.logits_processor = LogitsProcessor()
 
@@ -133,6 +143,9 @@ class MockForCausalLM(StackedModel):
         for layer, window in enumerate(self.windows):
             if layer:
                 x = mock_ops.next_keys(folds[0], positions)
+            if layer and self.state_layer is not None:
+                folds.append(self.state_layer.run(x, dtype, forward_batch))
+                continue
             mean = self.attn(x, layer, dtype, forward_batch)
             read = count if window is None else count.clamp(max=window)
             folds.append(mock_ops.fold(mean, read, layer))
