@@ -223,6 +223,16 @@ def write_mock_model(folder: Path, **overrides: Any) -> Path:
     return folder
 
 
+MOCK_STATE: dict[str, Any] = {
+    "layer_types": ["full_attention", "linear_attention"],
+    "linear_num_value_heads": 2,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 4,
+    "linear_value_head_dim": 4,
+    "linear_conv_kernel_dim": 4,
+}
+"""Overrides of `write_mock_model` for a mock model whose second layer keeps a state."""
+
 # Kind of draft -> architecture.
 MOCK_DRAFTS = {
     "EAGLE": "MockForCausalLMEagle",

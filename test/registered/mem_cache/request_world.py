@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from sglang.srt.mem_cache.common import (
     usable_size,
 )
 from sglang.srt.mem_cache.groups.slots import GroupHold, PagedSlots
+from sglang.srt.mem_cache.groups.state_slots import StateSlots
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.quarantine import Quarantine
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -71,6 +73,7 @@ def make_cache(
     bigram: bool = False,
     radix: bool = True,
     secondary: Sequence[PagedSlots] = (),
+    states: StateSlots | None = None,
 ) -> BasePrefixCache:
     allocator = create_allocator(
         size=pages * page_size, page_size=page_size, secondary=secondary
@@ -78,8 +81,12 @@ def make_cache(
     req_to_token_pool = ReqToTokenPool(
         size=4, row_width=ROW_WIDTH, device="cpu", context_len=ROW_WIDTH
     )
-    kind: type[BasePrefixCache] = RadixCache if radix else ChunkCache
-    return kind(req_to_token_pool=req_to_token_pool, allocator=allocator, bigram=bigram)
+    pools: dict[str, Any] = {
+        "req_to_token_pool": req_to_token_pool,
+        "allocator": allocator,
+        "bigram": bigram,
+    }
+    return RadixCache(**pools, states=states) if radix else ChunkCache(**pools)
 
 
 def admit(

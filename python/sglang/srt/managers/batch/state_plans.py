@@ -56,16 +56,23 @@ class StatePlanner:
         interval: decoded tokens between two checkpoints of a request, a multiple of the
             page size; 0 for none.
         tracks_inside: whether a prefill also takes checkpoints before its end.
+        chunk: tokens after which the kernels of a prefill can store a state.
     """
 
     def __init__(
-        self, runs: StateRuns, *, page_size: int, interval: int, tracks_inside: bool
+        self,
+        runs: StateRuns,
+        *,
+        page_size: int,
+        interval: int,
+        tracks_inside: bool,
+        chunk: int = CHUNK,
     ) -> None:
         self._runs = runs
         self._page_size = page_size
         self._interval = interval
         self._tracks_inside = tracks_inside
-        self._grid = lcm(CHUNK, page_size)
+        self._grid = lcm(chunk, page_size)
 
     def for_prefill(
         self, spans: Sequence[PrefillSpan], upload: Upload

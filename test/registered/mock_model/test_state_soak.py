@@ -1,0 +1,149 @@
+"""Random traffic on the mock model with a recurrent state: every output equals the
+oracle, requests do go on from checkpoints, and no state slot is lost."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from sglang.srt.mem_cache.common import check_busy
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.harness import EngineHarness
+from sglang.test.mock_traffic import Expected, Traffic, check
+from sglang.test.scale import count, sampled
+from sglang.test.tiny_models import MOCK_STATE, write_mock_model
+
+register_cpu_ci(est_time=12, suite="cpu", full_time=900)
+register_cuda_ci(est_time=200, suite="cuda")
+
+VOCAB = 1000
+CONTEXT = 512
+ON_GPU = torch.cuda.is_available()
+SHORT_AFTER = 100
+# (page size, KV slots, states, track interval, chunk, policy, strategy, radix cache):
+# pools small enough to retract, and too few checkpoints for all.
+CONFIGURATIONS = [
+    (1, 900, 40, 16, 64, "fcfs", "auto", True),
+    (1, 700, 34, 1, 100, "lpm", "auto", True),
+    (1, 1200, 64, 64, -1, "fcfs", "no_buffer", True),
+    (4, 800, 36, 32, 16, "lpm", "auto", True),
+    (4, 1000, 32, 256, 128, "fcfs", "auto", False),
+    (16, 800, 48, 16, 64, "fcfs", "extra_buffer", True),
+    (16, 1600, 40, 128, 32, "lpm", "auto", True),
+    (64, 1280, 60, 64, 64, "fcfs", "auto", True),
+    (64, 2048, 33, 128, 192, "lpm", "auto", True),
+]
+
+
+@pytest.mark.parametrize(
+    ("configuration", "overlap"),
+    sampled(
+        itertools.product(CONFIGURATIONS, (True, False)),
+        key=lambda variant: CONFIGURATIONS.index(variant[0]),
+        ci=2 if ON_GPU else 1,
+    ),
+    ids=lambda value: (
+        str(value) if isinstance(value, bool) else "-".join(map(str, value))
+    ),
+)
+def test_random_requests(tmp_path_factory, configuration, overlap):
+    page_size, slots, states, interval, chunk, policy, strategy, radix = configuration
+    harness = EngineHarness(
+        write_mock_model(
+            tmp_path_factory.mktemp("mock"),
+            vocab_size=VOCAB,
+            max_position_embeddings=CONTEXT,
+            **MOCK_STATE,
+        ),
+        overlap=overlap,
+        disable_overlap_schedule=not overlap,
+        page_size=page_size,
+        max_total_tokens=slots,
+        max_mamba_cache_size=states,
+        mamba_track_interval=interval,
+        mamba_radix_cache_strategy=strategy,
+        chunked_prefill_size=chunk,
+        schedule_policy=policy,
+        disable_radix_cache=not radix,
+        max_running_requests=32,
+        schedule_conservativeness=0.3,
+        skip_tokenizer_init=True,
+        kv_canary="raise",
+    )
+    seed = CONFIGURATIONS.index(configuration)
+    total = count(ci=200 if ON_GPU else 12, full=2000)
+    traffic = Traffic(harness, random.Random(seed), total, short_after=SHORT_AFTER)
+    scheduler = harness.scheduler
+    answers = {}
+
+    def on_step(step: int) -> None:
+        traffic.on_step(step)
+        if step % 50 == 0:
+            scheduler.cache.check()
+            check_busy(scheduler.cache, live_requests(scheduler))
+
+    while traffic.left:
+        answers |= harness.run(on_step=on_step)
+    check(traffic.expected, answers, vocab_size=VOCAB)
+    assert (replays(scheduler) > 0) == ON_GPU
+    if radix:
+        scheduler.cache.check()
+        # Few requests do not meet whole pages of each other, and checkpoints at the
+        # ends of prompts are only of use to what follows on.
+        if strategy != "no_buffer" and (total >= 100 or page_size < 16):
+            assert scheduler.stats_snapshot().cached_tokens_total > 0
+        scheduler.cache.reset()
+        checkpoints = scheduler.cache.checkpoints.slots
+        assert checkpoints.available_size() == checkpoints.size == states - 32
+    assert scheduler.cache.allocator.available_size() == slots
+
+
+def replays(scheduler) -> int:
+    runner = scheduler.worker.model_runner.graph_runner
+    return 0 if runner is None else runner.num_replays
+
+
+def live_requests(scheduler):
+    return [req for req in scheduler.unfinished if req.req_pool_idx]
+
+
+def test_the_next_turn_goes_on_from_the_last_checkpoint(tmp_path) -> None:
+    """Each turn repeats the conversation, with the answers."""
+    harness = EngineHarness(
+        write_mock_model(tmp_path, vocab_size=VOCAB, **MOCK_STATE),
+        mamba_track_interval=32,
+        max_running_requests=4,
+    )
+    tokens = [(7 * i) % VOCAB for i in range(100)]
+    cached = []
+    for turn in range(3):
+        rid = harness.submit(tokens, max_new_tokens=50, ignore_eos=True)
+        answer = harness.run()[rid]
+        check({rid: Expected(tokens, 50)}, {rid: answer}, vocab_size=VOCAB)
+        cached.append(answer.cached_tokens)
+        tokens = [*tokens, *answer.output_ids, turn, turn]
+    # 150 tokens have KV at the end of the first turn, and 128 a checkpoint.
+    assert cached == [0, 128, 192]
+
+
+def test_a_branch_is_found_by_the_second_request_that_takes_it(tmp_path) -> None:
+    harness = EngineHarness(
+        write_mock_model(tmp_path, vocab_size=VOCAB, **MOCK_STATE),
+        max_running_requests=4,
+    )
+    stem = [(7 * i) % VOCAB for i in range(400)]
+    cached = []
+    for prompt in (stem, stem, *(stem[:300] + [500 + i] * 90 for i in range(3))):
+        rid = harness.submit(prompt, max_new_tokens=3, ignore_eos=True)
+        answer = harness.run()[rid]
+        check({rid: Expected(prompt, 3)}, {rid: answer}, vocab_size=VOCAB)
+        cached.append(answer.cached_tokens)
+    # Ends are rounded down to 64 tokens; 300 positions of the third are cached.
+    assert cached == [0, 384, 0, 256, 256]
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
