@@ -267,6 +267,18 @@ def grow(cache, req: Req, end: int) -> None:
     req.committed_len = req.allocated_len = end
 
 
+def test_checkpoints_of_a_forward_in_flight_outlive_the_result_before_it() -> None:
+    slots = StateSlots(rows=ROWS, size=4)
+    hold = slots.hold(0)
+    hold.tracked = [HeldCheckpoint(p, slots.take()) for p in (8, 16, 24)]
+    hold.saved = HeldCheckpoint(32, slots.take())
+    later = slots.renew(hold, 16)
+    assert [held.position for held in later.checkpoints()] == [24, 32]
+    assert slots.available_size() == 2 and later.kept_from == 16
+    slots.release(later)
+    assert slots.available_size() == 4 and not later.checkpoints()
+
+
 def test_a_slot_is_freed_once() -> None:
     slots = StateSlots(rows=ROWS, size=2)
     taken = slots.take()
