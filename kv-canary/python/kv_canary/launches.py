@@ -22,6 +22,7 @@ from kv_canary.kernels.reference import (
     ends,
     notes,
     records,
+    states,
     write,
 )
 from kv_canary.kernels.reference import verify as reference_verify
@@ -30,8 +31,11 @@ from kv_canary.op import Op
 if TYPE_CHECKING:
     from kv_canary.accepted import SampledTokens
     from kv_canary.drawn import DrawnTokens
+    from kv_canary.layout import Fingerprint
     from kv_canary.pool_checks import PoolChecks
+    from kv_canary.records import WriterKind
     from kv_canary.state import CanaryState
+    from kv_canary.state_rows import StateRows
     from kv_canary.view import ForwardView
 
 P = ParamSpec("P")
@@ -63,6 +67,8 @@ _note_tokens = _op(notes.note_tokens)
 _send_tokens = _op(notes.send_tokens, is_native=False)
 _check_drawn = _op(drawn.check_drawn)
 _finish_accepted = _op(accepted.finish_accepted)
+_check_states = _op(states.check_states, is_native=False)
+_note_states = _op(states.note_states, is_native=False)
 
 
 def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
@@ -134,6 +140,36 @@ def move_records(state: CanaryState, *, dst: Tensor, src: Tensor) -> None:
     may only repeat with equal sources; ids must lie in the pool."""
     if dst.numel():
         _move_records(state, dst, src)
+
+
+def check_states(state: CanaryState, rows: StateRows, source: Fingerprint) -> None:
+    """Check, before a model reads them, that the slots of `rows` hold the states of
+    their prefixes. Each row with a reason gets one ring entry.
+
+    * READ_SET: the slot is not the row's, or none that can hold a state.
+    * VERIFY_FREED: nobody has written it since it was freed.
+    * VERIFY_POSITION, VERIFY_LINEAGE: another number of tokens is folded into it, or
+      other tokens.
+    * ROW_OWNER: another request wrote it, and it was not copied since.
+    * VERIFY_REAL_KV: its bytes have another fingerprint than its writer's.
+    """
+    _check_states(state, rows, source)
+
+
+def note_states(
+    state: CanaryState,
+    rows: StateRows,
+    source: Fingerprint,
+    *,
+    kind: WriterKind,
+    ends_forward: bool,
+) -> None:
+    """Record, after a model wrote them, which prefixes the slots of `rows` hold.
+
+    Args:
+        ends_forward: also advance the clock.
+    """
+    _note_states(state, rows, source, kind, ends_forward)
 
 
 def set_lineage(state: CanaryState, rows: Tensor, values: Tensor) -> None:
@@ -265,8 +301,13 @@ def gather_findings(state: CanaryState, req_rows: Tensor) -> Tensor:
         int64 [STATUS_WORDS + R] on the device. Ring and counters do not change.
     """
     findings = _new_findings(state, len(req_rows))
-    _gather_findings(state, req_rows, findings)
+    gather_into(state, req_rows, findings)
     return findings
+
+
+def gather_into(state: CanaryState, req_rows: Tensor, findings: Tensor) -> None:
+    """Do as `gather_findings`, into int64 [>= STATUS_WORDS + R]."""
+    _gather_findings(state, req_rows, findings)
 
 
 def _new_findings(state: CanaryState, rows: int) -> Tensor:

@@ -31,7 +31,7 @@ _OF_MASKS = reasons_where(lambda check: check.shows is Shows.MASK)
 _LAUNCH_MASK = 255
 POOLS = ("target", "draft")
 """Worker names by the lowest bit of a pool's number."""
-GROUPS = ("full", "swa", "latent")
+GROUPS = ("full", "swa", "latent", "state")
 """Names of slot groups by the other bits."""
 
 

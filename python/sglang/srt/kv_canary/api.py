@@ -18,6 +18,7 @@ from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
+from sglang.srt.kv_canary.state_group import StateGroup, create_state_group
 from sglang.srt.kv_canary.token_oracle import InputOracle
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     from kv_canary.runtime.group import CanaryGroup
     from sglang.srt.configs.attention_backends import AttentionBackendCapabilities
+    from sglang.srt.kv_canary.groups import PoolGroup
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
 
@@ -101,6 +103,7 @@ def install_canary(
             topk=topk,
             tree_depth=tree_depth,
             oracle=oracle,
+            states=_states(model_runner, config, groups[0]),
         ),
         num_managers=num_managers,
         rank=get_tp_group().rank,
@@ -116,6 +119,21 @@ def install_canary(
     _patch_model_forward(model_runner.model, manager)
     model_runner.scopes = model_runner.canary_manager = manager
     return manager
+
+
+def _states(
+    runner: ModelRunner, config: CanaryConfig, primary: PoolGroup
+) -> StateGroup | None:
+    """Records of the recurrent states of a model, if it has any."""
+    pool = runner.state_pool
+    if pool is None:
+        return None
+    rows = runner.req_to_token_pool
+    group = create_state_group(
+        pool, config, req_rows=rows.size + 1, primary=primary.state
+    )
+    group.listen(rows, runner.state_slots)
+    return group
 
 
 def watcher_bytes_per_slot(server_args: ServerArgs) -> int:

@@ -17,6 +17,7 @@ A new kind of slots is a subclass here and a line in `pool_patcher.api`.
 from __future__ import annotations
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -45,7 +46,43 @@ if TYPE_CHECKING:
 LaunchReport = Callable[["ForwardBatch"], None]
 
 
-class PoolGroup(CanaryGroup):
+class EngineGroup(CanaryGroup):
+    """A group of this engine: what the scopes around a forward ask of every kind.
+
+    Attributes:
+        branch_checks: `checks` before a step over branches.
+        decode_checks: `checks` before a decode step.
+    """
+
+    name: str
+    branch_checks: PoolChecks
+    decode_checks: PoolChecks
+
+    @abstractmethod
+    def view(
+        self, view: ForwardView, forwards: Mapping[str, WindowForward]
+    ) -> ForwardView:
+        """A forward in this group's slots.
+
+        Args:
+            view: in the primary slots.
+            forwards: what attention reads and writes in secondary groups, by name.
+        """
+
+    @abstractmethod
+    def primary_slot(self, slot: int) -> int:
+        """The primary slot of one of this group's; negative for none, as `slot` is."""
+
+    @abstractmethod
+    def owner_of(self, primary: OwnerOf) -> OwnerOf:
+        """The owner of a slot of this group, by `primary`, which knows primary ones."""
+
+    def launch_report(self, target: CanaryTarget) -> LaunchReport | None:
+        """Gets every launch before it runs. None if this group reports nothing."""
+        return None
+
+
+class PoolGroup(EngineGroup):
     """The primary group of a pool: its slots are the allocator's.
 
     Args:
@@ -75,6 +112,7 @@ class PoolGroup(CanaryGroup):
         seeds: Tensor | None,
     ) -> None:
         self.kv = kv
+        self.name = kv.name
         self.buffers = buffers
         checks = PoolChecks(
             page_size=buffers.layout.page_size,
@@ -89,10 +127,6 @@ class PoolGroup(CanaryGroup):
         self.decode_checks = checks
         if checks.fingerprint.sums is not None:
             self.decode_checks = dataclasses.replace(checks, compares_bytes=False)
-
-    @property
-    def name(self) -> str:
-        return self.kv.name
 
     def free_primary(self, slots: Tensor) -> None:
         """`free` this group's slots of primary slots, int64 [n] on the host."""
@@ -110,30 +144,18 @@ class PoolGroup(CanaryGroup):
     def view(
         self, view: ForwardView, forwards: Mapping[str, WindowForward]
     ) -> ForwardView:
-        """A forward in this group's slots.
-
-        Args:
-            view: in the primary slots.
-            forwards: what attention reads and writes in secondary groups, by name.
-        """
         return view
 
     def primary_slot(self, slot: int) -> int:
-        """The primary slot of one of this group's; negative for none, as `slot` is."""
         return slot
 
     def owner_of(self, primary: OwnerOf) -> OwnerOf:
-        """The owner of a slot of this group, by `primary`, which knows primary ones."""
         return primary
 
     def idle_runs(self, cache: RadixCache) -> Callable[[TreeNode], bool]:
         """Whether only the cache holds the slots of a run, so that no forward checks
         them."""
         return _is_unlocked
-
-    def launch_report(self, target: CanaryTarget) -> LaunchReport | None:
-        """Gets every launch before it runs. None if this group reports nothing."""
-        return None
 
 
 class WindowGroup(PoolGroup):

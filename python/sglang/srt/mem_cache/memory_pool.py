@@ -87,6 +87,7 @@ class ReqToTokenPool:
             self.req_to_token.copy_(torch.from_numpy(self._mirror))
         self._free: list[int] = []
         self._in_use = bytearray(size + 1)
+        self._on_free: list[Callable[[torch.Tensor], None]] = []
         self._on_region_free: list[Callable[[torch.Tensor], None]] = []
         # For each recorded group, its slots in the rows.
         self._recorded: dict[PagedSlots, torch.Tensor] = {}
@@ -151,10 +152,17 @@ class ReqToTokenPool:
                 )
             self._in_use[row] = 0
             self._free.append(row)
+        for hook in self._on_free:
+            hook(torch.tensor(rows, dtype=torch.int64))
         if self.region is not None and self._on_region_free:
             slots = torch.from_numpy(self.region.rows_to_slots(rows))
             for hook in self._on_region_free:
                 hook(slots)
+
+    def register_on_free(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Call `hook(rows)`, int64 on the host, at every free, before another request
+        can get them."""
+        self._on_free.append(hook)
 
     def register_on_region_free(self, hook: Callable[[torch.Tensor], None]) -> None:
         """Call `hook(slots)` at every free of rows with the slots of their draft region

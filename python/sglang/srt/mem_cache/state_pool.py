@@ -6,6 +6,7 @@ others are checkpoints of the prefix cache (`groups/state_slots.py`). Knows no r
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -91,6 +92,7 @@ class StatePool:
                 dtype=shape.matrix_dtype,
                 device=device,
             )
+        self._on_copy: list[Callable[[Tensor, Tensor], None]] = []
         self._layers = {
             layer: LayerState(
                 conv=self.conv[:, i],
@@ -110,6 +112,13 @@ class StatePool:
         """Copy slots on the current stream, as if everything was read first."""
         for tensor in self._tensors():
             tensor.index_copy_(0, copies.dst, tensor.index_select(0, copies.src))
+        for hook in self._on_copy:
+            hook(copies.dst, copies.src)
+
+    def register_on_copy(self, hook: Callable[[Tensor, Tensor], None]) -> None:
+        """Call `hook(dst, src)` after each copy, on the same stream, so that records
+        about slots can follow the bytes."""
+        self._on_copy.append(hook)
 
     def _tensors(self) -> list[Tensor]:
         return [self.conv] if self.matrix is None else [self.conv, self.matrix]

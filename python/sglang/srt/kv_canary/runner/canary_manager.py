@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from sglang.srt.configs.draft_layout import TreeShape
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.config import CanaryConfig
-    from sglang.srt.kv_canary.groups import PoolGroup
+    from sglang.srt.kv_canary.groups import EngineGroup
     from sglang.srt.kv_canary.lineages import KnownTokens, TokenOwner
     from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -154,8 +154,8 @@ class CanaryManager:
         else:
             self.serials = target_canary.serials
             self.reporter = target_canary.reporter
-        self.runtime: CanaryRuntime[PoolGroup] = CanaryRuntime(
-            target.groups,
+        self.runtime: CanaryRuntime[EngineGroup] = CanaryRuntime(
+            target.every,
             host=ENGINE,
             mode=config.mode,
             reporter=self.reporter,
@@ -177,7 +177,8 @@ class CanaryManager:
         self.active: SingleForwardManager | None = None
         self.order = LaunchOrder(
             self._device,
-            fills=primary.checks.fingerprint.mode is FingerprintMode.ALL,
+            precedes=primary.checks.fingerprint.mode is FingerprintMode.ALL
+            or target.states is not None,
             is_draft=target.is_draft,
         )
         self.probe: Probe | None = None
@@ -185,7 +186,7 @@ class CanaryManager:
         # Forwards of that launch that ran, and that must.
         self._num_run = self._num_due = 0
         self._is_init_finished = False
-        reports = [own.launch_report(target) for own in target.groups]
+        reports = [own.launch_report(target) for own in target.every]
         self.reports = [report for report in reports if report is not None]
         # One per group.
         self._sweepers: list[Sweeper] = []
@@ -316,7 +317,7 @@ class CanaryManager:
         of a draft's pool inside the scope of its target's."""
         before = [
             (group, group.state.arena.clone(), list(group.freed))
-            for group in self.target.groups
+            for group in self.target.every
         ]
         numbers = {name: copy(getattr(self, name)) for name in _REHEARSED}
         yield
@@ -534,7 +535,7 @@ class CanaryManager:
     ) -> Examined:
         """The findings so far, for the caller to act on and to publish
         (`ViolationReporter.publish`); waits for the device. See `report`."""
-        testimony: Testimony[PoolGroup] = Testimony(
+        testimony: Testimony[EngineGroup] = Testimony(
             owner_of=lambda group: group.owner_of(owner_of),
             mode_of=self._launches.mode_of,
             branch_of=self._launches.branch_of,
@@ -571,8 +572,10 @@ class CanaryManager:
 
     def full_slot(self, violation: Violation) -> int:
         """The primary slot that a violation is about; -1: none."""
-        group = self.target.group(violation.group) or self.target.groups[0]
-        return group.primary_slot(violation.slot)
+        for group in self.target.every:
+            if group.name == violation.group:
+                return group.primary_slot(violation.slot)
+        return violation.slot
 
     def forget_rows(self, req_rows: Sequence[int]) -> None:
         """Clear the verdicts of request rows whose requests lose them, in stream order:

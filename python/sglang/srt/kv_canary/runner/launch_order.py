@@ -45,22 +45,22 @@ class LaunchOrder:
 
     Args:
         device: of the records.
-        fills: whether all bytes are covered, so that new slots are filled before the
-            model writes them: the model must follow that launch.
+        precedes: whether the model must follow the launch before it: that fills new
+            slots which the model writes, or checks states which the model overwrites.
         is_draft: whether the model is a draft.
 
     Attributes:
         side: the stream of launches beside the model; None on the CPU.
     """
 
-    def __init__(self, device: torch.device, *, fills: bool, is_draft: bool) -> None:
+    def __init__(self, device: torch.device, *, precedes: bool, is_draft: bool) -> None:
         self.side: SideStream | None = None
         if device.type == "cuda":
             stream = torch.cuda.Stream()
             # With the device named the current stream is found in half the time.
             current = partial(torch.cuda.current_stream, stream.device_index)
             self.side = SideStream(stream, current=current)
-        self._fills = fills
+        self._precedes = precedes
         self._is_draft = is_draft
         # The launch before the model, while it waits for the model's graph to start.
         self._behind: Callable[[], None] | None = None
@@ -69,7 +69,9 @@ class LaunchOrder:
     def may_run_behind(self, forward_batch: ForwardBatch) -> bool:
         """Whether the launch before the model, and what is due before it, may start
         after the model does."""
-        may_overlap = self.side is not None and not self._fills and LAUNCH_BEHIND_GRAPH
+        may_overlap = (
+            self.side is not None and not self._precedes and LAUNCH_BEHIND_GRAPH
+        )
         return may_overlap and forward_batch.forward_mode is ForwardMode.EXTEND
 
     def before(
@@ -85,7 +87,7 @@ class LaunchOrder:
             is_replayed: whether the model's stack is wrapped by `with_launch_behind`,
                 inside a launch.
         """
-        if self.side is None or self._fills:
+        if self.side is None or self._precedes:
             launch()
         elif is_replayed and self.may_run_behind(forward_batch):
             self.side.follow()

@@ -52,7 +52,7 @@ class StepEnd:
     ) -> None:
         self._state = target.groups[0].state
         # Findings of these groups are united with the primary group's.
-        self._others = [group.state for group in target.groups[1:]]
+        self._others = [group.state for group in target.every[1:]]
         self._oracle = target.oracle
         self._last = last
         self._draws = draws

@@ -23,8 +23,9 @@ from sglang.srt.forward.batch import ForwardBatch, ForwardMode
 
 if TYPE_CHECKING:
     from sglang.srt.kv_canary.config import CanaryConfig
-    from sglang.srt.kv_canary.groups import PoolGroup
+    from sglang.srt.kv_canary.groups import EngineGroup, PoolGroup
     from sglang.srt.kv_canary.pool_patcher.api import CanaryBuffers
+    from sglang.srt.kv_canary.state_group import StateGroup
     from sglang.srt.kv_canary.token_oracle import InputOracle
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.attention.window_tables import WindowForward
@@ -46,6 +47,7 @@ class CanaryTarget:
 
     Fields:
         groups: one per KV group of the pool, the primary one first.
+        states: the recurrent states of the model, if it has any.
         topk: branches of a draft step; tree_depth: levels of a tree below its root.
         oracle: what inputs must be (tests), of the target; None: it is off.
     """
@@ -60,6 +62,12 @@ class CanaryTarget:
     topk: int = 1
     tree_depth: int = 0
     oracle: InputOracle | None = None
+    states: StateGroup | None = None
+
+    @property
+    def every(self) -> tuple[EngineGroup, ...]:
+        """All groups, the primary one first."""
+        return self.groups if self.states is None else (*self.groups, self.states)
 
     @property
     def buffers(self) -> CanaryBuffers:
@@ -97,7 +105,7 @@ class SingleForwardManager:
         self._target = target
         self.index = index
         self._is_draft = target.is_draft
-        groups = target.groups
+        groups = target.every
         self._launches = ForwardLaunches(groups)
         self._checks = [group.checks for group in groups]
         self._branch_checks = [group.branch_checks for group in groups]

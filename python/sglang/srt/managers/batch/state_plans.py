@@ -77,17 +77,17 @@ class StatePlanner:
     def for_prefill(
         self, spans: Sequence[PrefillSpan], upload: Upload
     ) -> StatePlan | None:
-        # Before anything is taken, which may evict what is restored.
         restore = [
             (span.req.req_pool_idx, slot)
             for span in spans
             if span.is_new and (slot := self._cached_slot(span.req))
         ]
+        kept = {slot for _, slot in restore}
         lens = np.zeros((len(spans), TRACKS), dtype=np.int64)
         slots = np.zeros_like(lens)
         for row, span in enumerate(spans):
             for column, length in enumerate(self._lengths(span)):
-                slot = self._runs.take()
+                slot = self._runs.take(kept)
                 if slot:
                     held = HeldCheckpoint(span.start + length, slot)
                     self._runs.hold_of(span.req.holds).tracked.append(held)

@@ -15,6 +15,7 @@ to be locked.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Collection
 from itertools import count
 from typing import TYPE_CHECKING
 
@@ -90,11 +91,16 @@ class StateRuns(GroupRuns):
             raise RuntimeError(f"{node} has no checkpoint: match again")
         return slot
 
-    def take(self) -> int:
+    def take(self, kept: Collection[int] = ()) -> int:
         """Take a slot for a new checkpoint, an old one's if none is free; 0 if requests
-        hold all of them."""
+        hold all of them.
+
+        Args:
+            kept: slots that the same forward copies to rows. They are not evicted,
+                because freed slots are marked before anything is copied.
+        """
         if not self.slots.available_size():
-            self.evict(1)
+            self._evict(1, kept)
         return self.slots.take()
 
     # -- lookup and insert ---------------------------------------------------------
@@ -135,10 +141,18 @@ class StateRuns(GroupRuns):
     # -- eviction ------------------------------------------------------------------
 
     def evict(self, num_slots: int) -> int:
-        freed = 0
+        return self._evict(num_slots, ())
+
+    def _evict(self, num_slots: int, kept: Collection[int]) -> int:
+        freed, aside = 0, []
         while freed < num_slots and (node := self._pop_oldest()) is not None:
+            if self._mark(node).slot in kept:
+                aside.append(node)
+                continue
             self._free(node)
             freed += 1
+        for node in aside:
+            self._enqueue(node)
         return freed
 
     def _free(self, node: TreeNode) -> None:

@@ -14,14 +14,15 @@ to the next owner at once.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
 
 from sglang.srt.mem_cache.groups.slots import GroupHold, GroupSlots
 from sglang.srt.mem_cache.groups.state_runs import StateRuns
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
 
@@ -86,6 +87,7 @@ class StateSlots(GroupSlots):
         self.size = size
         self._free: list[int] = []
         self._used: set[int] = set()
+        self._on_free: list[Callable[[torch.Tensor], None]] = []
         self.clear()
 
     # -- capacity ------------------------------------------------------------------
@@ -120,8 +122,20 @@ class StateSlots(GroupSlots):
             raise RuntimeError(f"state slot {slot} is freed but not in use")
         self._used.remove(slot)
         self._free.append(slot)
+        self._notify([slot])
+
+    def register_on_free(self, hook: Callable[[torch.Tensor], None]) -> None:
+        """Call `hook(slots)`, int64 on the host, at every free, before any of them can
+        be taken again."""
+        self._on_free.append(hook)
+
+    def _notify(self, slots: Sequence[int]) -> None:
+        for hook in self._on_free:
+            hook(torch.tensor(slots))
 
     def clear(self) -> None:
+        if self._used:
+            self._notify(sorted(self._used))
         self._free = list(range(self.rows + self.size, self.rows, -1))
         self._used = set()
 

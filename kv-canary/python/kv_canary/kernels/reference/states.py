@@ -1,0 +1,134 @@
+"""Records of recurrent state in torch: the oracle of the Triton version."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kv_canary.checks import Reason
+from kv_canary.hashing import mix64
+from kv_canary.kernels.reference.report import Report, flag
+from kv_canary.layout import FingerprintMode
+from kv_canary.records import (
+    KIND_MASK,
+    POISON_WORD,
+    SERIAL_BITS,
+    SERIAL_MASK,
+    TOKEN_MASK,
+    Counter,
+    Launch,
+    Record,
+    Ring,
+    WriterKind,
+    fingerprint_keys,
+    pack_word0_tensor,
+    pack_word3_tensor,
+    sample_place,
+)
+from kv_canary.view import NO_MANAGER
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from kv_canary.layout import Fingerprint
+    from kv_canary.state import CanaryState
+    from kv_canary.state_rows import StateRows
+
+
+def check_states(state: CanaryState, rows: StateRows, source: Fingerprint) -> None:
+    """See `launches.check_states`."""
+    report = Report(state, Launch.VERIFY, NO_MANAGER)
+    live = rows.req_rows != 0
+    slot = rows.slots
+    in_range = (slot > 0) & (slot < state.num_slots)
+    reads = live & (rows.lengths > 0) & in_range
+    record = state.tail[slot * reads] * reads[:, None]
+    freed = reads & (record[:, Record.WORD0] == POISON_WORD)
+    sound = reads & ~freed
+    due = rows.lineages[rows.lineage_index]
+    kind = record[:, Record.WORD3] >> SERIAL_BITS & KIND_MASK
+    is_other = (record[:, Record.WORD3] ^ rows.serials) & SERIAL_MASK != 0
+    computed = fingerprint(source, slot * sound, record[:, Record.LINEAGE])
+    position = rows.lengths - 1
+    reasons = flag(Reason.READ_SET, live & ((slot != rows.due_slots) | ~in_range))
+    reasons |= flag(Reason.VERIFY_FREED, freed)
+    for reason, unlike in (
+        (Reason.VERIFY_POSITION, record[:, Record.WORD0] >> 32 != position),
+        (Reason.VERIFY_LINEAGE, record[:, Record.LINEAGE] != due),
+        (Reason.ROW_OWNER, is_other & (kind != WriterKind.MOVE)),
+        (Reason.VERIFY_REAL_KV, computed != record[:, Record.FINGERPRINT]),
+    ):
+        reasons |= flag(reason, sound & unlike)
+    report.add(
+        {
+            Ring.REASONS: reasons,
+            Ring.REQ_ROW: rows.req_rows,
+            Ring.SERIAL: rows.serials,
+            Ring.SLOT: slot,
+            Ring.POSITION: position,
+            Ring.EXPECTED_WORD0: pack_word0_tensor(torch.full_like(slot, -1), position),
+            Ring.FOUND_WORD0: record[:, Record.WORD0],
+            Ring.EXPECTED_LINEAGE: due,
+            Ring.FOUND_LINEAGE: record[:, Record.LINEAGE],
+            Ring.FOUND_WORD3: record[:, Record.WORD3],
+            Ring.BATCH_ROW: torch.arange(len(slot), device=slot.device),
+            Ring.EXPECTED_SLOT: rows.due_slots,
+            Ring.FOUND_FINGERPRINT: record[:, Record.FINGERPRINT],
+            Ring.COMPUTED_FINGERPRINT: computed,
+        }
+    )
+    state.counters[Counter.VERIFY_LAUNCHES] += 1
+    state.counters[Counter.VERIFIED_SLOTS] += reads.sum()
+
+
+def note_states(
+    state: CanaryState,
+    rows: StateRows,
+    source: Fingerprint,
+    kind: WriterKind,
+    ends_forward: bool,
+) -> None:
+    """See `launches.note_states`."""
+    writes = (rows.req_rows != 0) & (rows.lengths > 0)
+    writes &= (rows.slots > 0) & (rows.slots < state.num_slots)
+    slot = rows.slots[writes]
+    lineage = rows.lineages[rows.lineage_index[writes]]
+    position = rows.lengths[writes] - 1
+    record = torch.stack(
+        (
+            pack_word0_tensor(torch.full_like(slot, -1), position),
+            lineage,
+            fingerprint(source, slot, lineage),
+            pack_word3_tensor(state.clock, kind, rows.serials[writes]),
+        ),
+        dim=1,
+    )
+    state.head[slot] = state.tail[slot] = record
+    state.counters[Counter.TAIL_SLOTS] += len(slot)
+    if ends_forward:
+        state.counters[Counter.TAIL_LAUNCHES] += 1
+        state.clock.add_(1)
+
+
+def fingerprint(source: Fingerprint, slots: Tensor, lineages: Tensor) -> Tensor:
+    """Return the fingerprints [n] of state slots: of every layer, 16 bytes of the
+    convolution's inputs and 16 of the matrices, at places that the lineage chooses."""
+    if source.mode is FingerprintMode.NONE:
+        return torch.zeros_like(slots)
+    k_words, v_words = source.strided_words()
+    assert k_words is not None and v_words is not None
+    low = _sum_samples(k_words, slots, lineages)
+    high = _sum_samples(v_words, slots, lineages)
+    return (low & TOKEN_MASK) | (high << 32)
+
+
+def _sum_samples(words: Tensor, slots: Tensor, lineages: Tensor) -> Tensor:
+    layers, _, count = words.shape
+    layer = torch.arange(layers, device=slots.device)[None, :]
+    _, chunk = sample_place(
+        mix64(lineages[:, None] + layer), layers=1, chunks=count // 2
+    )
+    index = 2 * chunk[..., None] + torch.arange(2, device=slots.device)
+    found = words[layer[..., None], slots[:, None, None], index]
+    return mix64(found ^ fingerprint_keys(layer[..., None], index)).sum((1, 2))

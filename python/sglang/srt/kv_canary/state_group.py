@@ -1,0 +1,223 @@
+"""Recurrent states under the canary: one slot per row, overwritten by every forward.
+
+```
+row's slot     restored from a checkpoint | checked | folded on | noted
+checkpoint              ... and noted inside a prefill, or copied after a decode step
+```
+The lineages are those of the primary group: a state is the fold of the tokens whose KV
+lies there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kv_canary import launches
+from kv_canary.evidence import Owner
+from kv_canary.layout import (
+    FingerprintMode,
+    LayerGroup,
+    PoolLayout,
+    create_fingerprint,
+)
+from kv_canary.pool_checks import PoolChecks
+from kv_canary.records import (
+    KIND_MASK,
+    SERIAL_BITS,
+    Record,
+    WriterKind,
+    lineage_terms,
+)
+from kv_canary.state import CanaryState, create_state
+from kv_canary.state_rows import StateRows
+from kv_canary.violation import pool_number
+from sglang.srt.forward.context import get_forward_context
+from sglang.srt.kv_canary.config import RealData
+from sglang.srt.kv_canary.groups import EngineGroup
+from sglang.srt.mem_cache.groups.state_slots import StateSlots
+
+if TYPE_CHECKING:
+    from kv_canary.reporter import OwnerOf
+    from kv_canary.view import ForwardView
+    from sglang.srt.kv_canary.config import CanaryConfig
+    from sglang.srt.layers.attention.window_tables import WindowForward
+    from sglang.srt.layers.state.forward import StateForward
+    from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.state_pool import StatePool
+
+logger = logging.getLogger(__name__)
+
+_KIND = KIND_MASK << SERIAL_BITS
+
+
+class StateGroup(EngineGroup):
+    """The state slots of one pool.
+
+    Args:
+        primary: state of the group whose lineages the rows have.
+    """
+
+    name = StateSlots.name
+
+    def __init__(
+        self, *, state: CanaryState, checks: PoolChecks, primary: CanaryState
+    ) -> None:
+        super().__init__(state=state, checks=checks)
+        self.branch_checks = self.decode_checks = checks
+        self._source = checks.fingerprint
+        self._lineages = primary.expected_lineage
+        self._rows: StateRows | None = None
+        self._tracked: StateRows | None = None
+
+    def listen(self, rows: ReqToTokenPool, slots: StateSlots | None) -> None:
+        """Hear of slots that are freed."""
+        rows.register_on_free(self.free)
+        if slots is not None:
+            slots.register_on_free(self.free)
+
+    def on_copy(self, dst: Tensor, src: Tensor) -> None:
+        """Copy the records of slots `src` to `dst`, after the bytes. Whoever holds a
+        copy need not have written it."""
+        self.move(dst, src)
+        for records in (self.state.head, self.state.tail):
+            words = records[dst, Record.WORD3]
+            moved = words & ~_KIND | WriterKind.MOVE << SERIAL_BITS
+            records[dst, Record.WORD3] = moved
+
+    # -- forwards ------------------------------------------------------------------
+
+    def view(
+        self, view: ForwardView, forwards: Mapping[str, WindowForward]
+    ) -> ForwardView:
+        states = get_forward_context().state
+        assert states is not None, "a model with states runs without them"
+        self._rows = StateRows(
+            slots=states.slots,
+            due_slots=view.req_rows,
+            req_rows=view.req_rows,
+            serials=view.serials,
+            lengths=view.prefix_lens,
+            lineages=self._lineages,
+        )
+        self._tracked = self._checkpoints(view, states)
+        return view
+
+    def before(
+        self, view: ForwardView, checks: PoolChecks, *, num_read: int | None = None
+    ) -> None:
+        assert self._rows is not None
+        launches.check_states(self.state, self._rows, self._source)
+
+    def after(
+        self, view: ForwardView, *, advance: bool, findings: Tensor | None = None
+    ) -> None:
+        rows, tracked = self._rows, self._tracked
+        self._rows = self._tracked = None
+        assert rows is not None
+        if tracked is not None:
+            self._note(tracked, view, ends_forward=False)
+        # By now the lineages are those of the prefixes with the new tokens.
+        lengths = view.prefix_lens + view.extend_lens
+        self._note(dataclasses.replace(rows, lengths=lengths), view, ends_forward=True)
+        if findings is not None:
+            launches.gather_into(self.state, view.req_rows, findings)
+
+    def _note(self, rows: StateRows, view: ForwardView, *, ends_forward: bool) -> None:
+        launches.note_states(
+            self.state,
+            rows,
+            self._source,
+            kind=view.writer_kind,
+            ends_forward=ends_forward,
+        )
+
+    def _checkpoints(self, view: ForwardView, states: StateForward) -> StateRows | None:
+        """Return the checkpoints that the model takes inside a prefill, with their
+        lineages."""
+        tracks = states.tracks
+        if tracks is None:
+            return None
+        assert view.qo_indptr is not None
+        begins, ends = view.qo_indptr[:-1], view.qo_indptr[1:]
+        index = torch.arange(view.num_tokens, device=ends.device)
+        row = torch.searchsorted(ends, index, right=True).clamp_(max=view.num_rows - 1)
+        terms = lineage_terms(view.input_ids, view.positions, view.salts[row])
+        sums = torch.cat((torch.zeros_like(terms[:1]), terms.cumsum(0)))
+        known = self._lineages[view.req_rows]
+        base = known.where(view.prefix_lens > 0, 0) - sums[begins]
+        lineages = base[:, None] + sums[begins[:, None] + tracks.lens]
+        slots = tracks.slots.where(tracks.lens > 0, 0).flatten()
+        each = tracks.lens.shape[1]
+        return StateRows(
+            slots=slots,
+            due_slots=slots,
+            req_rows=view.req_rows.repeat_interleave(each),
+            serials=view.serials.repeat_interleave(each),
+            lengths=(view.prefix_lens[:, None] + tracks.lens).flatten(),
+            lineages=lineages.flatten(),
+            lineage_rows=torch.arange(len(slots), device=slots.device),
+        )
+
+    # -- reports -------------------------------------------------------------------
+
+    def primary_slot(self, slot: int) -> int:
+        return -1
+
+    def owner_of(self, primary: OwnerOf) -> OwnerOf:
+        return lambda slot: Owner("a request row or a checkpoint")
+
+
+def create_state_group(
+    pool: StatePool,
+    config: CanaryConfig,
+    *,
+    req_rows: int,
+    primary: CanaryState,
+) -> StateGroup:
+    """Make records for every slot of `pool`; from now on they are copied with it.
+
+    Raises:
+        ValueError: bytes that cannot be fingerprinted.
+    """
+    layout = _layout_of(pool)
+    mode = FingerprintMode.PARTIAL
+    if config.real_data is RealData.NONE:
+        mode = FingerprintMode.NONE
+    elif config.covers_all_bytes:
+        logger.warning(
+            "--kv-canary-real-data %s: of recurrent states samples are compared, as "
+            "with partial",
+            config.real_data.value,
+        )
+    try:
+        fingerprint = create_fingerprint(mode, layout)
+    except ValueError as error:
+        raise ValueError(f"{error}. Use --kv-canary-real-data none") from error
+    state = create_state(
+        num_slots=layout.num_slots,
+        req_rows=req_rows,
+        ring_capacity=config.ring_capacity,
+        num_managers=1,
+        device=layout.device,
+        pool=pool_number(is_draft=False, group=StateSlots.name),
+    )
+    group = StateGroup(
+        state=state, checks=PoolChecks(fingerprint=fingerprint), primary=primary
+    )
+    pool.register_on_copy(group.on_copy)
+    return group
+
+
+def _layout_of(pool: StatePool) -> PoolLayout:
+    """Return layers before slots: the inputs of convolutions and, as the other half,
+    the matrices."""
+    conv = pool.conv.transpose(0, 1).flatten(2)
+    matrix = None if pool.matrix is None else pool.matrix.transpose(0, 1).flatten(2)
+    layers = LayerGroup(name=StateSlots.name, k=conv, v=matrix)
+    return PoolLayout(groups=(layers,), page_size=1)
