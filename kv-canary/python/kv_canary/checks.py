@@ -60,6 +60,7 @@ class Reason(IntFlag):
     GRAMMAR_MASK = 1 << 22
     LOGITS_NOT_FINITE = 1 << 23
     SAMPLED_TOKEN = 1 << 24
+    STATE_FOLDS = 1 << 25
 
 
 def reason_labels(reasons: int) -> list[str]:
@@ -194,6 +195,20 @@ _STALE = Diagnosis(
 )
 
 CHECKS: tuple[Check, ...] = (
+    Check(
+        reason=Reason.STATE_FOLDS,
+        meaning="a layer has folded another number of tokens into its state than the "
+        "row has",
+        detail="the kernels count what they store; recurrent states only",
+        found_by=(Launch.TAIL,),
+        diagnoses=(
+            Diagnosis(
+                name="state of one layer behind or ahead",
+                look_at="the layer's calls in this forward: one was skipped or made "
+                "twice, for other rows, or with other lengths",
+            ),
+        ),
+    ),
     Check(
         reason=Reason.PHASE,
         meaning="the canary's own launches ran out of order",

@@ -165,6 +165,7 @@ def note_states(
     ends_forward: bool,
 ) -> None:
     """Record, after a model wrote them, which prefixes the slots of `rows` hold.
+    STATE_FOLDS: a layer has folded another number of tokens into a slot.
 
     Args:
         ends_forward: also advance the clock.

@@ -28,6 +28,8 @@ class StateRows:
         lengths: [N], tokens of the prefix; 0 has no state yet.
         lineages: lineages of the prefixes, by `lineage_rows` [N] or, without them, by
             `req_rows`.
+        folded: int32 [slots, layers], contiguous in a slot, or None: tokens that the
+            kernels of each layer have folded into a slot.
     """
 
     slots: Tensor
@@ -37,6 +39,7 @@ class StateRows:
     lengths: Tensor
     lineages: Tensor
     lineage_rows: Tensor | None = None
+    folded: Tensor | None = None
 
     @property
     def num_rows(self) -> int:

@@ -11,7 +11,6 @@ lies there.
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -20,12 +19,7 @@ from torch import Tensor
 
 from kv_canary import launches
 from kv_canary.evidence import Owner
-from kv_canary.layout import (
-    FingerprintMode,
-    LayerGroup,
-    PoolLayout,
-    create_fingerprint,
-)
+from kv_canary.layout import LayerGroup, PoolLayout, create_fingerprint
 from kv_canary.pool_checks import PoolChecks
 from kv_canary.records import (
     KIND_MASK,
@@ -38,8 +32,8 @@ from kv_canary.state import CanaryState, create_state
 from kv_canary.state_rows import StateRows
 from kv_canary.violation import pool_number
 from sglang.srt.forward.context import get_forward_context
-from sglang.srt.kv_canary.config import RealData
 from sglang.srt.kv_canary.groups import EngineGroup
+from sglang.srt.kv_canary.pool_patcher.api import FINGERPRINTS
 from sglang.srt.mem_cache.groups.state_slots import StateSlots
 
 if TYPE_CHECKING:
@@ -51,8 +45,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.state_pool import StatePool
 
-logger = logging.getLogger(__name__)
-
 _KIND = KIND_MASK << SERIAL_BITS
 
 
@@ -61,14 +53,21 @@ class StateGroup(EngineGroup):
 
     Args:
         primary: state of the group whose lineages the rows have.
+        folded: of the pool.
     """
 
     name = StateSlots.name
 
     def __init__(
-        self, *, state: CanaryState, checks: PoolChecks, primary: CanaryState
+        self,
+        *,
+        state: CanaryState,
+        checks: PoolChecks,
+        primary: CanaryState,
+        folded: Tensor,
     ) -> None:
         super().__init__(state=state, checks=checks)
+        self._folded = folded
         self.branch_checks = self.decode_checks = checks
         self._source = checks.fingerprint
         self._lineages = primary.expected_lineage
@@ -104,6 +103,7 @@ class StateGroup(EngineGroup):
             serials=view.serials,
             lengths=view.prefix_lens,
             lineages=self._lineages,
+            folded=self._folded,
         )
         self._tracked = self._checkpoints(view, states)
         return view
@@ -161,6 +161,7 @@ class StateGroup(EngineGroup):
             serials=view.serials.repeat_interleave(each),
             lengths=(view.prefix_lens[:, None] + tracks.lens).flatten(),
             lineages=lineages.flatten(),
+            folded=self._folded,
             lineage_rows=torch.arange(len(slots), device=slots.device),
         )
 
@@ -186,17 +187,8 @@ def create_state_group(
         ValueError: bytes that cannot be fingerprinted.
     """
     layout = _layout_of(pool)
-    mode = FingerprintMode.PARTIAL
-    if config.real_data is RealData.NONE:
-        mode = FingerprintMode.NONE
-    elif config.covers_all_bytes:
-        logger.warning(
-            "--kv-canary-real-data %s: of recurrent states samples are compared, as "
-            "with partial",
-            config.real_data.value,
-        )
     try:
-        fingerprint = create_fingerprint(mode, layout)
+        fingerprint = create_fingerprint(FINGERPRINTS[config.real_data], layout)
     except ValueError as error:
         raise ValueError(f"{error}. Use --kv-canary-real-data none") from error
     state = create_state(
@@ -208,7 +200,10 @@ def create_state_group(
         pool=pool_number(is_draft=False, group=StateSlots.name),
     )
     group = StateGroup(
-        state=state, checks=PoolChecks(fingerprint=fingerprint), primary=primary
+        state=state,
+        checks=PoolChecks(fingerprint=fingerprint),
+        primary=primary,
+        folded=pool.folded,
     )
     pool.register_on_copy(group.on_copy)
     return group

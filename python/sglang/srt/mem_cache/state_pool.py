@@ -62,10 +62,14 @@ class LayerState:
 
     Fields:
         conv: [slots, C, W - 1]. matrix: [slots, H, d_k, d_v], or None.
+        conv_folded, matrix_folded: int32 [slots]; how many tokens the operations have
+            folded into each.
     """
 
     conv: Tensor
     matrix: Tensor | None
+    conv_folded: Tensor
+    matrix_folded: Tensor
 
 
 class StatePool:
@@ -74,6 +78,9 @@ class StatePool:
     Fields:
         conv: [slots, layers, C, W - 1]; matrix: [slots, layers, H, d_k, d_v] or None.
             A slot is contiguous, so that copying it is one run.
+        folded: int32 [slots, 2 * layers], or [slots, layers] without matrices: tokens
+            folded into the convolution and the matrices of each layer, counted by the
+            operations where they store.
     """
 
     def __init__(
@@ -92,11 +99,17 @@ class StatePool:
                 dtype=shape.matrix_dtype,
                 device=device,
             )
+        parts = 1 if self.matrix is None else 2
+        self.folded = torch.zeros(
+            (slots, parts * layers), dtype=torch.int32, device=device
+        )
         self._on_copy: list[Callable[[Tensor, Tensor], None]] = []
         self._layers = {
             layer: LayerState(
                 conv=self.conv[:, i],
                 matrix=None if self.matrix is None else self.matrix[:, i],
+                conv_folded=self.folded[:, parts * i],
+                matrix_folded=self.folded[:, parts * i + parts - 1],
             )
             for i, layer in enumerate(shape.layers)
         }
@@ -121,4 +134,5 @@ class StatePool:
         self._on_copy.append(hook)
 
     def _tensors(self) -> list[Tensor]:
-        return [self.conv] if self.matrix is None else [self.conv, self.matrix]
+        matrix = [] if self.matrix is None else [self.matrix]
+        return [self.conv, *matrix, self.folded]

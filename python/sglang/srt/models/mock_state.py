@@ -58,7 +58,7 @@ class MockFold(StateLayer):
         before, is_whole = _read(cells, state.slots)
         if state.qo_indptr is None:
             folds = mock_ops.keep_whole(before + terms, is_whole)
-            _write(cells, state.slots, folds)
+            _write(cells, state.slots, folds, cells.conv_folded[state.slots] + 1)
         else:
             folds = self._fold_rows(terms, before, is_whole, state, cells)
         return mock_math.signs(folds, self.width).to(packed.dtype)
@@ -80,11 +80,17 @@ class MockFold(StateLayer):
         tokens = torch.arange(len(terms), device=terms.device)
         row = torch.searchsorted(ends, tokens, right=True)
         folds = sums[1:] - sums[begins][row] + before[row]
-        _write(cells, state.slots, folds[ends - 1])
+        known = cells.conv_folded[state.slots].where(state.has_state, 0)
+        _write(cells, state.slots, folds[ends - 1], known + ends - begins)
         if state.tracks is not None:
             lens, slots = state.tracks.lens, state.tracks.slots
             places = (begins[:, None] + lens - 1).clamp(min=0)
-            _write(cells, slots.where(lens > 0, 0).view(-1), folds[places.view(-1)])
+            _write(
+                cells,
+                slots.where(lens > 0, 0).view(-1),
+                folds[places.view(-1)],
+                (known[:, None] + lens).view(-1),
+            )
         return folds
 
 
@@ -96,7 +102,10 @@ def _read(cells: LayerState, slots: Tensor) -> tuple[Tensor, Tensor]:
     return mock_math.from_signs(code), (code.abs() == 1).all(-1)
 
 
-def _write(cells: LayerState, slots: Tensor, folds: Tensor) -> None:
+def _write(cells: LayerState, slots: Tensor, folds: Tensor, count: Tensor) -> None:
+    """Store sums of `count` tokens each."""
+    for folded in (cells.conv_folded, cells.matrix_folded):
+        folded[slots] = count.to(torch.int32)
     code = mock_math.signs(folds, 2 * _HALF)
     assert cells.matrix is not None
     for part, half in zip(

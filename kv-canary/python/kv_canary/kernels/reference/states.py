@@ -92,6 +92,8 @@ def note_states(
     """See `launches.note_states`."""
     writes = (rows.req_rows != 0) & (rows.lengths > 0)
     writes &= (rows.slots > 0) & (rows.slots < state.num_slots)
+    if rows.folded is not None:
+        _check_folded(state, rows, rows.folded, writes)
     slot = rows.slots[writes]
     lineage = rows.lineages[rows.lineage_index[writes]]
     position = rows.lengths[writes] - 1
@@ -111,15 +113,46 @@ def note_states(
         state.clock.add_(1)
 
 
+def _check_folded(
+    state: CanaryState, rows: StateRows, folded: Tensor, writes: Tensor
+) -> None:
+    counts = folded[rows.slots * writes].to(torch.int64)
+    unlike = counts != rows.lengths[:, None]
+    # The first layer of those that differ.
+    layer = unlike.to(torch.int32).argmax(dim=1)
+    found = counts.gather(1, layer[:, None])[:, 0]
+    unknown = torch.full_like(rows.slots, -1)
+    Report(state, Launch.TAIL, NO_MANAGER).add(
+        {
+            Ring.REASONS: flag(Reason.STATE_FOLDS, writes & unlike.any(dim=1)),
+            Ring.REQ_ROW: rows.req_rows,
+            Ring.SERIAL: rows.serials,
+            Ring.SLOT: rows.slots,
+            Ring.POSITION: rows.lengths - 1,
+            Ring.EXPECTED_WORD0: pack_word0_tensor(unknown, rows.lengths - 1),
+            Ring.FOUND_WORD0: pack_word0_tensor(unknown, found - 1),
+            Ring.EXPECTED_LINEAGE: rows.lineages[rows.lineage_index],
+            Ring.BATCH_ROW: torch.arange(len(unknown), device=unknown.device),
+            Ring.EXPECTED_SLOT: rows.due_slots,
+            Ring.FOUND_FINGERPRINT: layer,
+        }
+    )
+
+
 def fingerprint(source: Fingerprint, slots: Tensor, lineages: Tensor) -> Tensor:
-    """Return the fingerprints [n] of state slots: of every layer, 16 bytes of the
-    convolution's inputs and 16 of the matrices, at places that the lineage chooses."""
+    """Return the fingerprints [n] of state slots, of the convolution's inputs and of
+    the matrices.
+
+    PARTIAL: 16 bytes of every layer. ROTATE: all bytes of one layer. The lineage
+    chooses where, so that every place gets its turn.
+    """
     if source.mode is FingerprintMode.NONE:
         return torch.zeros_like(slots)
     k_words, v_words = source.strided_words()
     assert k_words is not None and v_words is not None
-    low = _sum_samples(k_words, slots, lineages)
-    high = _sum_samples(v_words, slots, lineages)
+    add_up = _SUMS[source.mode]
+    low = add_up(k_words, slots, lineages)
+    high = add_up(v_words, slots, lineages)
     return (low & TOKEN_MASK) | (high << 32)
 
 
@@ -132,3 +165,25 @@ def _sum_samples(words: Tensor, slots: Tensor, lineages: Tensor) -> Tensor:
     index = 2 * chunk[..., None] + torch.arange(2, device=slots.device)
     found = words[layer[..., None], slots[:, None, None], index]
     return mix64(found ^ fingerprint_keys(layer[..., None], index)).sum((1, 2))
+
+
+def _sum_layer(words: Tensor, slots: Tensor, lineages: Tensor) -> Tensor:
+    layers, _, count = words.shape
+    layer, _ = sample_place(lineages, layers=layers, chunks=1)
+    index = torch.arange(count, device=slots.device)
+    keys = fingerprint_keys(layer[:, None], index)
+    return mix64(words[layer, slots] ^ keys).sum(1)
+
+
+def _sum_all(words: Tensor, slots: Tensor, lineages: Tensor) -> Tensor:
+    layers, _, count = words.shape
+    layer = torch.arange(layers, device=slots.device)[:, None]
+    keys = fingerprint_keys(layer, torch.arange(count, device=slots.device))
+    return mix64(words[:, slots] ^ keys[:, None]).sum((0, 2))
+
+
+_SUMS = {
+    FingerprintMode.PARTIAL: _sum_samples,
+    FingerprintMode.ROTATE: _sum_layer,
+    FingerprintMode.ALL: _sum_all,
+}

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from kv_canary.checks import Reason
 from kv_canary.kernels.triton.args import byte_args, hashing_args, state_args
+from kv_canary.kernels.triton.grid import cdiv
 from kv_canary.kernels.triton.hash import (
     LOW_HALF,
     NONE,
+    PARTIAL,
     POISON,
+    ROTATE,
     SERIAL_BITS,
     SERIAL_MASK,
     mix64,
@@ -25,11 +29,14 @@ from kv_canary.kernels.triton.hash import (
     pack_word3,
 )
 from kv_canary.kernels.triton.report import RingFinding, report_one
+from kv_canary.layout import FingerprintMode
 from kv_canary.records import KIND_MASK as RECORDS_KIND_MASK
 from kv_canary.records import Counter, Launch, WriterKind, ring_tag
 from kv_canary.view import NO_MANAGER
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kv_canary.layout import Fingerprint
     from kv_canary.state import CanaryState
     from kv_canary.state_rows import StateRows
@@ -44,6 +51,8 @@ OWNER = tl.constexpr(int(Reason.ROW_OWNER))
 REAL_KV = tl.constexpr(int(Reason.VERIFY_REAL_KV))
 VERIFIED_SLOTS = tl.constexpr(int(Counter.VERIFIED_SLOTS))
 VERIFY_LAUNCHES = tl.constexpr(int(Counter.VERIFY_LAUNCHES))
+FOLDS = tl.constexpr(int(Reason.STATE_FOLDS))
+SUM_TILE = tl.constexpr(1024)
 TAIL_SLOTS = tl.constexpr(int(Counter.TAIL_SLOTS))
 TAIL_LAUNCHES = tl.constexpr(int(Counter.TAIL_LAUNCHES))
 
@@ -58,6 +67,7 @@ class _Rows(NamedTuple):
     lengths: Any
     lineages: Any
     lineage_rows: Any
+    folded: Any
 
 
 class _Row(NamedTuple):
@@ -119,9 +129,89 @@ def _sum_samples(
 
 
 @triton.jit
-def _fingerprint(data, slot, lineage, HASHING: tl.constexpr):
+def _sum_words(
+    words,
+    slot,
+    layer,
+    layers,
+    slot_stride,
+    begin,
+    WORDS: tl.constexpr,
+    EACH: tl.constexpr,
+    TOTAL: tl.constexpr,
+):
+    """Sum EACH hashed words from `begin` on, of `layer` or, where TOTAL words are in
+    more than one layer, of the layers from the first on."""
+    sums = tl.zeros([SUM_TILE], dtype=tl.int64)
+    rows = words + slot * slot_stride
+    for start in range(begin, begin + EACH, SUM_TILE):
+        flat = start + tl.arange(0, SUM_TILE)
+        of_layer = layer + flat // WORDS
+        index = (flat % WORDS).to(tl.int64)
+        inside = flat < TOTAL
+        word = tl.load(rows + of_layer * layers + index, mask=inside, other=0)
+        hashed = mix64(word ^ mix64((of_layer << 32) | index))
+        sums += tl.where(inside, hashed, 0)
+    return tl.sum(sums, axis=0)
+
+
+@triton.jit
+def sum_states_kernel(
+    state,
+    rows,
+    data,
+    sums,
+    K_EACH: tl.constexpr,
+    V_EACH: tl.constexpr,
+    IS_NOTE: tl.constexpr,
+    HASHING: tl.constexpr,
+):
+    """Add a share of the hashed words of one row's slot to `sums` [N, 2]. What is
+    hashed depends on the lineage of its record, or if it IS_NOTE on the row's."""
+    row = tl.program_id(0).to(tl.int64)
+    split = tl.program_id(1)
+    own = _load_row(state, rows, row)
+    if own.holds:
+        LAYERS: tl.constexpr = 1 if HASHING.mode == ROTATE else HASHING.layers
+        layer = own.slot * 0
+        if HASHING.mode == ROTATE:
+            lineage = own.lineage
+            if not IS_NOTE:
+                lineage = tl.load(state.tail + own.slot * 4 + 1)
+            layer = ((mix64(lineage) & LOW_HALF) * HASHING.layers) >> 32
+        low = _sum_words(
+            data.k_words,
+            own.slot,
+            layer,
+            data.k_layers,
+            data.k_slot_stride,
+            split * K_EACH,
+            WORDS=HASHING.k_words,
+            EACH=K_EACH,
+            TOTAL=LAYERS * HASHING.k_words,
+        )
+        high = _sum_words(
+            data.v_words,
+            own.slot,
+            layer,
+            data.v_layers,
+            data.v_slot_stride,
+            split * V_EACH,
+            WORDS=HASHING.v_words,
+            EACH=V_EACH,
+            TOTAL=LAYERS * HASHING.v_words,
+        )
+        tl.atomic_add(sums + 2 * row, low)
+        tl.atomic_add(sums + 2 * row + 1, high)
+
+
+@triton.jit
+def _fingerprint(data, sums, row, slot, lineage, HASHING: tl.constexpr):
     if HASHING.mode == NONE:
         found = slot * 0
+    elif HASHING.mode != PARTIAL:
+        low, high = tl.load(sums + 2 * row), tl.load(sums + 2 * row + 1)
+        found = (low & LOW_HALF) | (high << 32)
     else:
         low = _sum_samples(
             data.k_words,
@@ -148,11 +238,13 @@ def _fingerprint(data, slot, lineage, HASHING: tl.constexpr):
 
 
 @triton.jit
-def _check_record(state, data, own, word0, lineage, word3, HASHING: tl.constexpr):
+def _check_record(
+    state, data, sums, own, row, word0, lineage, word3, HASHING: tl.constexpr
+):
     """Return the reasons against a record that is not poison, and the fingerprints
     that it holds and that the bytes have."""
     kept = tl.load(state.tail + own.slot * 4 + 2)
-    computed = _fingerprint(data, own.slot, lineage, HASHING)
+    computed = _fingerprint(data, sums, row, own.slot, lineage, HASHING)
     is_other = ((word3 ^ own.serial) & SERIAL_MASK) != 0
     is_other = is_other & (((word3 >> SERIAL_BITS) & KIND_MASK) != MOVE)
     reasons = tl.where((word0 >> 32) != own.length - 1, POSITION, 0)
@@ -163,7 +255,7 @@ def _check_record(state, data, own, word0, lineage, word3, HASHING: tl.constexpr
 
 
 @triton.jit(do_not_specialize=["tag"])
-def check_states_kernel(state, rows, data, tag, HASHING: tl.constexpr):
+def check_states_kernel(state, rows, data, sums, tag, HASHING: tl.constexpr):
     """Compare the record of one row's slot with the row's prefix."""
     row = tl.program_id(0).to(tl.int64)
     own = _load_row(state, rows, row)
@@ -183,7 +275,7 @@ def check_states_kernel(state, rows, data, tag, HASHING: tl.constexpr):
             reasons |= FREED
         else:
             unlike, kept, computed = _check_record(
-                state, data, own, word0, lineage, word3, HASHING
+                state, data, sums, own, row, word0, lineage, word3, HASHING
             )
             reasons |= unlike
     if row == 0:
@@ -210,16 +302,57 @@ def check_states_kernel(state, rows, data, tag, HASHING: tl.constexpr):
         report_one(state, finding)
 
 
-@triton.jit(do_not_specialize=["kind"])
+@triton.jit
+def _check_folded(state, rows, own, row, tag, LAYERS: tl.constexpr):
+    """Report the first layer that has folded another number of tokens."""
+    BLOCK: tl.constexpr = triton.next_power_of_2(LAYERS)
+    layer = tl.arange(0, BLOCK)
+    mask = layer < LAYERS
+    counts = tl.load(rows.folded + own.slot * LAYERS + layer, mask=mask, other=0)
+    first = tl.min(tl.where(mask & (counts != own.length), layer, LAYERS), axis=0)
+    if first < LAYERS:
+        found = tl.sum(tl.where(layer == first, counts, 0), axis=0).to(tl.int64)
+        finding = RingFinding(
+            reasons=FOLDS,
+            req_row=own.req,
+            serial=own.serial,
+            slot=own.slot,
+            position=own.length - 1,
+            expected_word0=pack_word0(own.slot * 0 - 1, own.length - 1),
+            found_word0=pack_word0(own.slot * 0 - 1, found - 1),
+            expected_lineage=own.lineage,
+            found_lineage=None,
+            found_word3=None,
+            clock=tl.load(state.clock),
+            batch_row=row,
+            expected_slot=own.due_slot,
+            found_fingerprint=first.to(tl.int64),
+            computed_fingerprint=None,
+            tag=tag,
+        )
+        report_one(state, finding)
+
+
+@triton.jit(do_not_specialize=["kind", "tag"])
 def note_states_kernel(
-    state, rows, data, kind, ENDS: tl.constexpr, HASHING: tl.constexpr
+    state,
+    rows,
+    data,
+    sums,
+    kind,
+    tag,
+    ENDS: tl.constexpr,
+    LAYERS: tl.constexpr,
+    HASHING: tl.constexpr,
 ):
-    """Write the record of one row's slot. If it ENDS a forward, the last program
-    advances the clock."""
+    """Check what LAYERS layers have folded, and write the record of one row's slot. If
+    it ENDS a forward, the last program advances the clock."""
     row = tl.program_id(0).to(tl.int64)
     own = _load_row(state, rows, row)
     if own.holds:
-        print_ = _fingerprint(data, own.slot, own.lineage, HASHING)
+        if LAYERS > 0:
+            _check_folded(state, rows, own, row, tag, LAYERS)
+        of_bytes = _fingerprint(data, sums, row, own.slot, own.lineage, HASHING)
         word0 = pack_word0(own.slot * 0 - 1, own.length - 1)
         word3 = pack_word3(tl.load(state.clock), kind, own.serial)
         for half in tl.static_range(2):
@@ -228,7 +361,7 @@ def note_states_kernel(
                 record = state.head + own.slot * 4
             tl.store(record, word0)
             tl.store(record + 1, own.lineage)
-            tl.store(record + 2, print_)
+            tl.store(record + 2, of_bytes)
             tl.store(record + 3, word3)
         tl.atomic_add(state.counters + TAIL_SLOTS, 1)
     if ENDS:
@@ -246,6 +379,7 @@ def check_states(state: CanaryState, rows: StateRows, source: Fingerprint) -> No
             state_args(state),
             _row_args(rows),
             byte_args(source),
+            _sum(state, rows, source, is_note=False),
             ring_tag(Launch.VERIFY, NO_MANAGER, state.pool),
             HASHING=hashing_args(source, chunk=1),
             num_warps=1,
@@ -264,11 +398,46 @@ def note_states(
             state_args(state),
             _row_args(rows),
             byte_args(source),
+            _sum(state, rows, source, is_note=True),
             int(kind),
+            ring_tag(Launch.TAIL, NO_MANAGER, state.pool),
             ENDS=ends_forward,
+            LAYERS=0 if rows.folded is None else rows.folded.shape[1],
             HASHING=hashing_args(source, chunk=1),
             num_warps=1,
         )
+
+
+_SPLITS = 64
+"""Programs that hash one slot, of megabytes."""
+
+
+def _sum(
+    state: CanaryState, rows: StateRows, source: Fingerprint, *, is_note: bool
+) -> Tensor | None:
+    """Return the sums of hashed words of each slot, int64 [N, 2]; None if samples of
+    them, or nothing, are hashed."""
+    if source.mode not in (FingerprintMode.ROTATE, FingerprintMode.ALL):
+        return None
+    hashing = hashing_args(source, chunk=1)
+    layers = 1 if source.mode is FingerprintMode.ROTATE else hashing.layers
+    sums = torch.zeros((rows.num_rows, 2), dtype=torch.int64, device=rows.slots.device)
+    k_each, v_each = (
+        cdiv(cdiv(layers * words, _SPLITS), SUM_TILE.value) * SUM_TILE.value
+        for words in (hashing.k_words, hashing.v_words)
+    )
+    sum_states_kernel[(rows.num_rows, _SPLITS)](
+        state_args(state),
+        _row_args(rows),
+        byte_args(source),
+        sums,
+        K_EACH=k_each,
+        V_EACH=v_each,
+        IS_NOTE=is_note,
+        HASHING=hashing,
+        num_warps=4,
+    )
+    return sums
 
 
 def _row_args(rows: StateRows) -> _Rows:
@@ -281,4 +450,5 @@ def _row_args(rows: StateRows) -> _Rows:
         lengths=rows.lengths,
         lineages=rows.lineages,
         lineage_rows=rows.lineage_rows,
+        folded=rows.folded,
     )

@@ -36,7 +36,8 @@ from sglang.srt.mem_cache.mla_memory_pool import MLATokenToKVPool
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.groups.kv_group import KVGroup
 
-_MODES = {
+
+FINGERPRINTS = {
     RealData.NONE: FingerprintMode.NONE,
     RealData.PARTIAL: FingerprintMode.PARTIAL,
     RealData.ROTATE: FingerprintMode.ROTATE,
@@ -74,7 +75,7 @@ def _mla_layout(pool: KVCache, group: str) -> PoolLayout:
 
 
 def _fingerprint_of(layout: PoolLayout, config: CanaryConfig) -> Fingerprint:
-    mode = _MODES[config.real_data]
+    mode = FINGERPRINTS[config.real_data]
     try:
         return create_fingerprint(mode, layout, rotation_period=config.rotation_steps)
     except ValueError as error:
