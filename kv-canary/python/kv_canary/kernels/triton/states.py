@@ -408,7 +408,7 @@ def note_states(
         )
 
 
-_SPLITS = 64
+_MOST_SPLITS = 64
 """Programs that hash one slot, of megabytes."""
 
 
@@ -422,11 +422,12 @@ def _sum(
     hashing = hashing_args(source, chunk=1)
     layers = 1 if source.mode is FingerprintMode.ROTATE else hashing.layers
     sums = torch.zeros((rows.num_rows, 2), dtype=torch.int64, device=rows.slots.device)
+    words = [layers * hashing.k_words, layers * hashing.v_words]
+    splits = min(_MOST_SPLITS, cdiv(max(words), SUM_TILE.value))
     k_each, v_each = (
-        cdiv(cdiv(layers * words, _SPLITS), SUM_TILE.value) * SUM_TILE.value
-        for words in (hashing.k_words, hashing.v_words)
+        cdiv(cdiv(every, splits), SUM_TILE.value) * SUM_TILE.value for every in words
     )
-    sum_states_kernel[(rows.num_rows, _SPLITS)](
+    sum_states_kernel[(rows.num_rows, splits)](
         state_args(state),
         _row_args(rows),
         byte_args(source),
