@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.layers.ops.state.gated_delta.inputs import DeltaInputs
+from sglang.srt.layers.ops.state.shared.tracks import CHUNK, StateTracks
 from sglang.srt.layers.ops.state.short_conv.conv_filter import ConvFilter
 
 FLOAT32 = torch.float32
@@ -78,6 +79,21 @@ class Draws:
         for length in lens:
             bounds.append(bounds[-1] + length)
         return self.longs(bounds)
+
+    def tracks(self, lens: list[int], *, taken: Tensor, count: int) -> StateTracks:
+        """Return one to three checkpoints per row, some of them absent, in slots of
+        `count` that are not taken. When there are no more, scratch gets the rest.
+        """
+        order = torch.randperm(count - 1, generator=self._generator) + 1
+        free = [slot for slot in order.tolist() if slot not in taken.tolist()]
+        per_row = self.integer(1, 3)
+        folded, slots = [], []
+        for length in lens:
+            places = [0, *range(CHUNK, length, CHUNK), length]
+            folded.append([self.choice(*places) for _ in range(per_row)])
+            # Where nothing is stored, any slot may stand.
+            slots.append([free.pop() if n and free else 0 for n in folded[-1]])
+        return StateTracks(lens=self.longs(folded), slots=self.longs(slots))
 
     def bools(self, rows: int) -> Tensor:
         drawn = torch.randint(0, 2, (rows,), generator=self._generator)

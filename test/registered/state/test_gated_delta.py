@@ -16,6 +16,7 @@ from sglang.srt.layers.ops.state.gated_delta.op import (
     gated_delta_prefill,
     gated_delta_tree,
 )
+from sglang.srt.layers.ops.state.shared.tracks import StateTracks
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 from sglang.test.state_problem import Draws, Trees, take
@@ -109,6 +110,7 @@ def test_chunk_form_equals_recurrence(seed: int, state_dtype: torch.dtype) -> No
     dtype = state_dtype if problem.draws.flag() else torch.float32
     inputs = problem.inputs(sum(lens), dtype=dtype)
     states = [problem.state.clone() for _ in range(2)]
+    tracks = Draws(seed).tracks(lens, taken=problem.slots, count=SLOTS)
     outs = [
         run(
             inputs,
@@ -116,6 +118,7 @@ def test_chunk_form_equals_recurrence(seed: int, state_dtype: torch.dtype) -> No
             slots=problem.slots,
             qo_indptr=problem.draws.indptr(lens),
             has_state=problem.has_state,
+            tracks=tracks,
         )
         for run, state in zip(
             (gated_delta_prefill.reference, chunked.gated_delta_prefill),
@@ -125,7 +128,7 @@ def test_chunk_form_equals_recurrence(seed: int, state_dtype: torch.dtype) -> No
     ]
     assert outs[1].dtype is dtype
     assert_close(outs[1], outs[0], dtype=dtype)
-    assert_close(states[1], states[0], dtype=state_dtype)
+    assert_close(states[1][1:], states[0][1:], dtype=state_dtype)
     inputs = problem.inputs(problem.rows, dtype=dtype)
     decoded = [
         run(inputs, state, slots=problem.slots)
@@ -136,6 +139,63 @@ def test_chunk_form_equals_recurrence(seed: int, state_dtype: torch.dtype) -> No
         )
     ]
     assert_close(decoded[1], decoded[0], dtype=dtype)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_track_is_the_state_after_a_shorter_prefill(seed: int) -> None:
+    state_dtype = list(TOLERANCE)[seed % len(TOLERANCE)]
+    problem = Problem(seed, state_dtype=state_dtype)
+    lens = problem.lens()
+    inputs, qo_indptr = problem.inputs(sum(lens)), problem.draws.indptr(lens)
+    args = {"slots": problem.slots, "has_state": problem.has_state}
+    tracks = problem.draws.tracks(lens, taken=problem.slots, count=SLOTS)
+    plain, tracked = problem.state.clone(), problem.state.clone()
+    outs = [
+        gated_delta_prefill(inputs, state, qo_indptr=qo_indptr, tracks=given, **args)
+        for state, given in ((plain, None), (tracked, tracks))
+    ]
+    assert torch.equal(*outs)
+    for row, track in tracks.lens.nonzero().tolist():
+        begin = int(qo_indptr[row])
+        upto = list(range(begin, begin + int(tracks.lens[row, track])))
+        slot, known = int(problem.slots[row]), bool(problem.has_state[row])
+        shorter = problem.state.clone()
+        part = take(inputs, upto)
+        prefill(gated_delta_prefill, part, shorter, slot=slot, known=known)
+        target = int(tracks.slots[row, track])
+        if target:
+            assert_close(tracked[target], shorter[slot], dtype=state_dtype)
+            plain[target] = tracked[target]
+    assert torch.equal(tracked[1:], plain[1:]), "another slot was written"
+
+
+def test_tracks_that_nothing_stores_are_refused() -> None:
+    problem = Problem(2)
+    inputs, state = problem.inputs(70), problem.state
+    for run in (gated_delta_prefill.reference, chunked.gated_delta_prefill):
+        for after in (-64, 1, 63, 65, 69, 71, 128):
+            with pytest.raises(ValueError, match=f"after {after} of 70 tokens"):
+                run(
+                    inputs,
+                    state,
+                    slots=torch.tensor([1]),
+                    qo_indptr=torch.tensor([0, 70]),
+                    has_state=torch.tensor([True]),
+                    tracks=StateTracks(
+                        lens=torch.tensor([[64, after]]), slots=torch.tensor([[2, 3]])
+                    ),
+                )
+    with pytest.raises(ValueError, match=r"lens \[1, 2\] .* of 2 rows"):
+        gated_delta_prefill(
+            inputs,
+            state,
+            slots=torch.tensor([1, 2]),
+            qo_indptr=torch.tensor([0, 64, 70]),
+            has_state=torch.tensor([True, True]),
+            tracks=StateTracks(
+                lens=torch.tensor([[64, 0]]), slots=torch.tensor([[3, 0]])
+            ),
+        )
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -331,6 +391,9 @@ def test_scratch_rows_leave_other_slots_alone() -> None:
         slots=slots,
         qo_indptr=torch.tensor([0, 3, 3, 3]),
         has_state=torch.tensor([True, True, False]),
+        tracks=StateTracks(
+            lens=torch.tensor([[3], [0], [0]]), slots=torch.tensor([[0], [5], [6]])
+        ),
     )
     untouched = [1, 2, 3, 5, 6]
     assert torch.equal(problem.state[untouched], before[untouched])

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from sglang.srt.layers.ops.state.shared.tracks import StateTracks
 from sglang.srt.layers.ops.state.short_conv import gathered, reference
 from sglang.srt.layers.ops.state.short_conv.conv_filter import ConvFilter
 from sglang.srt.layers.ops.state.short_conv.op import (
@@ -49,7 +50,9 @@ class Problem:
         self.lens = [draws.choice(0, 1, 2, 3, 5, 64, 200) for _ in range(self.rows)]
         self.x = draws.normal(sum(self.lens), self.channels)
 
-    def prefill(self, run: Any, state: Tensor) -> Tensor:
+    def prefill(
+        self, run: Any, state: Tensor, *, tracks: StateTracks | None = None
+    ) -> Tensor:
         out: Tensor = run(
             self.x,
             self.conv,
@@ -57,6 +60,7 @@ class Problem:
             slots=self.slots,
             qo_indptr=self.draws.indptr(self.lens),
             has_state=self.has_state,
+            tracks=tracks,
         )
         return out
 
@@ -65,11 +69,14 @@ class Problem:
 def test_gathered_equals_the_reference(seed: int) -> None:
     problem = Problem(seed)
     states = [problem.state.clone() for _ in range(2)]
+    tracks = Draws(seed).tracks(problem.lens, taken=problem.slots, count=SLOTS)
     outs = [
-        problem.prefill(module.short_conv_prefill, state)
+        problem.prefill(module.short_conv_prefill, state, tracks=tracks)
         for module, state in zip((REFERENCE, gathered), states, strict=True)
     ]
     assert_close(*outs)
+    for state in states:
+        state[0] = 0
     assert torch.equal(*states)
     draws = problem.draws
     x = draws.normal(problem.rows, problem.channels)
@@ -108,7 +115,8 @@ def test_reference_is_torch_convolution(seed: int) -> None:
     """Each row is a convolution of its inputs behind its state."""
     problem = Problem(seed)
     conv, state = problem.conv, problem.state.clone()
-    out = problem.prefill(reference.short_conv_prefill_ref, state)
+    tracks = problem.draws.tracks(problem.lens, taken=problem.slots, count=SLOTS)
+    out = problem.prefill(reference.short_conv_prefill_ref, state, tracks=tracks)
     begin = 0
     for row, length in enumerate(problem.lens):
         old = problem.state[problem.slots[row]] * problem.has_state[row]
@@ -120,6 +128,10 @@ def test_reference_is_torch_convolution(seed: int) -> None:
             ].t()
             assert_close(out[begin : begin + length], conv.activate(sums))
         assert torch.equal(state[problem.slots[row]], x[:, length:])
+        for folded, slot in zip(tracks.lens[row], tracks.slots[row], strict=True):
+            if folded and slot:
+                inputs = x[:, folded : folded + conv.width - 1]
+                assert torch.equal(state[slot], inputs)
         begin += length
 
 
@@ -210,6 +222,9 @@ def test_scratch_rows_leave_other_slots_alone() -> None:
         slots=slots,
         qo_indptr=draws.longs([0, 3, 3, 3]),
         has_state=torch.tensor([True, True, False]),
+        tracks=StateTracks(
+            lens=draws.longs([[3], [0], [0]]), slots=draws.longs([[0], [5], [6]])
+        ),
     )
     untouched = [1, 2, 3, 5, 6]
     assert torch.equal(state[untouched], before[untouched])
@@ -229,6 +244,25 @@ def test_tokens_outside_all_rows_give_zeros() -> None:
         )
         assert not out[[0, 4]].any()
         assert out[1:4].any()
+
+
+def test_tracks_that_nothing_stores_are_refused() -> None:
+    draws = Draws(6)
+    conv, x, state = draws.conv(4, 4), draws.normal(70, 4), draws.normal(SLOTS, 4, 3)
+    for run in (reference.short_conv_prefill_ref, gathered.short_conv_prefill):
+        for after in (-64, 1, 69, 71, 128):
+            with pytest.raises(ValueError, match=f"after {after} of 70 tokens"):
+                run(
+                    x,
+                    conv,
+                    state,
+                    slots=draws.longs([1]),
+                    qo_indptr=draws.longs([0, 70]),
+                    has_state=torch.tensor([True]),
+                    tracks=StateTracks(
+                        lens=draws.longs([[64, after]]), slots=draws.longs([[2, 3]])
+                    ),
+                )
 
 
 def test_what_does_not_fit_is_refused() -> None:

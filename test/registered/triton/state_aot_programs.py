@@ -24,6 +24,8 @@ SHARED_BYTES = 227 * 1024
 RAGGED = {"qo_indptr": "*i64", "has_state": "*u8"}
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PATH = {"path": "*i64", "path_lens": "*i64"}
+TRACKS = {"track_lens": "*i64", "track_slots": "*i64"}
+UNTRACKED = {**dict.fromkeys(TRACKS), "TRACKS": 0}
 
 
 def convolutions() -> Iterator[Variant]:
@@ -57,8 +59,10 @@ def convolutions() -> Iterator[Variant]:
         kernel = conv_kernels.fold_kernel
         without = constants | dict.fromkeys(PATH)
         args = pointers | RAGGED
-        yield Variant(f"conv fold {dtype}", kernel, args, without, 2)
-        without = constants | dict.fromkeys(RAGGED)
+        yield Variant(f"conv fold {dtype}", kernel, args, without | UNTRACKED, 2)
+        args, tracked = args | TRACKS, without | {"TRACKS": 2}
+        yield Variant(f"conv fold tracked {dtype}", kernel, args, tracked, 2)
+        without = constants | dict.fromkeys(RAGGED) | UNTRACKED
         yield Variant(f"conv commit {dtype}", kernel, pointers | PATH, without, 2)
 
 
@@ -105,15 +109,18 @@ def _chunk_kernels(
     of_trees = ("mask", "node_keys", "node_u")
     absent = dict.fromkeys(RAGGED if form.nodes else of_trees)
     kept = {key: kind for key, kind in pointers.items() if key not in absent}
-    given = {**sizes, "FORM": form, "STEPS": search_steps(8), **absent}
-    for kernel, options in (
-        (delta_kernels.prepare_kernel, {"num_warps": 4}),
-        (delta_kernels.scan_kernel, delta.SCAN_OPTIONS[form.nodes > 0]),
-    ):
+    kept |= {} if form.nodes else RAGGED
+    constants = {**sizes, "FORM": form, "STEPS": search_steps(8), **absent}
+    scan = delta_kernels.scan_kernel, delta.SCAN_OPTIONS[form.nodes > 0]
+    launches = [(delta_kernels.prepare_kernel, {"num_warps": 4}, 0), (*scan, 0)]
+    if not form.nodes:
+        launches.append((*scan, 2))
+    for kernel, options, tracks in launches:
+        given = constants | ({"TRACKS": tracks} if tracks else UNTRACKED)
         yield Variant(
-            f"{kernel.__name__} {name}",
+            f"{kernel.__name__} {name}{' tracked' if tracks else ''}",
             kernel,
-            kept | ({} if form.nodes else RAGGED),
+            kept | (TRACKS if tracks else {}),
             {key: value for key, value in given.items() if key in kernel.arg_names},
             options["num_warps"],
             options.get("num_stages", 3),
@@ -122,7 +129,10 @@ def _chunk_kernels(
 
 def main() -> None:
     variants = [*convolutions(), *delta_rules()]
-    for variant in sampled(variants, key=lambda v: v.kernel, ci=3):
+    chosen = sampled(
+        variants, key=lambda v: (v.kernel, v.constants.get("TRACKS")), ci=3
+    )
+    for variant in chosen:
         compiled = compile_variant(variant)
         assert "griddepcontrol.wait" in compiled.asm["ptx"], variant.name
         shared = compiled.metadata.shared

@@ -13,6 +13,7 @@ pytest.importorskip("triton")
 from sglang.srt.layers.ops.state.gated_delta import op
 from sglang.srt.layers.ops.state.gated_delta import triton as kernels
 from sglang.srt.layers.ops.state.gated_delta.inputs import DeltaInputs, DeltaNodes
+from sglang.srt.layers.ops.state.shared.tracks import StateTracks
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
 from sglang.test.state_problem import Draws
@@ -86,6 +87,11 @@ def test_prefill_and_decode_equal_the_recurrence(seed: int) -> None:
     lens = [draws.choice(*LENS) for _ in range(problem.rows)]
     inputs = problem.inputs(sum(lens) + draws.integer(0, 70))
     has_state = draws.bools(problem.rows)
+    tracks = None
+    if seed % 2 == 0:
+        tracks = Draws(seed, device=DEVICE).tracks(
+            lens, taken=problem.slots, count=SLOTS
+        )
     outs = [
         run(
             inputs,
@@ -93,6 +99,7 @@ def test_prefill_and_decode_equal_the_recurrence(seed: int) -> None:
             slots=problem.slots,
             qo_indptr=draws.indptr(lens),
             has_state=has_state,
+            tracks=tracks,
         )
         for run, state in (
             (kernels.gated_delta_prefill, problem.state),
@@ -100,8 +107,11 @@ def test_prefill_and_decode_equal_the_recurrence(seed: int) -> None:
         )
     ]
     assert_close(*outs, dtype=problem.worst)
-    assert_close(problem.state, expected, dtype=problem.worst)
-    others = [s for s in range(SLOTS) if s not in problem.slots.tolist()]
+    assert_close(problem.state[1:], expected[1:], dtype=problem.worst)
+    written = set(problem.slots.tolist())
+    if tracks is not None:
+        written |= set(tracks.slots.flatten().tolist())
+    others = [s for s in range(SLOTS) if s not in written]
     assert torch.equal(problem.state[others], expected[others])
 
     inputs = problem.inputs(problem.rows)
@@ -115,6 +125,40 @@ def test_prefill_and_decode_equal_the_recurrence(seed: int) -> None:
     ]
     assert_close(*outs, dtype=problem.dtype)
     assert_close(problem.state, expected, dtype=problem.state_dtype)
+
+
+@pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
+def test_tracks_at_every_chunk_and_at_the_end(state_dtype: torch.dtype) -> None:
+    draws = Draws(3, device=DEVICE)
+    inputs = draws.delta(203, key_heads=1, heads=2, d_k=16, d_v=16)
+    pool = draws.normal(10, 2, 2, 16, 16, dtype=state_dtype)
+    states = [pool[:, 1].clone() for _ in range(2)] + [pool[:, 1]]
+    tracks = StateTracks(
+        lens=draws.longs([[128, 139, 64], [0, 64, 64], [0, 0, 0]]),
+        slots=draws.longs([[4, 5, 6], [5, 7, 0], [8, 8, 8]]),
+    )
+    outs = [
+        run(
+            inputs,
+            state,
+            slots=draws.longs([1, 2, 3]),
+            qo_indptr=draws.longs([0, 139, 203, 203]),
+            has_state=torch.tensor([True, False, True], device=DEVICE),
+            tracks=given,
+        )
+        for run, state, given in (
+            (op.gated_delta_prefill.reference, states[0], tracks),
+            (kernels.gated_delta_prefill, states[1], None),
+            (kernels.gated_delta_prefill, states[2], tracks),
+        )
+    ]
+    expected, plain, tracked = states
+    assert_close(outs[2], outs[0], dtype=torch.float32)
+    assert_close(tracked[1:], expected[1:], dtype=state_dtype)
+    assert torch.equal(outs[2], outs[1]), "tracks changed an output"
+    assert torch.equal(tracked[[1, 2, 3, 8, 9]], plain[[1, 2, 3, 8, 9]])
+    assert torch.equal(tracked[5], tracked[1]), "a row's end is its own state"
+    assert torch.equal(tracked[7], tracked[2])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -210,6 +254,10 @@ def test_padded_rows_stay_in_the_scratch_slot() -> None:
         slots=slots,
         qo_indptr=draws.longs([0, 5, 5, 5]),
         has_state=draws.bools(3),
+        tracks=StateTracks(
+            lens=draws.longs([[3, -64, 64], [0, -5, 1 << 33], [7, 64, 0]]),
+            slots=draws.longs([[1, 2, 3], [5, 1, 2], [3, 5, 1]]),
+        ),
     )
     assert torch.equal(problem.state[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
     assert problem.state[4].isfinite().all()

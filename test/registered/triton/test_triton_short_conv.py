@@ -8,6 +8,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+from sglang.srt.layers.ops.state.shared.tracks import StateTracks
 from sglang.srt.layers.ops.state.short_conv import op
 from sglang.srt.layers.ops.state.short_conv import triton as kernels
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -41,6 +42,10 @@ def test_forms_equal_the_reference(seed: int) -> None:
     pool = draws.normal(SLOTS, 2, channels, width - 1, dtype=dtype)
     slots, has_state = draws.slots(rows, SLOTS), draws.bools(rows)
     lens = [draws.choice(0, 1, 2, 3, 17, 40) for _ in range(rows)]
+    tracks = None
+    if seed % 2 == 0:
+        lens = [length + draws.choice(0, 47, 64, 130) for length in lens]
+        tracks = draws.tracks(lens, taken=slots, count=SLOTS)
     padding = draws.integer(0, 20)
     packed = draws.normal(sum(lens) + padding, channels + 3, dtype=dtype)
     ours, expected = pool[:, 0], pool[:, 0].clone()
@@ -53,6 +58,7 @@ def test_forms_equal_the_reference(seed: int) -> None:
             slots=slots,
             qo_indptr=draws.indptr(lens),
             has_state=has_state,
+            tracks=tracks,
         )
         for run, state in (
             (kernels.short_conv_prefill, ours),
@@ -60,6 +66,7 @@ def test_forms_equal_the_reference(seed: int) -> None:
         )
     ]
     assert_close(*outs)
+    ours[0] = expected[0]
     assert torch.equal(ours, expected)
 
     x = draws.normal(rows, channels, dtype=dtype)
@@ -89,6 +96,32 @@ def test_forms_equal_the_reference(seed: int) -> None:
     assert torch.equal(ours, expected)
 
 
+def test_tracks_of_rows_shorter_than_the_filter() -> None:
+    """They keep inputs of the prefix, which the row's own state is about to drop."""
+    draws = Draws(4, device=DEVICE)
+    conv, pool = draws.conv(300, 4), draws.normal(8, 2, 300, 3)
+    states, x = [pool[:, 1].clone(), pool[:, 1]], draws.normal(6, 300)
+    for run, state in zip(
+        (op.short_conv_prefill.reference, kernels.short_conv_prefill),
+        states,
+        strict=True,
+    ):
+        run(
+            x,
+            conv,
+            state,
+            slots=draws.longs([1, 2, 3]),
+            qo_indptr=draws.longs([0, 1, 3, 6]),
+            has_state=torch.ones(3, dtype=torch.bool, device=DEVICE),
+            tracks=StateTracks(
+                lens=draws.longs([[1, 1], [2, 0], [3, 0]]),
+                slots=draws.longs([[4, 5], [6, 7], [7, 1]]),
+            ),
+        )
+    assert torch.equal(*states)
+    assert torch.equal(states[1][4], states[1][1])
+
+
 def test_padded_rows_and_wild_parents() -> None:
     """What a graph replays with stale inputs stays within its own rows and slot 0."""
     draws = Draws(1, device=DEVICE)
@@ -115,6 +148,19 @@ def test_padded_rows_and_wild_parents() -> None:
         path_lens=draws.longs([0, 2, 1 << 33]),
     )
     assert torch.equal(state[1:], before[1:])
+    kernels.short_conv_prefill(
+        x,
+        conv,
+        state,
+        slots=slots,
+        qo_indptr=draws.longs([0, 5, 5, 5]),
+        has_state=draws.bools(3),
+        tracks=StateTracks(
+            lens=draws.longs([[3, -64, 64], [0, -5, 1 << 33], [7, 64, 5]]),
+            slots=draws.longs([[1, 2, 3], [5, 1, 2], [3, 5, 1]]),
+        ),
+    )
+    assert torch.equal(state[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
     kernels.short_conv_decode(x[:3], conv, state, slots=slots)
     assert torch.equal(state[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
 

@@ -21,8 +21,11 @@ from sglang.srt.layers.ops.state.gated_delta.inputs import (
     DeltaNodes,
     require_delta,
 )
-
-CHUNK = 64
+from sglang.srt.layers.ops.state.shared.tracks import (
+    CHUNK,
+    StateTracks,
+    targets_by_len,
+)
 
 
 class _Solved(NamedTuple):
@@ -52,6 +55,7 @@ def gated_delta_prefill(
     slots: Tensor,
     qo_indptr: Tensor,
     has_state: Tensor,
+    tracks: StateTracks | None = None,
 ) -> Tensor:
     require_delta(inputs, state)
     wide = inputs.widen()
@@ -59,6 +63,7 @@ def gated_delta_prefill(
     upto = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=state.device).tril()
     bounds = qo_indptr.tolist()
     known = has_state.tolist()
+    targets = targets_by_len(tracks, qo_indptr)
     for row, slot in enumerate(slots.tolist()):
         shape = state.shape[1:]
         here = state[slot].float() if known[row] else state.new_zeros(shape).float()
@@ -68,6 +73,8 @@ def gated_delta_prefill(
             solved = _solve(part, here, upto[: end - begin, : end - begin])
             out[begin:end] = solved.out.transpose(0, 1)
             here = _fold(here, part.k, solved.u, solved.decay)
+            for target in targets[row].get(end - bounds[row], ()):
+                state[target] = here
         state[slot] = here
     return out
 

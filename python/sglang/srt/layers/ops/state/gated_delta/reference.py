@@ -19,6 +19,10 @@ from sglang.srt.layers.ops.state.gated_delta.inputs import (
     require_delta,
 )
 from sglang.srt.layers.ops.state.shared.paths import accepted
+from sglang.srt.layers.ops.state.shared.tracks import (
+    StateTracks,
+    targets_by_len,
+)
 
 
 def gated_delta_decode_ref(
@@ -54,6 +58,7 @@ def gated_delta_prefill_ref(
     slots: Tensor,
     qo_indptr: Tensor,
     has_state: Tensor,
+    tracks: StateTracks | None = None,
 ) -> Tensor:
     """Like `gated_delta_decode`, for the tokens of ragged rows.
 
@@ -63,20 +68,28 @@ def gated_delta_prefill_ref(
             qo_indptr[r + 1].
         has_state: [R] bool; a row without state starts at zeros, and its slot is not
             read.
+        tracks: other slots that get the state after some of a row's tokens; none of
+            them is read.
 
     Returns:
         [T, H_v, d_v]; zeros for tokens outside all rows.
+
+    Raises:
+        ValueError: also for tracks that cannot be stored, which kernels ignore.
     """
     require_delta(inputs, state)
     wide = inputs.widen()
     out = torch.zeros_like(inputs.v, memory_format=torch.contiguous_format)
     bounds = qo_indptr.tolist()
+    targets = targets_by_len(tracks, qo_indptr)
     for row, slot in enumerate(slots.tolist()):
         here = state[slot].float()
         if not has_state[row]:
             here = torch.zeros_like(here)
         for token in range(bounds[row], bounds[row + 1]):
             out[token], _, here = _step(wide, token, here)
+            for target in targets[row].get(token + 1 - bounds[row], ()):
+                state[target] = here
         state[slot] = here
     return out
 

@@ -6,7 +6,6 @@ import torch
 import triton
 from torch import Tensor
 
-from sglang.srt.layers.ops.state.gated_delta.chunked import CHUNK
 from sglang.srt.layers.ops.state.gated_delta.inputs import (
     DeltaInputs,
     DeltaNodes,
@@ -21,6 +20,8 @@ from sglang.srt.layers.ops.state.gated_delta.triton_kernels import (
     scan_kernel,
 )
 from sglang.srt.layers.ops.state.shared.rows import search_steps
+from sglang.srt.layers.ops.state.shared.track_launch import track_arguments
+from sglang.srt.layers.ops.state.shared.tracks import CHUNK, StateTracks
 from sglang.srt.utils.triton_launch import block_of, launch_options, require
 
 LEAST = 16
@@ -84,6 +85,7 @@ def gated_delta_prefill(
     slots: Tensor,
     qo_indptr: Tensor,
     has_state: Tensor,
+    tracks: StateTracks | None = None,
 ) -> Tensor:
     _require_memory(inputs, state)
     tokens, heads, _ = inputs.v.shape
@@ -103,6 +105,7 @@ def gated_delta_prefill(
             decays=torch.empty(
                 (tokens, heads), dtype=torch.float32, device=state.device
             ),
+            tracks=tracks,
         )
     return out
 
@@ -202,6 +205,7 @@ def _chunks(
     decays: Tensor,
     qo_indptr: Tensor | None = None,
     has_state: Tensor | None = None,
+    tracks: StateTracks | None = None,
     mask: Tensor | None = None,
     nodes: DeltaNodes | None = None,
 ) -> None:
@@ -254,6 +258,7 @@ def _chunks(
         inputs.k.stride(0),
         inputs.v.stride(0),
         state.stride(0),
+        **track_arguments("gated_delta", tracks, rows=rows),
         **SCAN_OPTIONS[is_tree],
         **shared,
     )

@@ -249,7 +249,30 @@ def prepare_kernel(
 
 
 @triton.jit
-def scan_kernel(
+def _store_tracks(
+    after,
+    done,
+    cell,
+    is_cell,
+    slot,
+    state_stride,
+    row,
+    track_lens,
+    track_slots,
+    TRACKS: tl.constexpr,
+):
+    """Store a row's state after `done` tokens in the slots that want it. cell: those of
+    the row's own slot, whose addresses are already in registers.
+    """
+    for track in tl.static_range(TRACKS):
+        place = row * TRACKS + track
+        if tl.load(track_lens + place) == done:
+            away = (tl.load(track_slots + place) - slot) * state_stride
+            tl.store(cell + away, after, mask=is_cell)
+
+
+@triton.jit(do_not_specialize_on_alignment=["track_lens", "track_slots"])
+def scan_kernel(  # noqa: PLR0913 - pointers in a tuple would be specialized on
     q,
     k,
     v,
@@ -267,6 +290,9 @@ def scan_kernel(
     k_stride,
     v_stride,
     state_stride,
+    track_lens,
+    track_slots,
+    TRACKS: tl.constexpr,
     FORM: tl.constexpr,
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
@@ -328,6 +354,18 @@ def scan_kernel(
             fading = tl.where(is_token, tl.exp(last - decay), 0.0)
             added = tl.trans(keys * fading[:, None])
             here = tl.exp(last) * here + tl.dot(added, u, input_precision=PRECISION)
+            _store_tracks(
+                here.to(state.dtype.element_ty),
+                done + count,
+                cell,
+                is_cell,
+                slot,
+                state_stride,
+                row,
+                track_lens,
+                track_slots,
+                TRACKS,
+            )
     if NODES == 0:
         tl.store(cell, here.to(state.dtype.element_ty), mask=is_cell)
 

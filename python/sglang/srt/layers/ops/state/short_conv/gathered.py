@@ -6,6 +6,8 @@ token and distance, a token, or -m for the m-th newest input of the row's prefix
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -14,6 +16,9 @@ from sglang.srt.layers.ops.state.short_conv.conv_filter import (
     require_conv,
     require_state,
 )
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.ops.state.shared.tracks import StateTracks
 
 
 def short_conv_decode(
@@ -34,8 +39,11 @@ def short_conv_prefill(
     slots: Tensor,
     qo_indptr: Tensor,
     has_state: Tensor,
+    tracks: StateTracks | None = None,
 ) -> Tensor:
     require_conv(x, conv, state)
+    if tracks is not None:
+        tracks.require(qo_indptr)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     if not len(slots):
         return out
@@ -46,11 +54,12 @@ def short_conv_prefill(
     before = token[:, None] - torch.arange(conv.width, device=x.device)
     sources = torch.where(before >= begin[:, None], before, before - begin[:, None])
     out[token] = _convolve(x, conv, history, row=row, sources=sources)
-    column = torch.arange(conv.width - 1, device=x.device)
-    lens = qo_indptr.diff()
-    # The last W - 1 of prefix and row; the newest input of the prefix is -1.
-    place = lens[:, None] - (conv.width - 1) + column
-    last = torch.where(place >= 0, qo_indptr[:-1, None] + place, place)
+    begin, lens = qo_indptr[:-1], qo_indptr.diff()
+    if tracks is not None:
+        row, track = tracks.lens.nonzero(as_tuple=True)
+        last = _newest(begin[row], tracks.lens[row, track], conv.width - 1)
+        state[tracks.slots[row, track]] = _gather(x, history[row], sources=last)
+    last = _newest(begin, lens, conv.width - 1)
     state[slots] = _gather(x, history, sources=last)
     return out
 
@@ -105,6 +114,14 @@ def _convolve(
         tap = torch.where(is_token, x[source.clamp(min=0)], history[row, :, column])
         sums += tap.float() * conv.weight[:, conv.width - 1 - distance].float()
     return conv.activate(sums).to(x.dtype)
+
+
+def _newest(begin: Tensor, lens: Tensor, count: int) -> Tensor:
+    """Return the sources [N, count] of the newest inputs after the first `lens` [N]
+    tokens from `begin` [N] on. The newest input of the prefix is -1.
+    """
+    place = lens[:, None] - count + torch.arange(count, device=lens.device)
+    return torch.where(place >= 0, begin[:, None] + place, place)
 
 
 def _gather(x: Tensor, history: Tensor, *, sources: Tensor) -> Tensor:

@@ -12,6 +12,10 @@ import torch
 from torch import Tensor
 
 from sglang.srt.layers.ops.state.shared.paths import accepted
+from sglang.srt.layers.ops.state.shared.tracks import (
+    StateTracks,
+    targets_by_len,
+)
 from sglang.srt.layers.ops.state.short_conv.conv_filter import (
     ConvFilter,
     require_conv,
@@ -52,6 +56,7 @@ def short_conv_prefill_ref(
     slots: Tensor,
     qo_indptr: Tensor,
     has_state: Tensor,
+    tracks: StateTracks | None = None,
 ) -> Tensor:
     """Like `short_conv_decode`, for the tokens of ragged rows.
 
@@ -61,19 +66,27 @@ def short_conv_prefill_ref(
             qo_indptr[r + 1].
         has_state: [R] bool; a row without state starts at zeros, and its slot is not
             read.
+        tracks: other slots that get the state after some of a row's tokens; none of
+            them is read.
 
     Returns:
         [T, C]; zeros for tokens outside all rows.
+
+    Raises:
+        ValueError: also for tracks that cannot be stored, which kernels ignore.
     """
     require_conv(x, conv, state)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     bounds = qo_indptr.tolist()
+    targets = targets_by_len(tracks, qo_indptr)
     for row, slot in enumerate(slots.tolist()):
         window = state[slot].clone()
         if not has_state[row]:
             window.zero_()
         for token in range(bounds[row], bounds[row + 1]):
             out[token], window = _step(x[token], conv, window)
+            for target in targets[row].get(token + 1 - bounds[row], ()):
+                state[target] = window
         state[slot] = window
     return out
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
 from torch import Tensor
 
 from sglang.srt.layers.ops.state.shared.rows import search_steps
+from sglang.srt.layers.ops.state.shared.track_launch import track_arguments
 from sglang.srt.layers.ops.state.short_conv.conv_filter import (
     ConvFilter,
     require_conv,
@@ -21,6 +22,9 @@ from sglang.srt.layers.ops.state.short_conv.triton_kernels import (
     fold_kernel,
 )
 from sglang.srt.utils.triton_launch import block_of, launch_options, require
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.ops.state.shared.tracks import StateTracks
 
 TOKENS = 16
 """Tokens of a program; each reads W - 1 inputs of its neighbours again."""
@@ -71,6 +75,7 @@ def short_conv_prefill(
     slots: Tensor,
     qo_indptr: Tensor,
     has_state: Tensor,
+    tracks: StateTracks | None = None,
 ) -> Tensor:
     _require_memory(x, conv, state)
     rows = len(slots)
@@ -99,6 +104,7 @@ def short_conv_prefill(
         path=None,
         path_lens=None,
         path_width=0,
+        tracks=tracks,
     )
     return out
 
@@ -194,6 +200,7 @@ def _fold(
     *,
     slots: Tensor,
     path_width: int,
+    tracks: StateTracks | None = None,
     **ranges: Tensor | None,
 ) -> None:
     channels = state.shape[1]
@@ -211,6 +218,7 @@ def _fold(
         path_width,
         x.stride(0),
         state.stride(0),
+        **track_arguments("short_conv", tracks, rows=len(slots)),
         CHANNELS=channels,
         CHANNEL_BLOCK=block,
         WIDTH=state.shape[2] + 1,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.ops.state.shared.rows import find_row
+from sglang.srt.layers.ops.state.shared.tracks import CHUNK
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
 
@@ -30,6 +31,9 @@ class ConvSizes(NamedTuple):
     channel_block: int
     width: int
     silu: bool
+
+
+_CHUNK = tl.constexpr(CHUNK)
 
 
 @triton.jit
@@ -159,7 +163,7 @@ def conv_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["track_lens", "track_slots"])
 def fold_kernel(
     x,
     state,
@@ -172,6 +176,9 @@ def fold_kernel(
     path_width,
     x_stride,
     state_stride,
+    track_lens,
+    track_slots,
+    TRACKS: tl.constexpr,
     CHANNELS: tl.constexpr,
     CHANNEL_BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -184,6 +191,7 @@ def fold_kernel(
     let_next_start(PDL)
     wait_for_inputs(PDL)
     if path is not None:
+        begin = row * path_width
         length = tl.load(path_lens + row)
         is_known = True
     else:
@@ -191,20 +199,29 @@ def fold_kernel(
         length = tl.load(qo_indptr + row + 1) - begin
         is_known = tl.load(has_state + row) != 0
     kept = state + tl.load(slots + row) * state_stride + channel * (WIDTH - 1)
-    # Column i becomes input i + length of old columns and new inputs. Ascending, no
-    # column is written before a thread, which owns whole channels, has read it.
-    for column in tl.static_range(WIDTH - 1):
-        place = column + length
-        is_old = place < WIDTH - 1
-        old = tl.load(kept + place, mask=is_channel & is_old & is_known, other=0.0)
-        step = place - (WIDTH - 1)
-        if path is not None:
-            is_step = (step >= 0) & (step < path_width)
-            token = tl.load(path + row * path_width + step, mask=is_step, other=0)
-        else:
+    # Tracks come first, because they may need what the row's own state overwrites.
+    for track in tl.static_range(TRACKS + 1):
+        target, folded, is_stored = kept, length, is_channel
+        if track < TRACKS:
+            place = row * TRACKS + track
+            folded = tl.load(track_lens + place)
+            is_reached = (folded % _CHUNK == 0) | (folded == length)
+            is_stored &= is_reached & (folded > 0) & (folded <= length)
+            slot = tl.load(track_slots + place)
+            target = state + slot * state_stride + channel * (WIDTH - 1)
+        # Column i becomes input i + folded of old columns and new inputs. Ascending, no
+        # column is written before a thread, which owns whole channels, has read it.
+        for column in tl.static_range(WIDTH - 1):
+            place = column + folded
+            is_old = place < WIDTH - 1
+            old = tl.load(kept + place, mask=is_stored & is_old & is_known, other=0.0)
+            step = place - (WIDTH - 1)
             token = begin + step
-        is_new = (step >= 0) & (token >= 0) & (token < tokens)
-        new = tl.load(
-            x + token * x_stride + channel, mask=is_channel & is_new, other=0.0
-        )
-        tl.store(kept + column, tl.where(is_old, old, new), mask=is_channel)
+            if path is not None:
+                is_step = (step >= 0) & (step < path_width)
+                token = tl.load(path + token, mask=is_step, other=0)
+            is_new = (step >= 0) & (token >= 0) & (token < tokens)
+            new = tl.load(
+                x + token * x_stride + channel, mask=is_stored & is_new, other=0.0
+            )
+            tl.store(target + column, tl.where(is_old, old, new), mask=is_stored)
