@@ -5,6 +5,7 @@ Prints one line per variant with its shared memory in bytes, then a summary.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import torch
@@ -18,6 +19,7 @@ from sglang.srt.layers.ops.state.shared.rows import search_steps
 from sglang.srt.layers.ops.state.short_conv import triton as conv
 from sglang.srt.layers.ops.state.short_conv import triton_kernels as conv_kernels
 from sglang.srt.layers.ops.state.short_conv.conv_filter import ConvFilter
+from sglang.srt.mem_cache.ops.copy_slots import triton as copy_slots
 from sglang.test.scale import sampled
 
 SHARED_BYTES = 227 * 1024
@@ -127,8 +129,24 @@ def _chunk_kernels(
         )
 
 
+def copies() -> Iterator[Variant]:
+    for dtype, torch_dtype in DTYPES.items():
+        pool = torch.empty(2, 8 * copy_slots.MOST_LINES, dtype=torch_dtype)
+        yield Variant(
+            f"copy slots {dtype}",
+            copy_slots.copy_kernel,
+            {"tensor": POINTERS[dtype], "dst": "*i64", "src": "*i64"},
+            {
+                "LINE": copy_slots.line_size(pool),
+                "BLOCK": copy_slots.MOST_LINES,
+                "PDL": True,
+            },
+            4,
+        )
+
+
 def main() -> None:
-    variants = [*convolutions(), *delta_rules()]
+    variants = [*convolutions(), *delta_rules(), *copies()]
     chosen = sampled(
         variants, key=lambda v: (v.kernel, v.constants.get("TRACKS")), ci=3
     )
@@ -144,6 +162,9 @@ def main() -> None:
         )
         ptx = compiled.asm["ptx"]
         assert not is_product or "wgmma" in ptx or "mma.sync" in ptx, variant.name
+        if variant.kernel is copy_slots.copy_kernel:
+            wide = re.findall(r"(?:ld|st)\.global\.v4\.b32", ptx)
+            assert len(wide) == 2 * 8, f"{variant.name}: not 16 bytes per thread"
         print(variant.name, "shared", shared)
     print(f"compiled {len(variants)} variants for sm_90")
 

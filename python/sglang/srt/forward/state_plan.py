@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateCopies:
-    """Copies between state slots, int64 [N] each on the device; `dst` distinct."""
+    """Copies between state slots, int64 [N] each on the device. `dst` is distinct, and
+    no slot is in both.
+    """
 
     dst: Tensor
     src: Tensor

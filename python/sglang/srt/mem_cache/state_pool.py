@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sglang.srt.mem_cache.ops.copy_slots.op import copy_slots
+
 if TYPE_CHECKING:
     from sglang.srt.configs.state_config import DeltaShape
     from sglang.srt.forward.state_plan import StateCopies
@@ -122,9 +124,9 @@ class StatePool:
         return sum(tensor.nbytes for tensor in self._tensors())
 
     def copy(self, copies: StateCopies) -> None:
-        """Copy slots on the current stream, as if everything was read first."""
+        """Copy slots on the current stream."""
         for tensor in self._tensors():
-            tensor.index_copy_(0, copies.dst, tensor.index_select(0, copies.src))
+            copy_slots(tensor, dst=copies.dst, src=copies.src)
         for hook in self._on_copy:
             hook(copies.dst, copies.src)
 
