@@ -82,12 +82,24 @@ class StateGroup(EngineGroup):
 
     def on_copy(self, dst: Tensor, src: Tensor) -> None:
         """Copy the records of slots `src` to `dst`, after the bytes. Whoever holds a
-        copy need not have written it."""
+        copy need not have written it. If any of its bytes differ, its fingerprint is
+        spoilt, and whoever reads it reports it."""
         self.move(dst, src)
+        unlike = self._differs(dst, src)
         for records in (self.state.head, self.state.tail):
             words = records[dst, Record.WORD3]
             moved = words & ~_KIND | WriterKind.MOVE << SERIAL_BITS
             records[dst, Record.WORD3] = moved
+            records[dst, Record.FINGERPRINT] ^= unlike
+
+    def _differs(self, dst: Tensor, src: Tensor) -> Tensor:
+        """Return 1 for each slot of `dst` with other bytes than its source, else 0."""
+        unlike = torch.zeros_like(dst)
+        for words in self._source.strided_words():
+            if words is not None:
+                differs = words[:, dst] != words[:, src]
+                unlike |= differs.any(dim=2).any(dim=0).long()
+        return unlike
 
     # -- forwards ------------------------------------------------------------------
 

@@ -163,7 +163,3 @@ def refuse_with_state(config: ModelConfig, args: ServerArgs) -> None:
             f"{what}, which --speculative-algorithm {args.speculative_algorithm} does "
             "not draft for yet; remove it"
         )
-    if args.kv_canary == "heal":
-        raise ValueError(
-            f"{what}, which --kv-canary heal cannot recompute yet; use raise or log"
-        )

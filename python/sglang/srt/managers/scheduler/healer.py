@@ -202,6 +202,8 @@ class Healer:
         check.keep_tokens(blame.rebuilt)
         withheld = {req.serial for req in blame.withheld}
         launched.dropped.update(withheld)
+        if not launched.is_decode:
+            self._drop_checkpoints(blame.withheld)
         self._heal(blame, sighting, check)
         late = self._results.process(
             launched,
@@ -219,6 +221,16 @@ class Healer:
             num_generated=early.num_generated + late.num_generated,
         )
         return processed, withheld
+
+    def _drop_checkpoints(self, reqs: Sequence[Req]) -> None:
+        """Drop the checkpoints of recurrent state that these requests began from: a
+        prefill in doubt may have restored the damage."""
+        checkpoints = self._cache.checkpoints
+        if checkpoints is None:
+            return
+        for req in reqs:
+            if req.last_node is not None:
+                checkpoints.drop(req.last_node)
 
     def _take_back(
         self,

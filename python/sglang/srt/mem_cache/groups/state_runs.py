@@ -103,6 +103,11 @@ class StateRuns(GroupRuns):
             self._evict(1, kept)
         return self.slots.take()
 
+    def drop(self, node: TreeNode) -> None:
+        """Forget the checkpoint at the end of a run, if it has one."""
+        if node is not self._cache.root and self._mark(node).slot:
+            self._free(node)
+
     # -- lookup and insert ---------------------------------------------------------
 
     def are_usable(self, spans: Spans) -> list[bool]:
