@@ -113,7 +113,7 @@ def _chunk_kernels(
     kept = {key: kind for key, kind in pointers.items() if key not in absent}
     kept |= {} if form.nodes else RAGGED
     constants = {**sizes, "FORM": form, "STEPS": search_steps(8), **absent}
-    scan = delta_kernels.scan_kernel, delta.SCAN_OPTIONS[form.nodes > 0]
+    scan = delta_kernels.scan_kernel, delta.SCAN_OPTIONS[form.precision]
     launches = [(delta_kernels.prepare_kernel, {"num_warps": 4}, 0), (*scan, 0)]
     if not form.nodes:
         launches.append((*scan, 2))

@@ -202,6 +202,32 @@ def test_trees_and_commits_equal_the_recurrence(seed: int) -> None:
     assert_close(problem.state, before, dtype=problem.state_dtype)
 
 
+@pytest.mark.parametrize(
+    "size", [(40, 8)] if DEVICE == "cpu" else [(100, 8), (128, 128)]
+)
+def test_several_chunks_of_float32(size: tuple[int, int]) -> None:
+    """What a chunk leaves in the state is what the next one reads."""
+    draws = Draws(7, device=DEVICE)
+    inputs = draws.delta(200, key_heads=2, heads=4, d_k=size[0], d_v=size[1])
+    state = draws.normal(2, 4, *size)
+    expected = state.clone()
+    outs = [
+        run(
+            inputs,
+            held,
+            slots=draws.longs([1]),
+            qo_indptr=draws.longs([0, 200]),
+            has_state=torch.ones(1, dtype=torch.bool, device=DEVICE),
+        )
+        for run, held in (
+            (kernels.gated_delta_prefill, state),
+            (op.gated_delta_prefill.reference, expected),
+        )
+    ]
+    assert_close(*outs, dtype=torch.float32)
+    assert_close(state, expected, dtype=torch.float32)
+
+
 def test_equal_keys_do_not_cancel() -> None:
     """Powers of the triangle of a repeated key grow to 1e18, its inverse does not."""
     draws = Draws(1, device=DEVICE)

@@ -30,9 +30,13 @@ MOST_NODES = CHUNK
 V_TILE = 32
 """Channels of v of a program. Kernels that multiply matrices spill registers with more.
 """
-SCAN_OPTIONS = {True: {"num_warps": 4}, False: {"num_warps": 8, "num_stages": 1}}
-"""Launch options, by whether rows are trees. Stages would take the shared memory of a
-second program, and spill.
+SCAN_OPTIONS = {
+    "tf32": {"num_warps": 8, "num_stages": 1},
+    "tf32x3": {"num_warps": 4},
+}
+"""Launch options by precision. Stages would take the shared memory of a second program,
+and spill. Three products with 8 warps spill 1,400 bytes and compute each tile twice, and
+what they fold into a state is wrong on an H100 (Triton 3.6, chunks after the first).
 """
 
 
@@ -259,7 +263,7 @@ def _chunks(
         inputs.v.stride(0),
         state.stride(0),
         **track_arguments("gated_delta", tracks, rows=rows),
-        **SCAN_OPTIONS[is_tree],
+        **SCAN_OPTIONS[form.precision],
         **shared,
     )
 
