@@ -42,6 +42,7 @@ from sglang.test.mock_oracle import next_tokens
 from sglang.test.recording_backend import RecordingBackend
 from sglang.test.scale import count, is_full
 from sglang.test.tiny_models import (
+    MOCK_STATE,
     write_mock_draft,
     write_mock_model,
     write_tiny_model,
@@ -74,7 +75,10 @@ def models(tmp_path_factory):
     paths = {
         name: write_tiny_model(folder / name, name, **CONTEXT) for name in FAMILIES
     }
-    paths["mock"] = write_mock_model(folder / "mock", vocab_size=VOCAB, **CONTEXT)
+    for name, state in (("mock", {}), ("state", MOCK_STATE)):
+        paths[name] = write_mock_model(
+            folder / name, vocab_size=VOCAB, **CONTEXT, **state
+        )
     return paths
 
 
@@ -173,11 +177,14 @@ def test_replay_equals_eager_around_every_bucket(models, family, page_size, back
 @pytest.mark.parametrize("canary", [{}, CANARY], ids=["plain", "canary"])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("backend", MOCK_BACKENDS)
-def test_mock_model_equals_the_oracle_under_churn(models, backend, page_size, canary):
+@pytest.mark.parametrize("model", ["mock", "state"])
+def test_mock_model_equals_the_oracle_under_churn(
+    models, model, backend, page_size, canary
+):
     """Random buckets while memory is allocated and dropped around every replay."""
     rng = random.Random(7)
     harness = ForwardHarness(
-        models["mock"],
+        models[model],
         attention_backend=backend,
         page_size=page_size,
         slots=4096,

@@ -16,7 +16,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.mock_oracle import next_tokens
 from sglang.test.recording_backend import RecordingBackend
-from sglang.test.tiny_models import write_mock_model, write_tiny_model
+from sglang.test.tiny_models import MOCK_STATE, write_mock_model, write_tiny_model
 
 register_cpu_ci(est_time=12, suite="cpu")
 register_cuda_ci(est_time=40, suite="cuda")
@@ -41,11 +41,18 @@ def rows_of(harness, rng, lengths):
     return rows
 
 
+@pytest.fixture(scope="module")
+def mock_state(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("state")
+    return write_mock_model(folder, vocab_size=VOCAB, **MOCK_STATE)
+
+
+@pytest.mark.parametrize("model", ["mock", "mock_state"])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_random_batches_equal_the_oracle(mock, page_size):
+def test_random_batches_equal_the_oracle(request, model, page_size):
     """Sizes grow and shrink, so that padding and stale rows would show."""
     rng = random.Random(page_size)
-    harness = ForwardHarness(mock, page_size=page_size)
+    harness = ForwardHarness(request.getfixturevalue(model), page_size=page_size)
     graphs = CudaGraphRunner(
         harness.runner,
         batch_sizes=SIZES,

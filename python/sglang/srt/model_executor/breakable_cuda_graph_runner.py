@@ -250,8 +250,12 @@ class BreakableCudaGraphRunner:
     # -- capture -------------------------------------------------------------------
 
     def _whole_counts(self, token_counts: list[int]) -> list[int]:
-        """Return the token counts of graphs that include attention."""
+        """Return the token counts of graphs that include attention. Recurrent states
+        are always folded between segments, because only live batches have checkpoints.
+        """
         captures_whole = self._runner.attn_backend.capabilities.captures_prefill
+        if self._runner.model_config.state is not None:
+            captures_whole = False
         return whole_token_counts(token_counts) if captures_whole else []
 
     def _capture(self, token_counts: list[int]) -> None:

@@ -143,7 +143,8 @@ class ModelRunnerKVCacheMixin:
             self.model_config,
             self.prefill_graph_token_counts(),
             dtype=self.dtype,
-            captures_attention=ATTENTION_BACKENDS[backend].captures_prefill,
+            captures_attention=ATTENTION_BACKENDS[backend].captures_prefill
+            and self.model_config.state is None,
         )
 
     def expansion_bytes(self) -> int:

@@ -32,11 +32,11 @@ V_TILE = 32
 """
 SCAN_OPTIONS = {
     "tf32": {"num_warps": 8, "num_stages": 1},
-    "tf32x3": {"num_warps": 4},
+    "tf32x3": {"num_warps": 4, "num_stages": 1},
 }
 """Launch options by precision. Stages would take the shared memory of a second program,
-and spill. Three products with 8 warps spill 1,400 bytes and compute each tile twice, and
-what they fold into a state is wrong on an H100 (Triton 3.6, chunks after the first).
+and spill. Three products with 8 warps spill 1,400 bytes, and what they fold into a
+state is wrong on an H100 (Triton 3.6, chunks after the first).
 """
 
 
