@@ -14,6 +14,8 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_traffic import Expected, Traffic, check
 from sglang.test.scale import count, sampled
+from sglang.test.spec_canary_traffic import VOCAB as SPEC_VOCAB
+from sglang.test.spec_canary_traffic import speculating, write_mock_models
 from sglang.test.tiny_models import MOCK_STATE, write_mock_model
 
 register_cpu_ci(est_time=12, suite="cpu", full_time=900)
@@ -108,6 +110,51 @@ def replays(scheduler) -> int:
 
 def live_requests(scheduler):
     return [req for req in scheduler.unfinished if req.req_pool_idx]
+
+
+# (algorithm, (top-k, steps, nodes), page size, overlap): chains and trees.
+DRAFTED = [
+    ("EAGLE", (1, 3, 4), 1, True),
+    ("EAGLE", (4, 4, 16), 16, False),
+    ("EAGLE3", (8, 3, 24), 1, True),
+    ("EAGLE3", (1, 5, 6), 4, True),
+    ("STANDALONE", (3, 3, 10), 64, True),
+    ("STANDALONE", (1, 4, 5), 1, False),
+]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "tree", "page_size", "overlap"),
+    sampled(DRAFTED, key=lambda case: case[1][0] > 1, ci=6 if ON_GPU else 1),
+    ids=str,
+)
+def test_drafts_are_verified_from_one_state(
+    tmp_path, algorithm, tree, page_size, overlap
+):
+    """Whatever is accepted, outputs are those of plain decoding: the state takes the
+    accepted path alone."""
+    models = write_mock_models(tmp_path, kind=algorithm, **MOCK_STATE)
+    harness = speculating(
+        models["model"],
+        models["draft"],
+        tree=tree,
+        speculative_algorithm=algorithm,
+        overlap=overlap,
+        disable_overlap_schedule=not overlap,
+        page_size=page_size,
+        max_mamba_cache_size=20,
+        schedule_conservativeness=0.3,
+        kv_canary_real_data="all",
+    )
+    total = count(ci=100 if ON_GPU else 8, full=1000)
+    traffic = Traffic(harness, random.Random(1), total, short_after=SHORT_AFTER)
+    answers = {}
+    while traffic.left:
+        answers |= harness.run(on_step=traffic.on_step)
+    check(traffic.expected, answers, vocab_size=SPEC_VOCAB)
+    stats = harness.scheduler.stats_snapshot()
+    assert stats.spec_accept_length > 1
+    harness.scheduler.cache.check()
 
 
 def test_the_next_turn_goes_on_from_the_last_checkpoint(tmp_path) -> None:

@@ -37,6 +37,7 @@ from sglang.srt.kv_canary.pool_patcher.api import FINGERPRINTS
 from sglang.srt.mem_cache.groups.state_slots import StateSlots
 
 if TYPE_CHECKING:
+    from kv_canary.accepted import AcceptedPath
     from kv_canary.reporter import OwnerOf
     from kv_canary.view import ForwardView
     from sglang.srt.kv_canary.config import CanaryConfig
@@ -132,21 +133,39 @@ class StateGroup(EngineGroup):
         rows, tracked = self._rows, self._tracked
         self._rows = self._tracked = None
         assert rows is not None
+        if view.writer_kind is WriterKind.VERIFY:
+            # Nothing was written: the accepted nodes are folded later.
+            launches.check_states(self.state, rows, self._source)
+            nobody = dataclasses.replace(rows, lengths=torch.zeros_like(rows.lengths))
+            self._note(nobody, view.writer_kind, ends_forward=True)
+            return
         if tracked is not None:
-            self._note(tracked, view, ends_forward=False)
+            self._note(tracked, view.writer_kind, ends_forward=False)
         # By now the lineages are those of the prefixes with the new tokens.
         lengths = view.prefix_lens + view.extend_lens
-        self._note(dataclasses.replace(rows, lengths=lengths), view, ends_forward=True)
+        rows = dataclasses.replace(rows, lengths=lengths)
+        self._note(rows, view.writer_kind, ends_forward=True)
         if findings is not None:
             launches.gather_into(self.state, view.req_rows, findings)
 
-    def _note(self, rows: StateRows, view: ForwardView, *, ends_forward: bool) -> None:
+    def note_accepted(self, path: AcceptedPath) -> Tensor:
+        """Record that the accepted nodes were folded, once the lineages have advanced
+        over them; returns the findings, int64 [STATUS_WORDS + b]."""
+        rows = StateRows(
+            slots=path.req_rows,
+            due_slots=path.req_rows,
+            req_rows=path.req_rows,
+            serials=path.serials,
+            lengths=path.prefix_lens + path.accept_lens,
+            lineages=self._lineages,
+            folded=self._folded,
+        )
+        self._note(rows, WriterKind.VERIFY, ends_forward=False)
+        return launches.gather_findings(self.state, path.req_rows)
+
+    def _note(self, rows: StateRows, kind: WriterKind, *, ends_forward: bool) -> None:
         launches.note_states(
-            self.state,
-            rows,
-            self._source,
-            kind=view.writer_kind,
-            ends_forward=ends_forward,
+            self.state, rows, self._source, kind=kind, ends_forward=ends_forward
         )
 
     def _checkpoints(self, view: ForwardView, states: StateForward) -> StateRows | None:

@@ -49,6 +49,15 @@ class StateShape:
         return None if delta is None else (delta.heads, delta.d_k, delta.d_v)
 
     @property
+    def bytes_per_node(self) -> int:
+        """Bytes that a verification keeps of one node (`layers/state/nodes.py`)."""
+        delta, kept = self.delta, self.conv_channels * self.dtype.itemsize
+        if delta is not None:
+            per_node = delta.key_heads * delta.d_k + delta.heads * (delta.d_v + 1)
+            kept += per_node * torch.float32.itemsize
+        return len(self.layers) * kept
+
+    @property
     def bytes_per_slot(self) -> int:
         conv = self.conv_channels * self.conv_inputs * self.dtype.itemsize
         matrix = 0

@@ -7,6 +7,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,8 @@ from sglang.srt.layers.attention.attention_registry import (
     attention_needs,
     create_attention_backend,
 )
-from sglang.srt.layers.state.forward import StateForward
+from sglang.srt.layers.state.forward import StateCommit, StateForward
+from sglang.srt.layers.state.layer import StateLayer
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
@@ -50,10 +52,11 @@ from sglang.srt.utils.memory import available_device_bytes
 from sglang.srt.utils.triton_keys import make_keys_stable
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-    from sglang.srt.mem_cache.state_pool import StatePool
     from sglang.srt.model_executor.input_buffers import GraphInputs
     from sglang.srt.models.stack import Stack
     from sglang.srt.server_args import ServerArgs
@@ -388,18 +391,42 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 maybe_inaccurate_forward_batch=forward_batch,
             ),
         ):
-            plan = forward_batch.state_plan
-            if plan is not None and plan.restore is not None:
-                self._states.copy(plan.restore)
+            # A draft is given its target's plan.
+            states, plan = self.state_pool, forward_batch.state_plan
+            if states is None or plan is None:
+                return self._forward_raw(forward_batch)
+            if plan.restore is not None:
+                states.copy(plan.restore)
             output = self._forward_raw(forward_batch)
-            if plan is not None and plan.save is not None:
-                self._states.copy(plan.save)
+            if plan.save is not None:
+                states.copy(plan.save)
             return output
 
-    @property
-    def _states(self) -> StatePool:
-        assert self.state_pool is not None, "a plan for states, but no states"
-        return self.state_pool
+    def commit_states(self, slots: Tensor, path: Tensor, path_lens: Tensor) -> None:
+        """Fold the accepted nodes of the last verification into the states of R rows,
+        if the model keeps any.
+
+        Args:
+            slots: [R] int64, rows. path: [R, P] int64, accepted nodes among all R * D,
+                the root first. path_lens: [R] int64, how many.
+        """
+        if self.state_pool is None:
+            return
+        assert self.state_nodes is not None
+        accepted = StateCommit(
+            pool=self.state_pool,
+            nodes=self.state_nodes,
+            slots=slots,
+            path=path,
+            path_lens=path_lens,
+            num_nodes=len(slots) * self.server_args.tree_shape.num_draft_tokens,
+        )
+        for layer in self._state_layers:
+            layer.commit(accepted)
+
+    @cached_property
+    def _state_layers(self) -> list[StateLayer]:
+        return [m for m in self.model.modules() if isinstance(m, StateLayer)]
 
     def _forward_raw(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """Replay a decode or prefill graph if one fits; otherwise run eagerly."""
@@ -431,7 +458,9 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         states = self.state_pool
         context = ForwardContext(
             attn_backend=attn_backend or self.attn_backend,
-            state=None if states is None else StateForward.of(states, forward_batch),
+            state=None
+            if states is None
+            else StateForward.of(states, self.state_nodes, forward_batch),
         )
         with (
             torch.inference_mode(),

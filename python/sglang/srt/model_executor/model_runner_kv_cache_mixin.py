@@ -13,6 +13,7 @@ from sglang.srt.arg_groups.draft_slots import decode_reserve, region_columns
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import divide_kv_heads
+from sglang.srt.layers.state.nodes import StateNodes
 from sglang.srt.mem_cache.allocator import BaseAllocator, create_allocator
 from sglang.srt.mem_cache.draft_region import DraftRegion, region_size
 from sglang.srt.mem_cache.groups.state_slots import StateSlots
@@ -41,7 +42,7 @@ from sglang.srt.model_executor.memory_plan import (
 )
 from sglang.srt.model_executor.state_memory import (
     plan_states,
-    refuse_with_state,
+    refuse_draft_with_state,
     state_shape,
 )
 from sglang.srt.models.draft import DraftModel
@@ -86,6 +87,7 @@ class ModelRunnerKVCacheMixin:
     # Set if the model keeps a recurrent state; the slots if it has checkpoints.
     state_pool: StatePool | None = None
     state_slots: StateSlots | None = None
+    state_nodes: StateNodes | None = None
     # Set by the target, which decides it; a draft's slots count as primary ones.
     _secondary: Sequence[SecondaryGroup] = ()
     # Set by `_init_pools` if there is no --max-running-requests.
@@ -199,6 +201,8 @@ class ModelRunnerKVCacheMixin:
             ValueError: the memory cannot hold one page. The message names the flags.
         """
         config, args = self.model_config, self.server_args
+        if shared is not None:
+            refuse_draft_with_state(config)
         if shared is None:
             self._secondary = wanted_groups(config, args)
             if args.max_running_requests is None:
@@ -244,11 +248,15 @@ class ModelRunnerKVCacheMixin:
     def _init_states(self) -> None:
         """Build the states of a model that has any, before the KV takes what is
         left."""
-        refuse_with_state(self.model_config, self.server_args)
         shape = state_shape(self.model_config, self.server_args, dtype=self.dtype)
         if shape is None:
             return
-        sizes = plan_states(shape, self.server_args, available=self._memory_for_pools())
+        nodes = self._num_state_nodes()
+        sizes = plan_states(
+            shape,
+            self.server_args,
+            available=self._memory_for_pools() - nodes * shape.bytes_per_node,
+        )
         group = get_tp_group()
         checkpoints = group.min_int(sizes.checkpoints)
         self.state_pool = StatePool(
@@ -256,6 +264,16 @@ class ModelRunnerKVCacheMixin:
         )
         if checkpoints:
             self.state_slots = StateSlots(rows=sizes.rows, size=checkpoints)
+        if nodes:
+            self.state_nodes = StateNodes(self.state_pool, size=nodes)
+
+    def _num_state_nodes(self) -> int:
+        """Return the most nodes of a verification."""
+        args = self.server_args
+        if args.speculative_algorithm is None:
+            return 0
+        assert args.max_running_requests is not None
+        return args.max_running_requests * args.tree_shape.num_draft_tokens
 
     def region_size(self) -> int:
         """KV slots of the draft region, in whole pages; 0 if there is none."""

@@ -153,13 +153,11 @@ def plan_states(
     return sizes
 
 
-def refuse_with_state(config: ModelConfig, args: ServerArgs) -> None:
-    """Raise ValueError for options that do not serve a model with state."""
-    if config.state is None:
-        return
-    what = f"{config.file}: {config.architecture} keeps a recurrent state"
-    if args.speculative_algorithm is not None:
+def refuse_draft_with_state(config: ModelConfig) -> None:
+    """Raise ValueError for a draft that keeps a state: its branches would need one
+    each."""
+    if config.state is not None:
         raise ValueError(
-            f"{what}, which --speculative-algorithm {args.speculative_algorithm} does "
-            "not draft for yet; remove it"
+            f"--speculative-draft-model-path {config.path}: {config.architecture} "
+            "keeps a recurrent state, and a draft must not; choose another draft"
         )

@@ -18,7 +18,7 @@ from sglang.srt.models import mock_math, mock_ops
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
-    from sglang.srt.layers.state.forward import StateForward
+    from sglang.srt.layers.state.forward import StateCommit, StateForward, StateTrees
     from sglang.srt.mem_cache.state_pool import LayerState
 
 _HALF = mock_math.FOLD_BITS // 2
@@ -46,6 +46,8 @@ class MockFold(StateLayer):
         super().__init__()
         self.layer_id = LAYER
         self.width = self.out_width = mock_math.FOLD_BITS
+        # Terms of the nodes of the last verification.
+        self._terms = torch.empty(0, dtype=torch.int64)
 
     def run(self, x: Tensor, dtype: torch.dtype, forward_batch: object) -> Tensor:
         """Fold the keys x [T] int64; return X_1 [T] int64."""
@@ -56,12 +58,36 @@ class MockFold(StateLayer):
         terms = mock_math.term(mock_math.from_signs(packed), LAYER)
         cells = state.layer(self.layer_id)
         before, is_whole = _read(cells, state.slots)
-        if state.qo_indptr is None:
+        if state.trees is not None:
+            folds = self._fold_trees(terms, before, is_whole, state.trees)
+        elif state.qo_indptr is None:
             folds = mock_ops.keep_whole(before + terms, is_whole)
             _write(cells, state.slots, folds, cells.conv_folded[state.slots] + 1)
         else:
             folds = self._fold_rows(terms, before, is_whole, state, cells)
         return mock_math.signs(folds, self.width).to(packed.dtype)
+
+    def _fold_trees(
+        self, terms: Tensor, before: Tensor, is_whole: Tensor, trees: StateTrees
+    ) -> Tensor:
+        """Add up the terms on each node's path, and keep them."""
+        if len(self._terms) < trees.nodes.size:
+            self._terms = terms.new_zeros(trees.nodes.size)
+        self._terms[: len(terms)] = terms
+        of_row = terms.view(len(before), 1, -1)
+        sums = (trees.mask * of_row).sum(-1)
+        before = mock_ops.keep_whole(before, is_whole)
+        return (before[:, None] + sums).view(-1)
+
+    def commit(self, accepted: StateCommit) -> None:
+        cells = accepted.pool.layer(self.layer_id)
+        before, is_whole = _read(cells, accepted.slots)
+        steps = torch.arange(accepted.path.shape[1], device=before.device)
+        on_path = steps < accepted.path_lens[:, None]
+        terms = self._terms[accepted.path.clamp(min=0)] * on_path
+        folds = mock_ops.keep_whole(before + terms.sum(1), is_whole)
+        count = cells.conv_folded[accepted.slots] + accepted.path_lens
+        _write(cells, accepted.slots, folds, count)
 
     @staticmethod
     def _fold_rows(

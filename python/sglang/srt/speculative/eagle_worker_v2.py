@@ -230,8 +230,8 @@ class EAGLEWorkerV2:
         )
 
     def _take_accepted(self, live: WorkspaceRows, hidden: Tensor | None) -> None:
-        """Move the accepted tokens, their KV and hidden states to the front, and
-        publish the tokens and the new lengths."""
+        """Move the accepted tokens, their KV and hidden states to the front, fold them
+        into recurrent states, and publish the tokens and the new lengths."""
         gather_accepted(
             live.result,
             tokens=live.tokens,
@@ -248,6 +248,9 @@ class EAGLEWorkerV2:
             self.model_runner.token_to_kv_pool.move_kv_cache(
                 live.move_dst, live.move_src
             )
+        self.model_runner.commit_states(
+            live.identity[0], live.result.accept_index, live.result.accept_lens
+        )
         if live.hidden_states is not None:
             assert hidden is not None
             self._take_hidden(live, hidden, out=live.hidden_states)

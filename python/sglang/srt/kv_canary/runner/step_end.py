@@ -52,7 +52,8 @@ class StepEnd:
     ) -> None:
         self._state = target.groups[0].state
         # Findings of these groups are united with the primary group's.
-        self._others = [group.state for group in target.every[1:]]
+        self._others = [group.state for group in target.groups[1:]]
+        self._states = target.states
         self._oracle = target.oracle
         self._last = last
         self._draws = draws
@@ -165,6 +166,8 @@ class StepEnd:
             )
         for state in self._others:
             combine(sent.findings, finish_step(state, path.rows(salts)))
+        if self._states is not None:
+            combine(sent.findings, self._states.note_accepted(path))
         for state in draft._others:
             combine(sent.draft_findings, gather_findings(state, path.req_rows))
         return sent.words

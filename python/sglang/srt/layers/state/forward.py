@@ -5,13 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+from torch import Tensor
+
+from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.layers.ops.state.shared.tracks import StateTracks
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sglang.srt.forward.batch import ForwardBatch
+    from sglang.srt.layers.state.nodes import StateNodes
     from sglang.srt.mem_cache.state_pool import LayerState, StatePool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateTrees:
+    """The R trees of D nodes that a verification reads states for.
+
+    Fields:
+        parent_index: [R, D] int64; mask: [R, D, D] bool; as in `DraftTree`.
+        nodes: written by the layers.
+    """
+
+    parent_index: Tensor
+    mask: Tensor
+    nodes: StateNodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +37,9 @@ class StateForward:
 
     Fields:
         slots: [R] int64, the slot of each row; 0 for padding.
-        qo_indptr, has_state: as in `short_conv_prefill`; None in a decode step.
+        qo_indptr, has_state: as in `short_conv_prefill`; of a prefill.
         tracks: checkpoints of a prefill, or None.
+        trees: of a verification.
     """
 
     pool: StatePool
@@ -29,9 +47,17 @@ class StateForward:
     qo_indptr: Tensor | None = None
     has_state: Tensor | None = None
     tracks: StateTracks | None = None
+    trees: StateTrees | None = None
 
     @classmethod
-    def of(cls, pool: StatePool, batch: ForwardBatch) -> StateForward:
+    def of(
+        cls, pool: StatePool, nodes: StateNodes | None, batch: ForwardBatch
+    ) -> StateForward:
+        if batch.forward_mode is ForwardMode.TARGET_VERIFY:
+            assert nodes is not None
+            return cls(
+                pool=pool, slots=batch.req_pool_indices, trees=_trees(nodes, batch)
+            )
         if batch.qo_indptr is None:
             return cls(pool=pool, slots=batch.req_pool_indices)
         plan, tracks = batch.state_plan, None
@@ -48,3 +74,35 @@ class StateForward:
 
     def layer(self, layer_id: int) -> LayerState:
         return self.pool.layer(layer_id)
+
+
+def _trees(nodes: StateNodes, batch: ForwardBatch) -> StateTrees:
+    rows = batch.batch_size
+    width = batch.num_tokens // rows
+    if batch.parent_index is not None and batch.tree_mask is not None:
+        parents = batch.parent_index.view(rows, width)
+        return StateTrees(parent_index=parents, mask=batch.tree_mask, nodes=nodes)
+    # A chain: every node follows the one before it.
+    device = batch.input_ids.device
+    steps = torch.arange(rows * width, device=device).view(rows, width) - 1
+    steps[:, 0] = -1
+    seen = torch.ones((rows, width, width), dtype=torch.bool, device=device).tril_()
+    return StateTrees(parent_index=steps, mask=seen, nodes=nodes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateCommit:
+    """Accepted nodes of the last verification, for R rows.
+
+    Fields:
+        slots: [R] int64. path: [R, P] int64, accepted nodes among all nodes, the root
+            first; path_lens: [R] int64, how many.
+        num_nodes: of the verification.
+    """
+
+    pool: StatePool
+    nodes: StateNodes
+    slots: Tensor
+    path: Tensor
+    path_lens: Tensor
+    num_nodes: int

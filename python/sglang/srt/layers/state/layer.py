@@ -13,7 +13,7 @@ from sglang.srt.layers.module import Module
 
 if TYPE_CHECKING:
     from sglang.srt.forward.batch import ForwardBatch
-    from sglang.srt.layers.state.forward import StateForward
+    from sglang.srt.layers.state.forward import StateCommit, StateForward
 
 
 class StateLayer(Module):
@@ -44,4 +44,9 @@ class StateLayer(Module):
 
     @abstractmethod
     def fold(self, packed: Tensor, state: StateForward) -> Tensor:
-        """Run `forward` on live rows."""
+        """Run `forward` on live rows. A verification writes no states, but nodes."""
+
+    @abstractmethod
+    def commit(self, accepted: StateCommit) -> None:
+        """Fold accepted nodes of the last verification into the states of their
+        rows."""
