@@ -36,6 +36,10 @@ GAUGES: dict[str, tuple[str, str]] = {
     "num_used_tokens": ("sglang:num_used_tokens", "KV slots held by requests."),
     "max_total_num_tokens": ("sglang:max_total_num_tokens", "KV slots in the pool."),
     "token_usage": ("sglang:token_usage", "Share of KV slots held by requests."),
+    "mamba_usage": (
+        "sglang:mamba_usage",
+        "Share of the slots for cached recurrent states in use.",
+    ),
     "gen_throughput": ("sglang:gen_throughput", "Output tokens per second."),
     "cache_hit_rate": ("sglang:cache_hit_rate", "Share of prompt tokens in the cache."),
     "kv_events_connections": (

@@ -243,8 +243,10 @@ def device_bytes(runners: Sequence[MeasuredRunner], device: str) -> dict[str, in
     use = {
         "weights": sum(runner.weight_bytes for runner in runners),
         "KV": sum(runner.token_to_kv_pool.nbytes for runner in runners),
+        "states": sum(runner.state_bytes for runner in runners),
         "graphs": sum(runner.captured_bytes for runner in runners),
     }
+    use = {name: taken for name, taken in use.items() if taken or name != "states"}
     return use | {"the rest": total - free - sum(use.values()), "free": free}
 
 
@@ -254,10 +256,14 @@ class MeasuredRunner(Protocol):
     Attributes:
         weight_bytes: that loading its weights took.
         captured_bytes: that its graphs took.
+        state_bytes: of its recurrent states.
     """
 
     weight_bytes: int
     captured_bytes: int
+
+    @property
+    def state_bytes(self) -> int: ...
 
     @property
     def token_to_kv_pool(self) -> MeasuredPool: ...

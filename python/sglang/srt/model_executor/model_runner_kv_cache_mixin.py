@@ -267,6 +267,11 @@ class ModelRunnerKVCacheMixin:
         if nodes:
             self.state_nodes = StateNodes(self.state_pool, size=nodes)
 
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the recurrent states, 0 for a model without any."""
+        return 0 if self.state_pool is None else self.state_pool.nbytes
+
     def _num_state_nodes(self) -> int:
         """Return the most nodes of a verification."""
         args = self.server_args

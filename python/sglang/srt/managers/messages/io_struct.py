@@ -330,6 +330,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     num_used_tokens: int = 0
     max_total_num_tokens: int = 0
     token_usage: float = 0.0
+    mamba_usage: float = 0.0
     gen_throughput: float = 0.0
     cache_hit_rate: float = 0.0
     num_retracted_reqs: int = 0

@@ -154,6 +154,10 @@ class StatsTracker:
         totals.num_queue_tokens = sum(len(req.tokens) for req in waiting)
         totals.num_used_tokens = self._used()
         totals.token_usage = self._used() / self._cache.allocator.size
+        checkpoints = self._cache.checkpoints
+        if checkpoints is not None:
+            slots = checkpoints.slots
+            totals.mamba_usage = 1 - slots.available_size() / slots.size
         totals.gen_throughput = self._throughput
         totals.spec_accept_length = self._accept_length
         prompt = totals.prompt_tokens_total
