@@ -11,6 +11,7 @@ from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.models.registry import supported_architectures
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
+from sglang.test.hybrid_models import HYBRIDS, write_text_model
 from sglang.test.tiny_models import FAMILIES, write_tiny_model
 
 register_cpu_ci(est_time=19, suite="cpu")
@@ -40,10 +41,10 @@ OVERRIDES = {
 }
 
 
-@pytest.fixture(scope="module", params=[*FAMILIES])
+@pytest.fixture(scope="module", params=[*FAMILIES, *HYBRIDS])
 def family(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
-    write_tiny_model(folder, request.param)
+    write_text_model(folder, request.param)
     return folder, reference_model(folder)
 
 
@@ -69,7 +70,10 @@ def assert_close(actual, expected):
 
 
 def test_every_text_architecture_has_a_parity_test():
-    assert set(supported_architectures()) - {"MockForCausalLM"} == set(FAMILIES)
+    assert set(supported_architectures()) - {"MockForCausalLM"} == {
+        *FAMILIES,
+        *HYBRIDS,
+    }
 
 
 @pytest.mark.parametrize("backend", ["torch_native", "cpu_native"])
@@ -107,6 +111,8 @@ def test_cached_prefix_prefill_in_a_mixed_batch(family, page_size):
     """Rows that borrow another row's prefix slots see what they would have computed."""
     folder, reference = family
     harness = ForwardHarness(folder, page_size=page_size)
+    if harness.runner.state_pool is not None:
+        pytest.skip("a row's state is not in the middle of its tokens")
     owner_tokens = prompts(seed=9)[-1]
     owner = harness.new_row(owner_tokens)
     harness.extend([(owner, len(owner_tokens))])
@@ -141,7 +147,9 @@ def test_half_precision_stays_close(family, dtype):
     logits = harness.extend([(row, len(tokens))])[0]
     expected = reference_logits(reference, tokens)[-1]
     error = (logits - expected).norm() / expected.norm()
-    assert error < {"bfloat16": 0.05, "float16": 0.01}[dtype]
+    limit = {"bfloat16": 0.05, "float16": 0.01}[dtype]
+    # Twice the layers; transformers' own models are as far off.
+    assert error < (4 * limit if harness.runner.state_pool is not None else limit)
 
 
 if __name__ == "__main__":

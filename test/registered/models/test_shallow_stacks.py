@@ -18,6 +18,7 @@ from sglang.srt.models.layer_kinds import one_of_each_kind
 from sglang.srt.models.registry import supported_architectures
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
+from sglang.test.hybrid_models import write_text_model
 from sglang.test.tiny_models import write_tiny_model
 
 register_cpu_ci(est_time=25, suite="cpu")
@@ -28,6 +29,8 @@ STACKS = [name for name in supported_architectures() if name != "MockForCausalLM
 KINDS = {
     "DeepseekV2ForCausalLM": {0, 1},
     "Gemma3ForCausalLM": {0, 1, 2},
+    # The first, attention and a state.
+    "Lfm2ForCausalLM": {0, 1, 2},
     "LlamaForCausalLM": {0, 1},
 }
 
@@ -59,7 +62,7 @@ def harness(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> ForwardHarness:
     folder = tmp_path_factory.mktemp(request.param)
-    model = write_tiny_model(folder, request.param, num_hidden_layers=LAYERS)
+    model = write_text_model(folder, request.param, num_hidden_layers=LAYERS)
     return ForwardHarness(model, attention_backend="torch_native", kv_canary="none")
 
 
@@ -110,7 +113,7 @@ def test_inputs_of_layers_are_captured_all_the_same(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", KINDS)
 def test_one_layer_of_each_kind_runs(tmp_path: Path, name: str) -> None:
-    model = write_tiny_model(tmp_path, name, num_hidden_layers=LAYERS)
+    model = write_text_model(tmp_path, name, num_hidden_layers=LAYERS)
     layers = list(ForwardHarness(model).runner.model.model.layers)
     assert one_of_each_kind(layers) == KINDS[name]
 

@@ -20,6 +20,7 @@ from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.harness import EngineHarness
+from sglang.test.hybrid_models import write_text_model
 from sglang.test.spec_canary_traffic import worker_of
 from sglang.test.tiny_models import FAMILIES, write_tiny_eagle, write_tiny_model
 
@@ -74,9 +75,9 @@ def logits_of(folder: Path, *, page_size: int, whole: bool) -> tuple[Tensor, lis
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", [*FAMILIES, "Lfm2ForCausalLM"])
 def test_logits_are_the_same_bits(tmp_path: Path, name: str, page_size: int) -> None:
-    folder = write_tiny_model(tmp_path, name)
+    folder = write_text_model(tmp_path, name)
     whole, calls = logits_of(folder, page_size=page_size, whole=True)
     layers, none = logits_of(folder, page_size=page_size, whole=False)
     assert torch.equal(whole, layers)

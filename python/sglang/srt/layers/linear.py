@@ -100,14 +100,22 @@ def copy_part(
         ValueError: the shapes differ. The message names the tensor and both shapes.
     """
     part = place.part
-    expected = _with_size(target.shape, dim, part.full)
+    check_shape(name, tensor, _with_size(target.shape, dim, part.full))
+    kept = tensor.narrow(dim, part.start, part.size)
+    target.narrow(dim, place.offset, part.size).copy_(kept)
+
+
+def check_shape(name: str, tensor: Tensor, expected: tuple[int, ...]) -> None:
+    """Check the shape of a checkpoint tensor.
+
+    Raises:
+        ValueError: it differs. The message names the tensor and both shapes.
+    """
     if tensor.shape != expected:
         raise ValueError(
             f"checkpoint tensor {name} has shape {tuple(tensor.shape)}, but "
             f"config.json makes it {expected}"
         )
-    kept = tensor.narrow(dim, part.start, part.size)
-    target.narrow(dim, place.offset, part.size).copy_(kept)
 
 
 def _with_size(shape: torch.Size, dim: int, size: int) -> tuple[int, ...]:

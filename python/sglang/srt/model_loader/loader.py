@@ -139,7 +139,10 @@ def load_weights(
         missing.difference_update((target, each) for each in covered)
     if missing:
         names = sorted(
-            _checkpoint_name(*item, model.packed_modules) for item in missing
+            {
+                _checkpoint_name(name, shard, parameters[name], model.packed_modules)
+                for name, shard in missing
+            }
         )
         raise ValueError(
             f"{source}: the checkpoint lacks {len(names)} tensor(s) that "
@@ -187,16 +190,19 @@ def _locate(
         suffix = "_bias" if found["kind"] == "bias" else ""
         shard = found["expert"] if part is None else f"{found['expert']}.{part}"
         return f"{found['experts']}.{target}{suffix}", shard
-    parts = name.split(".")
+    parts, shard = name.split("."), None
     for i, part in enumerate(parts):
         if part in packed:
-            parts[i], shard = packed[part]
-            return ".".join(parts), shard
-    return name, None
+            parts[i], shard_here = packed[part]
+            shard = shard_here or shard
+    return ".".join(parts), shard
 
 
 def _checkpoint_name(
-    name: str, shard: str | None, packed: dict[str, tuple[str, str | None]]
+    name: str,
+    shard: str | None,
+    parameter: LoadableParameter,
+    packed: dict[str, tuple[str, str | None]],
 ) -> str:
     """Invert `_locate`, for error messages."""
     experts, _, module = name.rpartition(".")
@@ -204,8 +210,11 @@ def _checkpoint_name(
         expert, _, part = shard.partition(".")
         kind = "bias" if module.endswith("_bias") else "weight"
         module = module.removesuffix("_bias")
-        return _checkpoint_name(f"{experts}.{expert}.{module}.{kind}", part, packed)
-    for original, (packed_name, packed_shard) in packed.items():
-        if shard == packed_shard and packed_name in name.split("."):
-            return name.replace(packed_name, original)
-    return name
+        stored = f"{experts}.{expert}.{module}.{kind}"
+        return _checkpoint_name(stored, part or None, parameter, packed)
+    parts = name.split(".")
+    for original, (own, own_shard) in packed.items():
+        is_here = own_shard in (None, shard) or shard in parameter.covered_by(own_shard)
+        if is_here and own in parts:
+            parts[parts.index(own)] = original
+    return ".".join(parts)

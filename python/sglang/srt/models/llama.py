@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -68,6 +68,19 @@ def grouped_attention(
     return DecoderAttention(config, traits, **place)
 
 
+class StateMixer(NamedTuple):
+    """What layers with a state have in place of attention.
+
+    Fields:
+        name: its name in checkpoints.
+        make: makes it, from the configuration and the layer's number; called like
+            `DecoderAttention`.
+    """
+
+    name: str
+    make: Callable[[ModelConfig, int], Module]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DecoderTraits:
     """Properties of a family that config.json does not contain.
@@ -79,6 +92,7 @@ class DecoderTraits:
         norm_offset: offset of all norms (see `RMSNorm`).
         scales_embedding: embeddings are multiplied by sqrt(hidden_size).
         attention: makes the attention, called like `DecoderAttention`.
+        state_mixer: of the layers with a state, if the family has any.
         feed_forward: makes the block after attention, called like `DecoderMLP`.
         layer: makes a layer, called like and defaulting to `DecoderLayer`.
     """
@@ -89,6 +103,7 @@ class DecoderTraits:
     norm_offset: float = 0.0
     scales_embedding: bool = False
     attention: Callable[..., Module] = grouped_attention
+    state_mixer: StateMixer | None = None
     feed_forward: Callable[[ModelConfig, int], Module] = dense_feed_forward
     layer: Callable[..., Module] | None = None
 
@@ -157,10 +172,13 @@ def _head_vector(num_heads: int) -> LoadableParameter:
 
 
 class DecoderBlock(Module):
-    """Attention and MLP.
+    """A mixer of tokens, and MLP. The mixer is attention, or a fold into a state.
 
     The layer determines the input of attention, which has `input_size` channels
     (hidden_size by default).
+
+    Args:
+        cos_sin_cache: None if the layer does not attend.
     """
 
     def __init__(
@@ -169,29 +187,40 @@ class DecoderBlock(Module):
         traits: DecoderTraits,
         *,
         layer_id: int,
-        cos_sin_cache: Tensor,
+        cos_sin_cache: Tensor | None,
         input_size: int | None = None,
     ) -> None:
         super().__init__()
-        self.self_attn = traits.attention(
-            config,
-            traits,
-            layer_id=layer_id,
-            cos_sin_cache=cos_sin_cache,
-            input_size=input_size or config.hidden_size,
-        )
+        self._mixer_name = "self_attn"
+        if cos_sin_cache is not None:
+            self.self_attn = traits.attention(
+                config,
+                traits,
+                layer_id=layer_id,
+                cos_sin_cache=cos_sin_cache,
+                input_size=input_size or config.hidden_size,
+            )
+        else:
+            assert traits.state_mixer is not None
+            self._mixer_name, make = traits.state_mixer
+            self.add_module(self._mixer_name, make(config, layer_id))
         self.mlp = traits.feed_forward(config, layer_id)
         self.post_attention_layernorm = traits.norm(config.hidden_size, config)
+
+    @property
+    def mixer(self) -> Module:
+        mixer: Module = getattr(self, self._mixer_name)
+        return mixer
 
     def run(
         self, x: Tensor, residual: Tensor, forward_batch: ForwardBatch
     ) -> tuple[Addend | None, Tensor]:
-        """Apply attention to x [T, input_size], then the MLP.
+        """Apply the mixer to x [T, input_size], then the MLP.
 
         `residual` [T, H] is the residual stream and is changed in place. Returns the
         same as `DecoderLayer.forward`.
         """
-        out = self.self_attn(x, residual, forward_batch)
+        out = self.mixer(x, residual, forward_batch)
         x = self.post_attention_layernorm.add_and_norm(out, residual)
         return self.mlp(x, residual), residual
 
@@ -205,7 +234,7 @@ class DecoderLayer(DecoderBlock):
         traits: DecoderTraits,
         *,
         layer_id: int,
-        cos_sin_cache: Tensor,
+        cos_sin_cache: Tensor | None,
     ) -> None:
         super().__init__(config, traits, layer_id=layer_id, cos_sin_cache=cos_sin_cache)
         self.input_layernorm = traits.norm(config.hidden_size, config)
@@ -261,7 +290,7 @@ class DecoderModel(Module):
         )
         make_layer = traits.layer or DecoderLayer
         layers: list[Any] = [
-            make_layer(config, traits, layer_id=i, cos_sin_cache=rotary[layer_type])
+            make_layer(config, traits, layer_id=i, cos_sin_cache=rotary.get(layer_type))
             for i, layer_type in enumerate(config.layer_types)
         ]
         self.layers = nn.ModuleList(layers)
@@ -325,10 +354,10 @@ class DecoderModel(Module):
         weights are loaded and packed."""
         layers: list[Any] = list(self.layers)
         plain = [
-            PlainLayer(layer, layer.self_attn, layer.mlp, layer.input_layernorm)
+            PlainLayer(layer, layer.mixer, layer.mlp, layer.input_layernorm)
             for layer in layers
             if type(layer) is DecoderLayer
-            and type(layer.self_attn) is DecoderAttention
+            and type(layer.mixer) is DecoderAttention
             and type(layer.mlp) is DecoderMLP
         ]
         return plan_stack(plain, self.norm) if len(plain) == len(layers) else None
@@ -362,7 +391,7 @@ class LoadableModel(StackedModel):
 
     config: ModelConfig
     is_text_part = False
-    # Checkpoint name of a part -> (parameter that packs it, shard).
+    # Checkpoint name of a part -> (its name here, shard if it is packed with others).
     packed_modules: dict[str, tuple[str, str | None]] = {
         "q_proj": ("qkv_proj", "q"),
         "k_proj": ("qkv_proj", "k"),

@@ -15,6 +15,7 @@ from sglang.srt.models.gemma import (
     Gemma3ForConditionalGeneration,
 )
 from sglang.srt.models.gpt_oss import GptOssForCausalLM
+from sglang.srt.models.lfm2 import Lfm2ForCausalLM
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
 from sglang.srt.models.llama_eagle3 import LlamaForCausalLMEagle3
@@ -46,6 +47,7 @@ _MODELS: dict[str, type[LlamaForCausalLM] | type[MockForCausalLM]] = {
         Gemma3ForCausalLM,
         Gemma3ForConditionalGeneration,
         GptOssForCausalLM,
+        Lfm2ForCausalLM,
         LlamaForCausalLM,
         MistralForCausalLM,
         MockForCausalLM,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -71,6 +71,15 @@ class StateForward:
             has_state=batch.prefix_lens > 0,
             tracks=tracks,
         )
+
+    def prefill_rows(self) -> dict[str, Any]:
+        """Return the rows as prefill operations take them."""
+        rows: dict[str, Any] = {
+            "slots": self.slots,
+            "qo_indptr": self.qo_indptr,
+            "has_state": self.has_state,
+        }
+        return rows if self.tracks is None else rows | {"tracks": self.tracks}
 
     def layer(self, layer_id: int) -> LayerState:
         return self.pool.layer(layer_id)
