@@ -32,6 +32,8 @@ KINDS = {
     # The first, attention and a state.
     "Lfm2ForCausalLM": {0, 1, 2},
     "LlamaForCausalLM": {0, 1},
+    # A dense layer, attention, and a state with experts.
+    "Qwen3NextForCausalLM": {0, 1, 2, 3},
 }
 
 

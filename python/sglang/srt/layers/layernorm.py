@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from sglang.srt.distributed.parallel_state import Addend, Unsummed
 from sglang.srt.layers.linear import LoadableParameter
@@ -56,3 +57,12 @@ class RMSNorm(Module):
         else:
             norm_add_rmsnorm(x, residual, inner.weight, self.weight, self.eps)
         return x
+
+
+class GatedRMSNorm(RMSNorm):
+    """norm(x) * silu(gate), with the gate in float32 (Qwen3-Next)."""
+
+    def forward_gated(self, x: Tensor, gate: Tensor) -> Tensor:
+        """[..., size] each -> [..., size]."""
+        normed = rmsnorm(x, self.weight, self.eps)
+        return functional.silu(gate.float()).mul_(normed).to(x.dtype)

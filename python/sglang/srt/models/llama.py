@@ -112,6 +112,14 @@ class DecoderTraits:
 
 
 class DecoderAttention(Module):
+    """Grouped-query attention.
+
+    Attributes:
+        projection: makes `qkv_proj`, called like `QKVLinear`.
+    """
+
+    projection: Callable[..., Any] = QKVLinear
+
     def __init__(
         self,
         config: ModelConfig,
@@ -123,7 +131,7 @@ class DecoderAttention(Module):
     ) -> None:
         super().__init__()
         bias = config.attention_bias if traits.qkv_bias is None else traits.qkv_bias
-        self.qkv_proj = QKVLinear(
+        self.qkv_proj = self.projection(
             input_size,
             num_heads=config.num_heads,
             num_kv_heads=config.num_kv_heads,

@@ -29,7 +29,14 @@ from sglang.srt.models.mock_draft import (
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen2_moe import Qwen2MoeForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
+from sglang.srt.models.qwen3_5 import (
+    Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
+)
 from sglang.srt.models.qwen3_moe import Qwen3MoeForCausalLM
+from sglang.srt.models.qwen3_next import Qwen3NextForCausalLM
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
@@ -55,6 +62,11 @@ _MODELS: dict[str, type[LlamaForCausalLM] | type[MockForCausalLM]] = {
         Qwen2MoeForCausalLM,
         Qwen3ForCausalLM,
         Qwen3MoeForCausalLM,
+        Qwen3NextForCausalLM,
+        Qwen3_5ForCausalLM,
+        Qwen3_5ForConditionalGeneration,
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeForConditionalGeneration,
     )
 }
 # Models that draft for another one and cannot be served alone.
