@@ -38,6 +38,7 @@ from sglang.srt.model_executor.memory_plan import (
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
+from sglang.test.hybrid_models import write_text_model
 from sglang.test.mock_oracle import next_tokens
 from sglang.test.recording_backend import RecordingBackend
 from sglang.test.scale import count, is_full
@@ -59,6 +60,7 @@ HAS_FLASHINFER = ON_GPU and importlib.util.find_spec("flashinfer") is not None
 # With half precision and heads of 64 channels, as FlashInfer wants them.
 MOCK_BACKENDS = (*ATTENTION_BACKENDS, *(("flashinfer",) if HAS_FLASHINFER else ()))
 FAMILIES = ("LlamaForCausalLM", "Qwen3ForCausalLM", "DeepseekV3ForCausalLM")
+HYBRIDS = ("Lfm2ForCausalLM", "Qwen3_5ForCausalLM")
 BUCKETS = [4, 8, 12, 16, 48, 64]
 if ON_GPU and is_full():
     BUCKETS = prefill_token_counts(1024)
@@ -73,7 +75,8 @@ CANARY = {"kv_canary": "raise", "kv_canary_real_data": "all"}
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     paths = {
-        name: write_tiny_model(folder / name, name, **CONTEXT) for name in FAMILIES
+        name: write_text_model(folder / name, name, **CONTEXT)
+        for name in (*FAMILIES, *HYBRIDS)
     }
     for name, state in (("mock", {}), ("state", MOCK_STATE)):
         paths[name] = write_mock_model(
@@ -144,7 +147,7 @@ def assert_same_logits(actual, expected):
 
 @pytest.mark.parametrize("backend", ATTENTION_BACKENDS)
 @pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *HYBRIDS])
 def test_replay_equals_eager_around_every_bucket(models, family, page_size, backend):
     """Random order, so that what a larger batch left in the padding would show."""
     rng = random.Random(page_size)

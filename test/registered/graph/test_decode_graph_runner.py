@@ -14,9 +14,10 @@ from sglang.srt.model_executor.cuda_graph_runner import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
+from sglang.test.hybrid_models import write_text_model
 from sglang.test.mock_oracle import next_tokens
 from sglang.test.recording_backend import RecordingBackend
-from sglang.test.tiny_models import MOCK_STATE, write_mock_model, write_tiny_model
+from sglang.test.tiny_models import MOCK_STATE, write_mock_model
 
 register_cpu_ci(est_time=12, suite="cpu")
 register_cuda_ci(est_time=40, suite="cuda")
@@ -74,8 +75,11 @@ def test_random_batches_equal_the_oracle(request, model, page_size):
     assert graphs.num_replays == 40
 
 
-def test_replay_equals_eager_on_a_text_model(tmp_path):
-    write_tiny_model(tmp_path, "Qwen3ForCausalLM")
+@pytest.mark.parametrize(
+    "architecture", ["Qwen3ForCausalLM", "Lfm2ForCausalLM", "Qwen3NextForCausalLM"]
+)
+def test_replay_equals_eager_on_a_text_model(tmp_path, architecture):
+    write_text_model(tmp_path, architecture)
     rng = random.Random(1)
     eager, graphed = (ForwardHarness(tmp_path, dtype="float32") for _ in range(2))
     graphs = CudaGraphRunner(

@@ -24,6 +24,7 @@ from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.forward.context import ForwardContext, forward_context
 from sglang.srt.layers.ops.rope.op import rope_store_kv_ref
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.layers.state import gated_delta, short_conv
 from sglang.srt.layers.state.forward import StateForward
 from sglang.srt.mem_cache.state_pool import StatePool
 from sglang.srt.model_executor.state_memory import state_shape
@@ -135,6 +136,35 @@ def test_a_layer_without_its_state_says_something_else(tmp_path: Path) -> None:
             harness.release(row)
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs Triton's interpreter")
+@pytest.mark.parametrize("architecture", [LFM2, NEXT])
+def test_kernels_take_what_layers_give_them(
+    tmp_path: Path, architecture: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's kernels on a layer's views, where no GPU calls them."""
+    pytest.importorskip("triton")
+    from sglang.srt.layers.ops.state.gated_delta import triton as delta_kernels
+    from sglang.srt.layers.ops.state.short_conv import triton as conv_kernels
+
+    for form in ("decode", "prefill"):
+        name = f"short_conv_{form}"
+        monkeypatch.setattr(short_conv, name, getattr(conv_kernels, name))
+        name = f"gated_delta_{form}"
+        monkeypatch.setattr(gated_delta, name, getattr(delta_kernels, name))
+    reference = reference_of(write_hybrid_model(tmp_path, architecture))
+    harness = ForwardHarness(tmp_path)
+    rows = [harness.new_row(prompt(length)) for length in (70, 5)]
+    harness.extend([(rows[0], 64)])
+    found = [harness.extend([(rows[0], 70), (rows[1], 5)])]
+    for row in rows:
+        harness.append(row, 7)
+    found.append(harness.forward(ForwardMode.DECODE, [(row, None) for row in rows]))
+    for i, row in enumerate(rows):
+        tokens = harness.tokens(row)
+        assert_close(found[0][i], reference(tokens[:-1]))
+        assert_close(found[1][i], reference(tokens))
+
+
 # -- ranks ---------------------------------------------------------------------------
 
 
@@ -176,15 +206,18 @@ class OneRowAttention:
         out.copy_(attended.transpose(0, 1))
 
 
-def load(folder: Path) -> Any:
+def load(folder: Path, load_format: str = "auto") -> Any:
     config = ModelConfig.from_path(folder)
-    return load_model(config, load_format="auto", dtype=torch.float32, rope_rows=256)
+    options: dict[str, Any] = {"dtype": torch.float32, "rope_rows": 256}
+    return load_model(config, load_format=load_format, **options)
 
 
-def mixed(folder: Path, x: Tensor, group: TensorParallelGroup) -> list[Tensor]:
+def mixed(
+    folder: Path, x: Tensor, group: TensorParallelGroup, load_format: str
+) -> list[Tensor]:
     """What each layer's mixer of a rank makes of `x`, prefilled and then decoded."""
     with tensor_parallel_group(group):
-        model, config = load(folder), ModelConfig.from_path(folder)
+        model, config = load(folder, load_format), ModelConfig.from_path(folder)
         args = ServerArgs(model_path=str(folder), device="cpu")
         shape = state_shape(config, args, dtype=torch.float32)
     assert shape is not None
@@ -206,21 +239,31 @@ def mixed(folder: Path, x: Tensor, group: TensorParallelGroup) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("architecture", "config"),
+    ("architecture", "config", "load_format", "size"),
     [
-        (LFM2, {}),
-        (NEXT, {"linear_num_key_heads": 4, "linear_num_value_heads": 8}),
-        (QWEN3_5, {}),
+        (LFM2, {}, "auto", 2),
+        (NEXT, {"linear_num_key_heads": 4, "linear_num_value_heads": 8}, "auto", 4),
+        (QWEN3_5, {}, "auto", 2),
+        (QWEN3_5, {}, "dummy", 2),
     ],
 )
 def test_the_parts_of_ranks_add_up(
-    tmp_path: Path, architecture: str, config: dict[str, Any]
+    tmp_path: Path,
+    architecture: str,
+    config: dict[str, Any],
+    load_format: str,
+    size: int,
 ) -> None:
+    """With four ranks, two of them hold the same KV head."""
     write_hybrid_model(tmp_path, architecture, **config)
     x = torch.randn(70, 64, generator=torch.Generator().manual_seed(0))
-    whole = mixed(tmp_path, x, Alone())
-    parts = [mixed(tmp_path, x, Alone(rank=rank, size=2)) for rank in range(2)]
+    whole = mixed(tmp_path, x, Alone(), load_format)
+    parts = [
+        mixed(tmp_path, x, Alone(rank=rank, size=size), load_format)
+        for rank in range(size)
+    ]
     for expected, *ours in zip(whole, *parts, strict=True):
+        assert expected.abs().max() > 1e-3
         torch.testing.assert_close(sum(ours), expected, atol=1e-4, rtol=1e-4)
 
 

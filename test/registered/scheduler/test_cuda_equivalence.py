@@ -15,7 +15,8 @@ import torch
 
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.harness import EngineHarness, Finished
-from sglang.test.tiny_models import FAMILIES, write_tiny_model
+from sglang.test.hybrid_models import HYBRIDS, write_text_model
+from sglang.test.tiny_models import FAMILIES
 
 register_cuda_ci(est_time=60, suite="cuda")
 
@@ -71,10 +72,10 @@ def assert_same(found: dict[str, Finished], expected: dict[str, Finished]) -> No
         assert found[rid].finish_reason == answer.finish_reason, rid
 
 
-@pytest.mark.parametrize("architecture", sorted(FAMILIES))
+@pytest.mark.parametrize("architecture", sorted({*FAMILIES, *HYBRIDS}))
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_every_way_to_run_gives_the_same_tokens(tmp_path, architecture, page_size):
-    model = write_tiny_model(
+    model = write_text_model(
         tmp_path, architecture, seed=1, max_position_embeddings=CONTEXT
     )
     plain = answers(
