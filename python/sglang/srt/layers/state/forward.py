@@ -74,12 +74,12 @@ class StateForward:
 
     def prefill_rows(self) -> dict[str, Any]:
         """Return the rows as prefill operations take them."""
-        rows: dict[str, Any] = {
+        return {
             "slots": self.slots,
             "qo_indptr": self.qo_indptr,
             "has_state": self.has_state,
+            "tracks": self.tracks,
         }
-        return rows if self.tracks is None else rows | {"tracks": self.tracks}
 
     def layer(self, layer_id: int) -> LayerState:
         return self.pool.layer(layer_id)

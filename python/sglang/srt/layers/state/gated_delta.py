@@ -61,7 +61,7 @@ class GatedDelta(StateLayer):
         own = state.layer(self.layer_id)
         assert own.matrix is not None
         qkv, b, a = packed.split_with_sizes(self._sizes, dim=1)
-        inputs = self._inputs(self.conv(qkv, own.conv, state), b, a)
+        inputs = self._inputs(self.conv(qkv, own, state), b, a)
         if state.qo_indptr is None:
             out: Tensor = gated_delta_decode(inputs, own.matrix, slots=state.slots)
         else:

@@ -20,6 +20,7 @@ from sglang.srt.layers.state.layer import StateLayer
 if TYPE_CHECKING:
     from sglang.srt.distributed.partition import Part
     from sglang.srt.layers.state.forward import StateForward
+    from sglang.srt.mem_cache.state_pool import LayerState
 
 
 class DepthwiseConv(Module):
@@ -55,13 +56,13 @@ class DepthwiseConv(Module):
             silu=self._silu,
         )
 
-    def forward(self, x: Tensor, states: Tensor, state: StateForward) -> Tensor:
-        """x [T, channels] -> [T, channels], and `states`, this layer's last inputs, are
+    def forward(self, x: Tensor, own: LayerState, state: StateForward) -> Tensor:
+        """x [T, channels] -> [T, channels], and the layer's `own` last inputs are
         updated."""
         assert self._filter is not None, "process_weights_after_loading was not called"
         if state.qo_indptr is None:
-            return short_conv_decode(x, self._filter, states, slots=state.slots)
-        return short_conv_prefill(x, self._filter, states, **state.prefill_rows())
+            return short_conv_decode(x, self._filter, own.conv, slots=state.slots)
+        return short_conv_prefill(x, self._filter, own.conv, **state.prefill_rows())
 
 
 class ShortConv(StateLayer):
@@ -74,5 +75,5 @@ class ShortConv(StateLayer):
         self.width = self.out_width = conv.channels
 
     def fold(self, packed: Tensor, state: StateForward) -> Tensor:
-        folded: Tensor = self.conv(packed, state.layer(self.layer_id).conv, state)
+        folded: Tensor = self.conv(packed, state.layer(self.layer_id), state)
         return folded
