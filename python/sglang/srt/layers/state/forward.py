@@ -13,7 +13,7 @@ from sglang.srt.layers.ops.state.shared.tracks import StateTracks
 
 if TYPE_CHECKING:
     from sglang.srt.forward.batch import ForwardBatch
-    from sglang.srt.layers.state.nodes import StateNodes
+    from sglang.srt.layers.state.nodes import LayerNodes, StateNodes
     from sglang.srt.mem_cache.state_pool import LayerState, StatePool
 
 
@@ -115,3 +115,10 @@ class StateCommit:
     path: Tensor
     path_lens: Tensor
     num_nodes: int
+
+    def layer_nodes(self, layer_id: int) -> LayerNodes:
+        return self.nodes.layer(layer_id).narrow(self.num_nodes)
+
+    def rows(self) -> dict[str, Tensor]:
+        """Return the rows as commit operations take them."""
+        return {"slots": self.slots, "path": self.path, "path_lens": self.path_lens}

@@ -9,14 +9,16 @@ from torch.nn import functional
 
 from sglang.srt.layers.ops.state.gated_delta.inputs import DeltaInputs
 from sglang.srt.layers.ops.state.gated_delta.op import (
+    gated_delta_commit,
     gated_delta_decode,
     gated_delta_prefill,
+    gated_delta_tree,
 )
 from sglang.srt.layers.state.layer import StateLayer
 
 if TYPE_CHECKING:
     from sglang.srt.configs.state_config import DeltaShape
-    from sglang.srt.layers.state.forward import StateForward
+    from sglang.srt.layers.state.forward import StateCommit, StateForward, StateTrees
     from sglang.srt.layers.state.short_conv import DepthwiseConv
 
 
@@ -61,12 +63,30 @@ class GatedDelta(StateLayer):
         own = state.layer(self.layer_id)
         assert own.matrix is not None
         qkv, b, a = packed.split_with_sizes(self._sizes, dim=1)
-        inputs = self._inputs(self.conv(qkv, own, state), b, a)
-        if state.qo_indptr is None:
-            out: Tensor = gated_delta_decode(inputs, own.matrix, slots=state.slots)
+        inputs = self._inputs(self.conv(qkv, self.layer_id, state), b, a)
+        if state.trees is not None:
+            out: Tensor = self._fold_trees(inputs, own.matrix, state.slots, state.trees)
+        elif state.qo_indptr is None:
+            out = gated_delta_decode(inputs, own.matrix, slots=state.slots)
         else:
             out = gated_delta_prefill(inputs, own.matrix, **state.prefill_rows())
         return out.view(-1, self.out_width)
+
+    def _fold_trees(
+        self, inputs: DeltaInputs, matrix: Tensor, slots: Tensor, trees: StateTrees
+    ) -> Tensor:
+        nodes = trees.nodes.layer(self.layer_id).narrow(len(inputs.v)).delta
+        assert nodes is not None
+        return gated_delta_tree(
+            inputs, matrix, slots=slots, mask=trees.mask, nodes=nodes
+        )
+
+    def commit(self, accepted: StateCommit) -> None:
+        self.conv.commit(self.layer_id, accepted)
+        matrix = accepted.pool.layer(self.layer_id).matrix
+        nodes = accepted.layer_nodes(self.layer_id).delta
+        assert matrix is not None and nodes is not None
+        gated_delta_commit(nodes, matrix, **accepted.rows())
 
     def _inputs(self, qkv: Tensor, b: Tensor, a: Tensor) -> DeltaInputs:
         assert self._rate is not None, "process_weights_after_loading was not called"

@@ -12,15 +12,16 @@ from sglang.srt.layers.joined_linear import Joined, JoinedParameter
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.state.short_conv.conv_filter import ConvFilter
 from sglang.srt.layers.ops.state.short_conv.op import (
+    short_conv_commit,
     short_conv_decode,
     short_conv_prefill,
+    short_conv_tree,
 )
 from sglang.srt.layers.state.layer import StateLayer
 
 if TYPE_CHECKING:
     from sglang.srt.distributed.partition import Part
-    from sglang.srt.layers.state.forward import StateForward
-    from sglang.srt.mem_cache.state_pool import LayerState
+    from sglang.srt.layers.state.forward import StateCommit, StateForward
 
 
 class DepthwiseConv(Module):
@@ -56,13 +57,32 @@ class DepthwiseConv(Module):
             silu=self._silu,
         )
 
-    def forward(self, x: Tensor, own: LayerState, state: StateForward) -> Tensor:
-        """x [T, channels] -> [T, channels], and the layer's `own` last inputs are
-        updated."""
+    def forward(self, x: Tensor, layer_id: int, state: StateForward) -> Tensor:
+        """x [T, channels] -> [T, channels], and the layer's last inputs are updated, or
+        kept with its nodes."""
         assert self._filter is not None, "process_weights_after_loading was not called"
+        own, trees = state.layer(layer_id), state.trees
+        if trees is not None:
+            trees.nodes.layer(layer_id).narrow(len(x)).inputs.copy_(x)
+            return short_conv_tree(
+                x,
+                self._filter,
+                own.conv,
+                slots=state.slots,
+                parent_index=trees.parent_index,
+            )
         if state.qo_indptr is None:
             return short_conv_decode(x, self._filter, own.conv, slots=state.slots)
         return short_conv_prefill(x, self._filter, own.conv, **state.prefill_rows())
+
+    @staticmethod
+    def commit(layer_id: int, accepted: StateCommit) -> None:
+        """As `StateLayer.commit`."""
+        short_conv_commit(
+            accepted.layer_nodes(layer_id).inputs,
+            accepted.pool.layer(layer_id).conv,
+            **accepted.rows(),
+        )
 
 
 class ShortConv(StateLayer):
@@ -75,5 +95,8 @@ class ShortConv(StateLayer):
         self.width = self.out_width = conv.channels
 
     def fold(self, packed: Tensor, state: StateForward) -> Tensor:
-        folded: Tensor = self.conv(packed, state.layer(self.layer_id), state)
+        folded: Tensor = self.conv(packed, self.layer_id, state)
         return folded
+
+    def commit(self, accepted: StateCommit) -> None:
+        self.conv.commit(self.layer_id, accepted)
