@@ -43,6 +43,7 @@ from sglang.srt.model_executor.memory_plan import (
 from sglang.srt.model_executor.state_memory import (
     plan_states,
     refuse_draft_with_state,
+    rows_with_states,
     state_shape,
 )
 from sglang.srt.models.draft import DraftModel
@@ -255,6 +256,7 @@ class ModelRunnerKVCacheMixin:
         sizes = plan_states(
             shape,
             self.server_args,
+            rows=self.max_running_requests,
             available=self._memory_for_pools() - nodes * shape.bytes_per_node,
         )
         group = get_tp_group()
@@ -277,8 +279,7 @@ class ModelRunnerKVCacheMixin:
         args = self.server_args
         if args.speculative_algorithm is None:
             return 0
-        assert args.max_running_requests is not None
-        return args.max_running_requests * args.tree_shape.num_draft_tokens
+        return self.max_running_requests * args.tree_shape.num_draft_tokens
 
     def region_size(self) -> int:
         """KV slots of the draft region, in whole pages; 0 if there is none."""
@@ -316,6 +317,11 @@ class ModelRunnerKVCacheMixin:
             slots = for_kv // self.bytes_per_kv_slot()
         per_row = ReqToTokenPool.bytes_per_row(row_width=self.row_width())
         rows = default_rows(free_bytes=free, bytes_per_row=per_row, num_slots=slots)
+        shape = state_shape(self.model_config, args, dtype=self.dtype)
+        if shape is not None:
+            # Graphs are for fewer rows than this, so their memory is not known yet.
+            available = max(free - self._activation_bytes(), 0)
+            rows = min(rows, rows_with_states(shape, args, available=available))
         rows = get_tp_group().min_int(rows)
         logger.info(
             "At most %d requests run at once (--max-running-requests), with tables of "

@@ -96,20 +96,33 @@ def _matrix_dtype(config: ModelConfig, args: ServerArgs) -> torch.dtype:
     return DTYPES[name]
 
 
+def rows_with_states(shape: StateShape, args: ServerArgs, *, available: int) -> int:
+    """Return how many requests can run with as many checkpoints beside them.
+
+    Args:
+        available: bytes for states and KV.
+    """
+    ratio = args.mamba_full_memory_ratio
+    slots = int(available * ratio / (1 + ratio)) // shape.bytes_per_slot
+    if args.max_mamba_cache_size is not None:
+        slots = args.max_mamba_cache_size
+    return max(slots // 2, 1)
+
+
 def plan_states(
-    shape: StateShape, args: ServerArgs, *, available: int
+    shape: StateShape, args: ServerArgs, *, rows: int, available: int
 ) -> StatePlanSizes:
     """Divide memory between states and KV.
 
     Args:
+        rows: requests that run at once.
         available: bytes for both.
 
     Raises:
         ValueError: not every running request would get a state, or the prefix cache no
             checkpoint. The message names the flag and the number that fits.
     """
-    rows, slot = args.max_running_requests, shape.bytes_per_slot
-    assert rows is not None
+    slot = shape.bytes_per_slot
     least = rows if args.disable_radix_cache else rows + 1
     given = args.max_mamba_cache_size
     if given is not None:
