@@ -70,7 +70,8 @@ class GatedDelta(StateLayer):
             out = gated_delta_decode(inputs, own.matrix, slots=state.slots)
         else:
             out = gated_delta_prefill(inputs, own.matrix, **state.prefill_rows())
-        return out.view(-1, self.out_width)
+        # In memory, the CPU has the heads of trees outside of their nodes.
+        return out.flatten(1)
 
     def _fold_trees(
         self, inputs: DeltaInputs, matrix: Tensor, slots: Tensor, trees: StateTrees
