@@ -99,6 +99,12 @@ class Draws:
         drawn = torch.randint(0, 2, (rows,), generator=self._generator)
         return drawn.bool().to(self.device)
 
+    def counts(self, slots: int) -> Tensor:
+        """Return [slots, 3], counts of folded tokens of three layers, as a pool has
+        them."""
+        drawn = torch.randint(0, 5000, (slots, 3), generator=self._generator)
+        return drawn.to(self.device, torch.int32)
+
     def conv(
         self, channels: int, width: int, *, dtype: torch.dtype = FLOAT32
     ) -> ConvFilter:

@@ -57,6 +57,7 @@ class Problem:
         self.state = draws.normal(*shape, dtype=state_dtype)
         self.slots = draws.slots(self.rows, SLOTS)
         self.has_state = draws.bools(self.rows)
+        self.folded = draws.counts(SLOTS)[:, 1]
 
     def inputs(self, tokens: int, *, dtype: torch.dtype = torch.float32) -> DeltaInputs:
         return self.draws.delta(
@@ -91,13 +92,18 @@ def prefill(
 
 
 def decode_path(
-    inputs: DeltaInputs, state: Tensor, *, slot: Tensor, path: list[int]
+    inputs: DeltaInputs,
+    state: Tensor,
+    *,
+    slot: Tensor,
+    path: list[int],
+    folded: Tensor | None = None,
 ) -> Tensor | None:
     """Decode the tokens of a path in order; return the last output."""
     out = None
     for node in path:
         out = gated_delta_decode.reference(
-            take(inputs, [node]), state, slots=slot.view(1)
+            take(inputs, [node]), state, slots=slot.view(1), folded=folded
         )
     return out
 
@@ -110,6 +116,7 @@ def test_chunk_form_equals_recurrence(seed: int, state_dtype: torch.dtype) -> No
     dtype = state_dtype if problem.draws.flag() else torch.float32
     inputs = problem.inputs(sum(lens), dtype=dtype)
     states = [problem.state.clone() for _ in range(2)]
+    counts = [problem.folded.clone(), problem.folded]
     tracks = Draws(seed).tracks(lens, taken=problem.slots, count=SLOTS)
     outs = [
         run(
@@ -119,26 +126,31 @@ def test_chunk_form_equals_recurrence(seed: int, state_dtype: torch.dtype) -> No
             qo_indptr=problem.draws.indptr(lens),
             has_state=problem.has_state,
             tracks=tracks,
+            folded=folded,
         )
-        for run, state in zip(
+        for run, state, folded in zip(
             (gated_delta_prefill.reference, chunked.gated_delta_prefill),
             states,
+            counts,
             strict=True,
         )
     ]
     assert outs[1].dtype is dtype
     assert_close(outs[1], outs[0], dtype=dtype)
     assert_close(states[1][1:], states[0][1:], dtype=state_dtype)
+    assert torch.equal(counts[1][1:], counts[0][1:])
     inputs = problem.inputs(problem.rows, dtype=dtype)
     decoded = [
-        run(inputs, state, slots=problem.slots)
-        for run, state in zip(
+        run(inputs, state, slots=problem.slots, folded=folded)
+        for run, state, folded in zip(
             (gated_delta_decode.reference, chunked.gated_delta_decode),
             (states[0], states[0].clone()),
+            counts,
             strict=True,
         )
     ]
     assert_close(decoded[1], decoded[0], dtype=dtype)
+    assert torch.equal(counts[1][1:], counts[0][1:])
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -167,6 +179,26 @@ def test_a_track_is_the_state_after_a_shorter_prefill(seed: int) -> None:
             assert_close(tracked[target], shorter[slot], dtype=state_dtype)
             plain[target] = tracked[target]
     assert torch.equal(tracked[1:], plain[1:]), "another slot was written"
+
+
+def test_counts_of_rows_and_tracks() -> None:
+    """Rows with and without a state, of several chunks, one and no token."""
+    problem = Problem(2)
+    for run in (gated_delta_prefill.reference, chunked.gated_delta_prefill):
+        folded = torch.tensor([7, 100, 200, 300, 400, 500, 600], dtype=torch.int32)
+        run(
+            problem.inputs(134),
+            problem.state,
+            slots=torch.tensor([1, 2, 3]),
+            qo_indptr=torch.tensor([0, 70, 134, 134]),
+            has_state=torch.tensor([True, False, True]),
+            tracks=StateTracks(
+                lens=torch.tensor([[64, 70], [64, 0], [0, 0]]),
+                slots=torch.tensor([[4, 5], [6, 1], [2, 2]]),
+            ),
+            folded=folded,
+        )
+        assert folded.tolist() == [7, 170, 64, 300, 164, 170, 64]
 
 
 def test_tracks_that_nothing_stores_are_refused() -> None:
@@ -249,19 +281,21 @@ def test_tree_and_commit_equal_recurrence_along_paths(seed: int, form: str) -> N
     run = gated_delta_tree.reference if is_reference else chunked.gated_delta_tree
     nodes = verify(run, problem, inputs, trees)
     commit = gated_delta_commit.reference if is_reference else gated_delta_commit
-    committed = problem.state.clone()
+    committed, folded = problem.state.clone(), problem.folded.clone()
     commit(
         nodes,
         committed,
         slots=problem.slots,
         path=trees.path,
         path_lens=trees.path_lens,
+        folded=folded,
     )
     expected = problem.state.clone()
     for row, slot in enumerate(problem.slots):
         path = trees.path[row, : trees.path_lens[row]].tolist()
-        decode_path(inputs, expected, slot=slot, path=path)
+        decode_path(inputs, expected, slot=slot, path=path, folded=problem.folded)
     assert_close(committed, expected)
+    assert torch.equal(folded, problem.folded)
 
 
 def test_a_large_tree_equals_one_state_per_node() -> None:

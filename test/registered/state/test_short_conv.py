@@ -45,13 +45,19 @@ class Problem:
         self.channels = draws.choice(1, 3, 8, 40, 130)
         self.conv = draws.conv(self.channels, draws.integer(2, 4))
         self.state = draws.normal(SLOTS, self.channels, self.conv.width - 1)
+        self.folded = draws.counts(SLOTS)[:, 1]
         self.slots = draws.slots(self.rows, SLOTS)
         self.has_state = draws.bools(self.rows)
         self.lens = [draws.choice(0, 1, 2, 3, 5, 64, 200) for _ in range(self.rows)]
         self.x = draws.normal(sum(self.lens), self.channels)
 
     def prefill(
-        self, run: Any, state: Tensor, *, tracks: StateTracks | None = None
+        self,
+        run: Any,
+        state: Tensor,
+        *,
+        tracks: StateTracks | None = None,
+        folded: Tensor | None = None,
     ) -> Tensor:
         out: Tensor = run(
             self.x,
@@ -61,6 +67,7 @@ class Problem:
             qo_indptr=self.draws.indptr(self.lens),
             has_state=self.has_state,
             tracks=tracks,
+            folded=folded,
         )
         return out
 
@@ -69,23 +76,29 @@ class Problem:
 def test_gathered_equals_the_reference(seed: int) -> None:
     problem = Problem(seed)
     states = [problem.state.clone() for _ in range(2)]
+    counts = [problem.folded.clone(), problem.folded]
+    forms = list(zip((REFERENCE, gathered), states, counts, strict=True))
     tracks = Draws(seed).tracks(problem.lens, taken=problem.slots, count=SLOTS)
     outs = [
-        problem.prefill(module.short_conv_prefill, state, tracks=tracks)
-        for module, state in zip((REFERENCE, gathered), states, strict=True)
+        problem.prefill(module.short_conv_prefill, state, tracks=tracks, folded=folded)
+        for module, state, folded in forms
     ]
     assert_close(*outs)
-    for state in states:
-        state[0] = 0
+    for _, state, folded in forms:
+        state[0], folded[0] = 0, 0
     assert torch.equal(*states)
+    assert torch.equal(*counts)
     draws = problem.draws
     x = draws.normal(problem.rows, problem.channels)
     decoded = [
-        module.short_conv_decode(x, problem.conv, state, slots=problem.slots)
-        for module, state in zip((REFERENCE, gathered), states, strict=True)
+        module.short_conv_decode(
+            x, problem.conv, state, slots=problem.slots, folded=folded
+        )
+        for module, state, folded in forms
     ]
     assert_close(*decoded)
     assert torch.equal(*states)
+    assert torch.equal(*counts)
     trees = draws.trees(problem.rows, draws.integer(1, 20))
     x = draws.normal(trees.parent_index.numel(), problem.channels)
     verified = [
@@ -99,15 +112,17 @@ def test_gathered_equals_the_reference(seed: int) -> None:
         for module in (REFERENCE, gathered)
     ]
     assert_close(*verified)
-    for module, state in zip((REFERENCE, gathered), states, strict=True):
+    for module, state, folded in forms:
         module.short_conv_commit(
             x,
             state,
             slots=problem.slots,
             path=trees.path,
             path_lens=trees.path_lens,
+            folded=folded,
         )
     assert torch.equal(*states)
+    assert torch.equal(*counts)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -116,7 +131,10 @@ def test_reference_is_torch_convolution(seed: int) -> None:
     problem = Problem(seed)
     conv, state = problem.conv, problem.state.clone()
     tracks = problem.draws.tracks(problem.lens, taken=problem.slots, count=SLOTS)
-    out = problem.prefill(reference.short_conv_prefill_ref, state, tracks=tracks)
+    counts = problem.folded.clone()
+    out = problem.prefill(
+        reference.short_conv_prefill_ref, state, tracks=tracks, folded=counts
+    )
     begin = 0
     for row, length in enumerate(problem.lens):
         old = problem.state[problem.slots[row]] * problem.has_state[row]
@@ -128,10 +146,13 @@ def test_reference_is_torch_convolution(seed: int) -> None:
             ].t()
             assert_close(out[begin : begin + length], conv.activate(sums))
         assert torch.equal(state[problem.slots[row]], x[:, length:])
+        before = problem.folded[problem.slots[row]] * problem.has_state[row]
+        assert counts[problem.slots[row]] == before + length
         for folded, slot in zip(tracks.lens[row], tracks.slots[row], strict=True):
             if folded and slot:
                 inputs = x[:, folded : folded + conv.width - 1]
                 assert torch.equal(state[slot], inputs)
+                assert counts[slot] == before + folded
         begin += length
 
 
@@ -182,14 +203,27 @@ def test_tree_equals_decode_along_every_path(seed: int) -> None:
         for step in trees.ancestors(node):
             last = short_conv_decode(x[step : step + 1], conv, alone, slots=slot)
         assert_close(out[node], last[0])
-    committed = state.clone()
+    committed, folded = state.clone(), draws.counts(SLOTS)[:, 1]
+    counts = folded.clone()
     short_conv_commit(
-        x, committed, slots=slots, path=trees.path, path_lens=trees.path_lens
+        x,
+        committed,
+        slots=slots,
+        path=trees.path,
+        path_lens=trees.path_lens,
+        folded=folded,
     )
     for row in range(rows):
         for step in trees.path[row, : trees.path_lens[row]].tolist():
-            short_conv_decode(x[step : step + 1], conv, state, slots=slots[row].view(1))
+            short_conv_decode(
+                x[step : step + 1],
+                conv,
+                state,
+                slots=slots[row].view(1),
+                folded=counts,
+            )
     assert torch.equal(committed, state)
+    assert torch.equal(folded, counts)
 
 
 def test_parents_outside_the_tree_count_as_the_prefix() -> None:
@@ -207,11 +241,11 @@ def test_scratch_rows_leave_other_slots_alone() -> None:
     draws = Draws(2)
     conv, state = draws.conv(6, 4), draws.normal(SLOTS, 6, 3)
     state[0] = torch.nan
-    slots = draws.longs([4, 0, 0])
-    before = state.clone()
+    slots, folded = draws.longs([4, 0, 0]), draws.counts(SLOTS)[:, 1]
+    before, counts = state.clone(), folded.clone()
     alone = state.clone()
     x = draws.normal(3, 6)
-    out = short_conv_decode(x, conv, state, slots=slots)
+    out = short_conv_decode(x, conv, state, slots=slots, folded=folded)
     expected = short_conv_decode(x[:1], conv, alone, slots=slots[:1])
     assert torch.equal(out[:1], expected)
     assert torch.equal(state[1:], alone[1:])
@@ -225,9 +259,12 @@ def test_scratch_rows_leave_other_slots_alone() -> None:
         tracks=StateTracks(
             lens=draws.longs([[3], [0], [0]]), slots=draws.longs([[0], [5], [6]])
         ),
+        folded=folded,
     )
     untouched = [1, 2, 3, 5, 6]
     assert torch.equal(state[untouched], before[untouched])
+    assert torch.equal(folded[untouched], counts[untouched])
+    assert folded[4] == counts[4] + 1 + 3
 
 
 def test_tokens_outside_all_rows_give_zeros() -> None:
@@ -276,6 +313,11 @@ def test_what_does_not_fit_is_refused() -> None:
         short_conv_decode(x, conv, draws.normal(2, 4, 2), slots=slots)
     with pytest.raises(ValueError, match=r"float32.*bfloat16"):
         short_conv_decode(x, conv, draws.normal(2, 4, 3).bfloat16(), slots=slots)
+    state, counts = draws.normal(2, 4, 3), draws.counts(2)[:, 1]
+    for run in (reference.short_conv_decode_ref, gathered.short_conv_decode):
+        for folded in (counts.long(), counts[:1]):
+            with pytest.raises(ValueError, match=r"expected torch.int32 \[2\]"):
+                run(x, conv, state, slots=slots, folded=folded)
 
 
 if __name__ == "__main__":

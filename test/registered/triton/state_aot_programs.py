@@ -28,10 +28,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 PATH = {"path": "*i64", "path_lens": "*i64"}
 TRACKS = {"track_lens": "*i64", "track_slots": "*i64"}
 UNTRACKED = {**dict.fromkeys(TRACKS), "TRACKS": 0}
+FOLDED = {"folded": "*i32"}
+UNCOUNTED = {"folded": None, "folded_stride": None}
 
 
 def convolutions() -> Iterator[Variant]:
-    """Those of Qwen3-Next, with SiLU, and of LFM2, with a bias."""
+    """Those of Qwen3-Next, with SiLU, and of LFM2, with a bias and without counts."""
     for dtype, channels, width in (("bf16", 8192, 4), ("fp32", 2048, 3)):
         p = POINTERS[dtype]
         weight = torch.empty(channels, width)
@@ -40,10 +42,13 @@ def convolutions() -> Iterator[Variant]:
         pointers = {**dict.fromkeys(("x", "weight", "bias", "state", "out"), p)}
         pointers["slots"] = "*i64"
         constants = {"SIZES": sizes, "PDL": True}
+        counts = FOLDED if silu else {}
+        uncounted = {} if silu else UNCOUNTED
         if silu:
             constants |= {"bias": None}
         kernel = conv_kernels.decode_kernel
-        yield Variant(f"conv decode {dtype}", kernel, pointers, constants, 1)
+        args, decode = pointers | counts, constants | uncounted
+        yield Variant(f"conv decode {dtype}", kernel, args, decode, 1)
         constants = constants | {"TOKENS": conv.TOKENS, "STEPS": search_steps(8)}
         kernel = conv_kernels.conv_kernel
         prefill = constants | {"parent_index": None, "NODES": 0}
@@ -57,7 +62,9 @@ def convolutions() -> Iterator[Variant]:
             "CHANNEL_BLOCK": conv.STATE_CHANNELS,
             "WIDTH": width,
             "PDL": True,
+            **uncounted,
         }
+        pointers |= counts
         kernel = conv_kernels.fold_kernel
         without = constants | dict.fromkeys(PATH)
         args = pointers | RAGGED
@@ -69,7 +76,8 @@ def convolutions() -> Iterator[Variant]:
 
 
 def delta_rules() -> Iterator[Variant]:
-    """Those of Qwen3-Next, with states of each dtype, and odd heads."""
+    """Those of Qwen3-Next, with states of each dtype, and odd heads. float16 is
+    without counts."""
     for dtype, state_dtype, d_k, d_v in (
         ("bf16", "fp32", 128, 128),
         ("bf16", "bf16", 128, 128),
@@ -85,6 +93,7 @@ def delta_rules() -> Iterator[Variant]:
             "slots": "*i64",
             "mask": "*u8",
             "scale": "fp32",
+            **(FOLDED if dtype != "fp16" else {}),
         }
         state = torch.empty(1, 32, d_k, d_v, device="meta")
 
@@ -92,13 +101,14 @@ def delta_rules() -> Iterator[Variant]:
             "SIZES": delta.delta_sizes(state, key_heads=16, normalise=True),
             "PDL": True,
         }
+        uncounted = {} if "folded" in pointers else UNCOUNTED
         kernel = delta_kernels.decode_kernel
-        yield Variant(f"decode {name}", kernel, pointers, sizes, 4)
+        yield Variant(f"decode {name}", kernel, pointers, sizes | uncounted, 4)
         for nodes in (0, 6, 20, delta.MOST_NODES):
             form = delta.chunk_form(DTYPES[dtype], nodes=nodes)
             yield from _chunk_kernels(f"{form} {name}", pointers, sizes, form)
         kernel = delta_kernels.commit_kernel
-        constants = sizes | {"PATH": 16}
+        constants = sizes | {"PATH": 16} | uncounted
         yield Variant(f"commit {name}", kernel, pointers | PATH, constants, 4)
 
 
@@ -110,6 +120,8 @@ def _chunk_kernels(
 ) -> Iterator[Variant]:
     of_trees = ("mask", "node_keys", "node_u")
     absent = dict.fromkeys(RAGGED if form.nodes else of_trees)
+    if form.nodes or "folded" not in pointers:
+        absent |= UNCOUNTED
     kept = {key: kind for key, kind in pointers.items() if key not in absent}
     kept |= {} if form.nodes else RAGGED
     constants = {**sizes, "FORM": form, "STEPS": search_steps(8), **absent}

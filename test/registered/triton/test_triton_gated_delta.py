@@ -56,6 +56,7 @@ class Problem:
         shape = (SLOTS, 2, self.heads, self.d_k, self.d_v)
         self.state = draws.normal(*shape, dtype=self.state_dtype)[:, 1]
         self.slots = draws.slots(self.rows, SLOTS)
+        self.table = draws.counts(SLOTS)
 
     @property
     def worst(self) -> torch.dtype:
@@ -84,6 +85,7 @@ class Problem:
 def test_prefill_and_decode_equal_the_recurrence(seed: int) -> None:
     problem = Problem(seed)
     draws, expected = problem.draws, problem.state.clone()
+    counts = problem.table.clone()
     lens = [draws.choice(*LENS) for _ in range(problem.rows)]
     inputs = problem.inputs(sum(lens) + draws.integer(0, 70))
     has_state = draws.bools(problem.rows)
@@ -100,10 +102,11 @@ def test_prefill_and_decode_equal_the_recurrence(seed: int) -> None:
             qo_indptr=draws.indptr(lens),
             has_state=has_state,
             tracks=tracks,
+            folded=table[:, 1],
         )
-        for run, state in (
-            (kernels.gated_delta_prefill, problem.state),
-            (op.gated_delta_prefill.reference, expected),
+        for run, state, table in (
+            (kernels.gated_delta_prefill, problem.state, problem.table),
+            (op.gated_delta_prefill.reference, expected, counts),
         )
     ]
     assert_close(*outs, dtype=problem.worst)
@@ -113,18 +116,20 @@ def test_prefill_and_decode_equal_the_recurrence(seed: int) -> None:
         written |= set(tracks.slots.flatten().tolist())
     others = [s for s in range(SLOTS) if s not in written]
     assert torch.equal(problem.state[others], expected[others])
+    assert torch.equal(problem.table[1:], counts[1:])
 
     inputs = problem.inputs(problem.rows)
     expected = problem.state.clone()
     outs = [
-        run(inputs, state, slots=problem.slots)
-        for run, state in (
-            (kernels.gated_delta_decode, problem.state),
-            (op.gated_delta_decode.reference, expected),
+        run(inputs, state, slots=problem.slots, folded=table[:, 1])
+        for run, state, table in (
+            (kernels.gated_delta_decode, problem.state, problem.table),
+            (op.gated_delta_decode.reference, expected, counts),
         )
     ]
     assert_close(*outs, dtype=problem.dtype)
     assert_close(problem.state, expected, dtype=problem.state_dtype)
+    assert torch.equal(problem.table[1:], counts[1:])
 
 
 @pytest.mark.parametrize("state_dtype", DTYPES, ids=str)
@@ -137,6 +142,8 @@ def test_tracks_at_every_chunk_and_at_the_end(state_dtype: torch.dtype) -> None:
         lens=draws.longs([[128, 139, 64], [0, 64, 64], [0, 0, 0]]),
         slots=draws.longs([[4, 5, 6], [5, 7, 0], [8, 8, 8]]),
     )
+    tables = [draws.counts(10)] * 2
+    tables[1] = tables[0].clone()
     outs = [
         run(
             inputs,
@@ -145,17 +152,19 @@ def test_tracks_at_every_chunk_and_at_the_end(state_dtype: torch.dtype) -> None:
             qo_indptr=draws.longs([0, 139, 203, 203]),
             has_state=torch.tensor([True, False, True], device=DEVICE),
             tracks=given,
+            folded=folded,
         )
-        for run, state, given in (
-            (op.gated_delta_prefill.reference, states[0], tracks),
-            (kernels.gated_delta_prefill, states[1], None),
-            (kernels.gated_delta_prefill, states[2], tracks),
+        for run, state, given, folded in (
+            (op.gated_delta_prefill.reference, states[0], tracks, tables[0][:, 2]),
+            (kernels.gated_delta_prefill, states[1], None, None),
+            (kernels.gated_delta_prefill, states[2], tracks, tables[1][:, 2]),
         )
     ]
     expected, plain, tracked = states
     assert_close(outs[2], outs[0], dtype=torch.float32)
     assert_close(tracked[1:], expected[1:], dtype=state_dtype)
-    assert torch.equal(outs[2], outs[1]), "tracks changed an output"
+    assert torch.equal(outs[2], outs[1]), "tracks or counts changed an output"
+    assert torch.equal(tables[1][1:], tables[0][1:])
     assert torch.equal(tracked[[1, 2, 3, 8, 9]], plain[[1, 2, 3, 8, 9]])
     assert torch.equal(tracked[5], tracked[1]), "a row's end is its own state"
     assert torch.equal(tracked[7], tracked[2])
@@ -188,9 +197,10 @@ def test_trees_and_commits_equal_the_recurrence(seed: int) -> None:
     for name in ("k", "u", "decay"):
         written, wanted = getattr(nodes, name), getattr(expected, name)
         assert_close(written, wanted, dtype=torch.float32)
-    for run, state in (
-        (kernels.gated_delta_commit, problem.state),
-        (op.gated_delta_commit.reference, before),
+    counts = problem.table.clone()
+    for run, state, table in (
+        (kernels.gated_delta_commit, problem.state, problem.table),
+        (op.gated_delta_commit.reference, before, counts),
     ):
         run(
             nodes,
@@ -198,8 +208,10 @@ def test_trees_and_commits_equal_the_recurrence(seed: int) -> None:
             slots=problem.slots,
             path=trees.path,
             path_lens=trees.path_lens,
+            folded=table[:, 1],
         )
     assert_close(problem.state, before, dtype=problem.state_dtype)
+    assert torch.equal(problem.table, counts)
 
 
 @pytest.mark.parametrize(
@@ -261,6 +273,7 @@ def test_padded_rows_stay_in_the_scratch_slot() -> None:
     draws = problem.draws
     problem.state[0] = torch.nan
     slots, before = draws.longs([4, 0, 0]), problem.state.clone()
+    folded, counts = problem.table[:, 1], problem.table.clone()
     inputs, nodes = problem.inputs(15), problem.nodes(15)
     mask = torch.ones(3, 5, 5, dtype=torch.bool, device=DEVICE)
     args = {"slots": slots, "mask": mask}
@@ -272,8 +285,10 @@ def test_padded_rows_stay_in_the_scratch_slot() -> None:
         slots=slots,
         path=draws.longs([[0, 1], [99, -3], [1 << 40, 2]]),
         path_lens=draws.longs([0, 2, 1 << 33]),
+        folded=folded,
     )
     assert torch.equal(problem.state[1:], before[1:])
+    assert torch.equal(problem.table[1:], counts[1:])
     kernels.gated_delta_prefill(
         inputs,
         problem.state,
@@ -284,8 +299,10 @@ def test_padded_rows_stay_in_the_scratch_slot() -> None:
             lens=draws.longs([[3, -64, 64], [0, -5, 1 << 33], [7, 64, 0]]),
             slots=draws.longs([[1, 2, 3], [5, 1, 2], [3, 5, 1]]),
         ),
+        folded=folded,
     )
     assert torch.equal(problem.state[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
+    assert torch.equal(problem.table[[1, 2, 3, 5]], counts[[1, 2, 3, 5]])
     assert problem.state[4].isfinite().all()
 
 
@@ -298,6 +315,10 @@ def test_what_kernels_would_misread_is_refused() -> None:
             inputs,
             problem.state.transpose(2, 3).contiguous().transpose(2, 3),
             slots=slots,
+        )
+    with pytest.raises(ValueError, match=r"folded: torch.int32 \[5\]; expected"):
+        kernels.gated_delta_decode(
+            inputs, problem.state, slots=slots, folded=problem.table[1:, 0]
         )
     with pytest.raises(ValueError, match="g is torch.float64"):
         kernels.gated_delta_decode(

@@ -49,6 +49,9 @@ def test_forms_equal_the_reference(seed: int) -> None:
     padding = draws.integer(0, 20)
     packed = draws.normal(sum(lens) + padding, channels + 3, dtype=dtype)
     ours, expected = pool[:, 0], pool[:, 0].clone()
+    table = draws.counts(SLOTS)
+    folded, wanted = table[:, 1], table.clone()
+    counts = wanted[:, 1]
 
     outs = [
         run(
@@ -59,26 +62,29 @@ def test_forms_equal_the_reference(seed: int) -> None:
             qo_indptr=draws.indptr(lens),
             has_state=has_state,
             tracks=tracks,
+            folded=counted,
         )
-        for run, state in (
-            (kernels.short_conv_prefill, ours),
-            (op.short_conv_prefill.reference, expected),
+        for run, state, counted in (
+            (kernels.short_conv_prefill, ours, folded),
+            (op.short_conv_prefill.reference, expected, counts),
         )
     ]
     assert_close(*outs)
-    ours[0] = expected[0]
+    ours[0], folded[0] = expected[0], counts[0]
     assert torch.equal(ours, expected)
+    assert torch.equal(folded, counts)
 
     x = draws.normal(rows, channels, dtype=dtype)
     outs = [
-        run(x, conv, state, slots=slots)
-        for run, state in (
-            (kernels.short_conv_decode, ours),
-            (op.short_conv_decode.reference, expected),
+        run(x, conv, state, slots=slots, folded=counted)
+        for run, state, counted in (
+            (kernels.short_conv_decode, ours, folded),
+            (op.short_conv_decode.reference, expected, counts),
         )
     ]
     assert_close(*outs)
     assert torch.equal(ours, expected)
+    assert torch.equal(folded, counts)
 
     trees = draws.trees(rows, draws.integer(1, 9))
     x = draws.normal(rows * trees.width, channels, dtype=dtype)
@@ -88,12 +94,20 @@ def test_forms_equal_the_reference(seed: int) -> None:
     ]
     assert_close(*outs)
     assert torch.equal(ours, expected), "a verification wrote a state"
-    for run, state in (
-        (kernels.short_conv_commit, ours),
-        (op.short_conv_commit.reference, expected),
+    for run, state, counted in (
+        (kernels.short_conv_commit, ours, folded),
+        (op.short_conv_commit.reference, expected, counts),
     ):
-        run(x, state, slots=slots, path=trees.path, path_lens=trees.path_lens)
+        run(
+            x,
+            state,
+            slots=slots,
+            path=trees.path,
+            path_lens=trees.path_lens,
+            folded=counted,
+        )
     assert torch.equal(ours, expected)
+    assert torch.equal(table, wanted), "another layer's counts were written"
 
 
 def test_tracks_of_rows_shorter_than_the_filter() -> None:
@@ -101,9 +115,12 @@ def test_tracks_of_rows_shorter_than_the_filter() -> None:
     draws = Draws(4, device=DEVICE)
     conv, pool = draws.conv(300, 4), draws.normal(8, 2, 300, 3)
     states, x = [pool[:, 1].clone(), pool[:, 1]], draws.normal(6, 300)
-    for run, state in zip(
+    tables = [draws.counts(8)] * 2
+    tables[1] = tables[0].clone()
+    for run, state, table in zip(
         (op.short_conv_prefill.reference, kernels.short_conv_prefill),
         states,
+        tables,
         strict=True,
     ):
         run(
@@ -117,8 +134,10 @@ def test_tracks_of_rows_shorter_than_the_filter() -> None:
                 lens=draws.longs([[1, 1], [2, 0], [3, 0]]),
                 slots=draws.longs([[4, 5], [6, 7], [7, 1]]),
             ),
+            folded=table[:, 2],
         )
     assert torch.equal(*states)
+    assert torch.equal(*tables)
     assert torch.equal(states[1][4], states[1][1])
 
 
@@ -128,7 +147,8 @@ def test_padded_rows_and_wild_parents() -> None:
     conv, state = draws.conv(20, 4), draws.normal(SLOTS, 20, 3)
     state[0] = torch.nan
     before = state.clone()
-    slots = draws.longs([4, 0, 0])
+    slots, table = draws.longs([4, 0, 0]), draws.counts(SLOTS)
+    folded, counts = table[:, 1], table.clone()
     x = draws.normal(6, 20)
     wild = draws.longs([[-5, 0], [1 << 40, 99], [4, -(1 << 40)]])
     out = kernels.short_conv_tree(x, conv, state, slots=slots, parent_index=wild)
@@ -146,8 +166,10 @@ def test_padded_rows_and_wild_parents() -> None:
         slots=slots,
         path=draws.longs([[0, 1], [99, -3], [1 << 40, 2]]),
         path_lens=draws.longs([0, 2, 1 << 33]),
+        folded=folded,
     )
     assert torch.equal(state[1:], before[1:])
+    assert torch.equal(table[1:], counts[1:])
     kernels.short_conv_prefill(
         x,
         conv,
@@ -159,10 +181,13 @@ def test_padded_rows_and_wild_parents() -> None:
             lens=draws.longs([[3, -64, 64], [0, -5, 1 << 33], [7, 64, 5]]),
             slots=draws.longs([[1, 2, 3], [5, 1, 2], [3, 5, 1]]),
         ),
+        folded=folded,
     )
     assert torch.equal(state[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
-    kernels.short_conv_decode(x[:3], conv, state, slots=slots)
+    assert torch.equal(table[[1, 2, 3, 5]], counts[[1, 2, 3, 5]])
+    kernels.short_conv_decode(x[:3], conv, state, slots=slots, folded=folded)
     assert torch.equal(state[[1, 2, 3, 5]], before[[1, 2, 3, 5]])
+    assert torch.equal(table[[1, 2, 3, 5]], counts[[1, 2, 3, 5]])
 
 
 def test_memory_that_kernels_would_misread_is_refused() -> None:
@@ -180,6 +205,26 @@ def test_memory_that_kernels_would_misread_is_refused() -> None:
         kernels.short_conv_decode(
             draws.normal(1, 8), conv, state, slots=slots.to(torch.int32)
         )
+    with pytest.raises(ValueError, match=r"folded: torch.int64 .* one count per slot"):
+        kernels.short_conv_decode(
+            draws.normal(1, 8), conv, state, slots=slots, folded=slots
+        )
+
+
+def test_commits_count_no_more_than_their_path_has() -> None:
+    draws = Draws(5, device=DEVICE)
+    state, table = draws.normal(SLOTS, 20, 3), draws.counts(SLOTS)
+    counts = table.clone()
+    kernels.short_conv_commit(
+        draws.normal(6, 20),
+        state,
+        slots=draws.longs([4, 2, 1]),
+        path=draws.longs([[0, 1], [2, 3], [4, 5]]),
+        path_lens=draws.longs([-3, 1, 9]),
+        folded=table[:, 0],
+    )
+    counts[[2, 1], 0] += torch.tensor([1, 2], dtype=torch.int32, device=DEVICE)
+    assert torch.equal(table, counts)
 
 
 if __name__ == "__main__":

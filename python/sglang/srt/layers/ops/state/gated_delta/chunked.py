@@ -21,6 +21,7 @@ from sglang.srt.layers.ops.state.gated_delta.inputs import (
     DeltaNodes,
     require_delta,
 )
+from sglang.srt.layers.ops.state.shared.counts import count_tokens
 from sglang.srt.layers.ops.state.shared.tracks import (
     CHUNK,
     StateTracks,
@@ -36,7 +37,13 @@ class _Solved(NamedTuple):
     decay: Tensor
 
 
-def gated_delta_decode(inputs: DeltaInputs, state: Tensor, *, slots: Tensor) -> Tensor:
+def gated_delta_decode(
+    inputs: DeltaInputs,
+    state: Tensor,
+    *,
+    slots: Tensor,
+    folded: Tensor | None = None,
+) -> Tensor:
     require_delta(inputs, state)
     wide = inputs.widen()
     here = state[slots].float() * torch.exp(wide.g)[..., None, None]
@@ -44,6 +51,7 @@ def gated_delta_decode(inputs: DeltaInputs, state: Tensor, *, slots: Tensor) -> 
     u = wide.beta[..., None] * (wide.v - read)
     here += wide.k[..., None] * u[:, :, None, :]
     state[slots] = here.to(state.dtype)
+    count_tokens(folded, state, slots=slots, lens=1)
     out = (wide.q[:, :, None, :] @ here).squeeze(2) * wide.scale
     return out.to(inputs.v.dtype)
 
@@ -56,6 +64,7 @@ def gated_delta_prefill(
     qo_indptr: Tensor,
     has_state: Tensor,
     tracks: StateTracks | None = None,
+    folded: Tensor | None = None,
 ) -> Tensor:
     require_delta(inputs, state)
     wide = inputs.widen()
@@ -76,6 +85,14 @@ def gated_delta_prefill(
             for target in targets[row].get(end - bounds[row], ()):
                 state[target] = here
         state[slot] = here
+    count_tokens(
+        folded,
+        state,
+        slots=slots,
+        lens=qo_indptr.diff(),
+        has_state=has_state,
+        tracks=tracks,
+    )
     return out
 
 
@@ -114,6 +131,7 @@ def gated_delta_commit(
     slots: Tensor,
     path: Tensor,
     path_lens: Tensor,
+    folded: Tensor | None = None,
 ) -> None:
     group = nodes.u.shape[1] // nodes.k.shape[1]
     for row, length in enumerate(path_lens.tolist()):
@@ -127,6 +145,7 @@ def gated_delta_commit(
             nodes.u[on_path].float().transpose(0, 1),
             nodes.decay[on_path].t(),
         ).to(state.dtype)
+    count_tokens(folded, state, slots=slots, lens=path_lens)
 
 
 def _tokens(wide: DeltaInputs, begin: int, end: int) -> DeltaInputs:

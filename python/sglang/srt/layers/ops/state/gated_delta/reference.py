@@ -18,6 +18,7 @@ from sglang.srt.layers.ops.state.gated_delta.inputs import (
     DeltaNodes,
     require_delta,
 )
+from sglang.srt.layers.ops.state.shared.counts import counts_or_scratch
 from sglang.srt.layers.ops.state.shared.paths import accepted
 from sglang.srt.layers.ops.state.shared.tracks import (
     StateTracks,
@@ -26,7 +27,11 @@ from sglang.srt.layers.ops.state.shared.tracks import (
 
 
 def gated_delta_decode_ref(
-    inputs: DeltaInputs, state: Tensor, *, slots: Tensor
+    inputs: DeltaInputs,
+    state: Tensor,
+    *,
+    slots: Tensor,
+    folded: Tensor | None = None,
 ) -> Tensor:
     """Fold one token per row into its state and return the outputs.
 
@@ -35,6 +40,8 @@ def gated_delta_decode_ref(
         state: [slots, H_v, d_k, d_v], float32, bfloat16 or float16, each slot
             contiguous; the rows' slots are updated.
         slots: [B] int64.
+        folded: int32 [slots] of any stride, or None; how many tokens each slot's state
+            holds. Written beside the state.
 
     Returns:
         [B, H_v, d_v] of the dtype of `v`, contiguous.
@@ -44,10 +51,12 @@ def gated_delta_decode_ref(
     """
     require_delta(inputs, state)
     wide = inputs.widen()
+    counts = counts_or_scratch(folded, state)
     out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     for row, slot in enumerate(slots.tolist()):
         out[row], _, after = _step(wide, row, state[slot].float())
         state[slot] = after
+        counts[slot] += 1
     return out
 
 
@@ -59,15 +68,16 @@ def gated_delta_prefill_ref(
     qo_indptr: Tensor,
     has_state: Tensor,
     tracks: StateTracks | None = None,
+    folded: Tensor | None = None,
 ) -> Tensor:
     """Like `gated_delta_decode`, for the tokens of ragged rows.
 
     Args:
-        inputs: T tokens. state, slots: as in `gated_delta_decode`, for R rows.
+        inputs: T tokens. state, slots, folded: as in `gated_delta_decode`, for R rows.
         qo_indptr: [R + 1] int64, ascending; the tokens of row r are qo_indptr[r] ..
             qo_indptr[r + 1].
         has_state: [R] bool; a row without state starts at zeros, and its slot is not
-            read.
+            read. Its count starts at 0.
         tracks: other slots that get the state after some of a row's tokens; none of
             them is read.
 
@@ -80,17 +90,19 @@ def gated_delta_prefill_ref(
     require_delta(inputs, state)
     wide = inputs.widen()
     out = torch.zeros_like(inputs.v, memory_format=torch.contiguous_format)
+    counts = counts_or_scratch(folded, state)
     bounds = qo_indptr.tolist()
     targets = targets_by_len(tracks, qo_indptr)
     for row, slot in enumerate(slots.tolist()):
-        here = state[slot].float()
+        here, count = state[slot].float(), int(counts[slot])
         if not has_state[row]:
-            here = torch.zeros_like(here)
+            here, count = torch.zeros_like(here), 0
         for token in range(bounds[row], bounds[row + 1]):
             out[token], _, here = _step(wide, token, here)
+            count += 1
             for target in targets[row].get(token + 1 - bounds[row], ()):
-                state[target] = here
-        state[slot] = here
+                state[target], counts[target] = here, count
+        state[slot], counts[slot] = here, count
     return out
 
 
@@ -142,6 +154,7 @@ def gated_delta_commit_ref(
     slots: Tensor,
     path: Tensor,
     path_lens: Tensor,
+    folded: Tensor | None = None,
 ) -> None:
     """Fold accepted nodes into the state, as if they had been decoded in order.
 
@@ -155,7 +168,9 @@ def gated_delta_commit_ref(
         path: [B, P] int64, the accepted nodes from the root on, as indices among all
             nodes; padded at the end.
         path_lens: [B] int64, 0 .. P; a row with 0 keeps its state.
+        folded: as in `gated_delta_decode`.
     """
+    counts = counts_or_scratch(folded, state)
     group = nodes.u.shape[1] // nodes.k.shape[1]
     rows = zip(slots.tolist(), accepted(path, path_lens), strict=True)
     for slot, on_path in rows:
@@ -166,6 +181,7 @@ def gated_delta_commit_ref(
             here = decay[:, None, None] * here + _outer(k, nodes.u[node].float())
             before = nodes.decay[node]
         state[slot] = here
+        counts[slot] += len(on_path)
 
 
 def _step(

@@ -19,6 +19,7 @@ from sglang.srt.layers.ops.state.gated_delta.triton_kernels import (
     prepare_kernel,
     scan_kernel,
 )
+from sglang.srt.layers.ops.state.shared.counts import count_arguments
 from sglang.srt.layers.ops.state.shared.rows import search_steps
 from sglang.srt.layers.ops.state.shared.track_launch import track_arguments
 from sglang.srt.layers.ops.state.shared.tracks import CHUNK, StateTracks
@@ -53,7 +54,13 @@ def delta_sizes(state: Tensor, *, key_heads: int, normalise: bool) -> DeltaSizes
     )
 
 
-def gated_delta_decode(inputs: DeltaInputs, state: Tensor, *, slots: Tensor) -> Tensor:
+def gated_delta_decode(
+    inputs: DeltaInputs,
+    state: Tensor,
+    *,
+    slots: Tensor,
+    folded: Tensor | None = None,
+) -> Tensor:
     _require_memory(inputs, state)
     rows, heads, d_v = inputs.v.shape
     require("gated_delta", rows, torch.int64, slots=slots)
@@ -75,6 +82,7 @@ def gated_delta_decode(inputs: DeltaInputs, state: Tensor, *, slots: Tensor) -> 
         inputs.k.stride(0),
         inputs.v.stride(0),
         state.stride(0),
+        **count_arguments(folded, state),
         SIZES=sizes,
         num_warps=4,
         **launch_options(state.device),
@@ -90,6 +98,7 @@ def gated_delta_prefill(
     qo_indptr: Tensor,
     has_state: Tensor,
     tracks: StateTracks | None = None,
+    folded: Tensor | None = None,
 ) -> Tensor:
     _require_memory(inputs, state)
     tokens, heads, _ = inputs.v.shape
@@ -110,6 +119,7 @@ def gated_delta_prefill(
                 (tokens, heads), dtype=torch.float32, device=state.device
             ),
             tracks=tracks,
+            folded=folded,
         )
     return out
 
@@ -155,6 +165,7 @@ def gated_delta_commit(
     slots: Tensor,
     path: Tensor,
     path_lens: Tensor,
+    folded: Tensor | None = None,
 ) -> None:
     rows, width = path.shape
     count, heads, d_v = nodes.u.shape
@@ -178,6 +189,7 @@ def gated_delta_commit(
         count,
         width,
         state.stride(0),
+        **count_arguments(folded, state),
         PATH=block_of(width, least=LEAST),
         SIZES=sizes,
         num_warps=4,
@@ -210,6 +222,7 @@ def _chunks(
     qo_indptr: Tensor | None = None,
     has_state: Tensor | None = None,
     tracks: StateTracks | None = None,
+    folded: Tensor | None = None,
     mask: Tensor | None = None,
     nodes: DeltaNodes | None = None,
 ) -> None:
@@ -262,6 +275,7 @@ def _chunks(
         inputs.k.stride(0),
         inputs.v.stride(0),
         state.stride(0),
+        **count_arguments(folded, state),
         **track_arguments("gated_delta", tracks, rows=rows),
         **SCAN_OPTIONS[form.precision],
         **shared,

@@ -14,6 +14,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.ops.state.shared.row_count import (
+    RowCounts,
+    read_count,
+    write_count,
+)
 from sglang.srt.layers.ops.state.shared.rows import find_row, first_place
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
@@ -72,6 +77,12 @@ def _state_cells(state, slot, stride, head, column, SIZES: tl.constexpr):
 
 
 @triton.jit
+def _is_first(head):
+    """Whether this program has the first channels of the first head of its row."""
+    return (tl.program_id(0) == 0) & (head == 0)
+
+
+@triton.jit(do_not_specialize_on_alignment=["folded"])
 def decode_kernel(
     q,
     k,
@@ -86,6 +97,8 @@ def decode_kernel(
     k_stride,
     v_stride,
     state_stride,
+    folded,
+    folded_stride,
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -98,6 +111,8 @@ def decode_kernel(
     let_next_start(PDL)
     wait_for_inputs(PDL)
     slot = tl.load(slots + row)
+    counts = RowCounts(folded, folded_stride, _is_first(head))
+    before = read_count(counts, slot, True)
     cell, is_cell = _state_cells(state, slot, state_stride, head, column, SIZES)
     here = tl.load(cell, mask=is_cell, other=0.0).to(tl.float32)
     keys = tl.load(k + row * k_stride + key, mask=is_channel, other=0.0).to(tl.float32)
@@ -114,6 +129,7 @@ def decode_kernel(
     place = out + (row * SIZES.heads + head) * SIZES.d_v + column
     tl.store(place, result.to(out.dtype.element_ty), mask=is_column)
     tl.store(cell, here.to(state.dtype.element_ty), mask=is_cell)
+    write_count(counts, slot, before + 1, True)
 
 
 @triton.jit
@@ -256,6 +272,8 @@ def _store_tracks(
     is_cell,
     slot,
     state_stride,
+    counts,
+    before,
     row,
     track_lens,
     track_slots,
@@ -267,12 +285,13 @@ def _store_tracks(
     for track in tl.static_range(TRACKS):
         place = row * TRACKS + track
         if tl.load(track_lens + place) == done:
-            away = (tl.load(track_slots + place) - slot) * state_stride
-            tl.store(cell + away, after, mask=is_cell)
+            target = tl.load(track_slots + place)
+            tl.store(cell + (target - slot) * state_stride, after, mask=is_cell)
+            write_count(counts, target, before + done, True)
 
 
-@triton.jit(do_not_specialize_on_alignment=["track_lens", "track_slots"])
-def scan_kernel(  # noqa: PLR0913 - pointers in a tuple would be specialized on
+@triton.jit(do_not_specialize_on_alignment=["folded", "track_lens", "track_slots"])
+def scan_kernel(  # noqa: PLR0913, PLR0915 - a tuple's pointers would be specialized on
     q,
     k,
     v,
@@ -290,6 +309,8 @@ def scan_kernel(  # noqa: PLR0913 - pointers in a tuple would be specialized on
     k_stride,
     v_stride,
     state_stride,
+    folded,
+    folded_stride,
     track_lens,
     track_slots,
     TRACKS: tl.constexpr,
@@ -322,6 +343,8 @@ def scan_kernel(  # noqa: PLR0913 - pointers in a tuple would be specialized on
         place = first_place(qo_indptr, row, CHUNK)
         is_known = tl.load(has_state + row) != 0
     here = tl.load(cell, mask=is_cell & is_known, other=0.0).to(tl.float32)
+    counts = RowCounts(folded, folded_stride, _is_first(head))
+    before = read_count(counts, slot, is_known)
     for done in range(0, length, CHUNK):
         is_token = i < length - done
         token = begin + done + i
@@ -361,6 +384,8 @@ def scan_kernel(  # noqa: PLR0913 - pointers in a tuple would be specialized on
                 is_cell,
                 slot,
                 state_stride,
+                counts,
+                before,
                 row,
                 track_lens,
                 track_slots,
@@ -368,9 +393,10 @@ def scan_kernel(  # noqa: PLR0913 - pointers in a tuple would be specialized on
             )
     if NODES == 0:
         tl.store(cell, here.to(state.dtype.element_ty), mask=is_cell)
+        write_count(counts, slot, before + length, True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["folded"])
 def commit_kernel(
     node_keys,
     node_u,
@@ -382,6 +408,8 @@ def commit_kernel(
     nodes,
     path_width,
     state_stride,
+    folded,
+    folded_stride,
     PATH: tl.constexpr,
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
@@ -411,8 +439,11 @@ def commit_kernel(
         is_u = is_node[:, None] & is_column[None, :]
         u = tl.load(u, mask=is_u, other=0.0).to(tl.float32)
         slot = tl.load(slots + row)
+        counts = RowCounts(folded, folded_stride, _is_first(head))
+        before = read_count(counts, slot, True)
         cell, is_cell = _state_cells(state, slot, state_stride, head, column, SIZES)
         here = tl.load(cell, mask=is_cell, other=0.0).to(tl.float32)
         added = tl.trans(keys * fading[:, None])
         here = tl.exp(last) * here + tl.dot(added, u, input_precision="tf32x3")
         tl.store(cell, here.to(state.dtype.element_ty), mask=is_cell)
+        write_count(counts, slot, before + length, True)

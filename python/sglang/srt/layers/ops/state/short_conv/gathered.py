@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sglang.srt.layers.ops.state.shared.counts import count_tokens
 from sglang.srt.layers.ops.state.short_conv.conv_filter import (
     ConvFilter,
     require_conv,
@@ -22,11 +23,17 @@ if TYPE_CHECKING:
 
 
 def short_conv_decode(
-    x: Tensor, conv: ConvFilter, state: Tensor, *, slots: Tensor
+    x: Tensor,
+    conv: ConvFilter,
+    state: Tensor,
+    *,
+    slots: Tensor,
+    folded: Tensor | None = None,
 ) -> Tensor:
     require_conv(x, conv, state)
     taps = torch.cat([state[slots], x[:, :, None]], dim=2)
     state[slots] = taps[:, :, 1:]
+    count_tokens(folded, state, slots=slots, lens=1)
     sums = (taps.float() * conv.weight.float()).sum(dim=2)
     return conv.activate(sums).to(x.dtype)
 
@@ -40,6 +47,7 @@ def short_conv_prefill(
     qo_indptr: Tensor,
     has_state: Tensor,
     tracks: StateTracks | None = None,
+    folded: Tensor | None = None,
 ) -> Tensor:
     require_conv(x, conv, state)
     if tracks is not None:
@@ -61,6 +69,9 @@ def short_conv_prefill(
         state[tracks.slots[row, track]] = _gather(x, history[row], sources=last)
     last = _newest(begin, lens, conv.width - 1)
     state[slots] = _gather(x, history, sources=last)
+    count_tokens(
+        folded, state, slots=slots, lens=lens, has_state=has_state, tracks=tracks
+    )
     return out
 
 
@@ -89,7 +100,13 @@ def short_conv_tree(
 
 
 def short_conv_commit(
-    x: Tensor, state: Tensor, *, slots: Tensor, path: Tensor, path_lens: Tensor
+    x: Tensor,
+    state: Tensor,
+    *,
+    slots: Tensor,
+    path: Tensor,
+    path_lens: Tensor,
+    folded: Tensor | None = None,
 ) -> None:
     require_state(x, state)
     width = state.shape[2]
@@ -98,6 +115,7 @@ def short_conv_commit(
     nodes = path.gather(1, place.clamp(min=0)) if path.shape[1] else place
     sources = torch.where(place >= 0, nodes, place)
     state[slots] = _gather(x, state[slots], sources=sources)
+    count_tokens(folded, state, slots=slots, lens=path_lens)
 
 
 def _convolve(

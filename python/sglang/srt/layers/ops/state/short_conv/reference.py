@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sglang.srt.layers.ops.state.shared.counts import counts_or_scratch
 from sglang.srt.layers.ops.state.shared.paths import accepted
 from sglang.srt.layers.ops.state.shared.tracks import (
     StateTracks,
@@ -24,7 +25,12 @@ from sglang.srt.layers.ops.state.short_conv.conv_filter import (
 
 
 def short_conv_decode_ref(
-    x: Tensor, conv: ConvFilter, state: Tensor, *, slots: Tensor
+    x: Tensor,
+    conv: ConvFilter,
+    state: Tensor,
+    *,
+    slots: Tensor,
+    folded: Tensor | None = None,
 ) -> Tensor:
     """Return f(sum_i weight[i] * input[t - W + 1 + i]) of one token per row.
 
@@ -34,6 +40,8 @@ def short_conv_decode_ref(
         state: [slots, C, W - 1] of the dtype of `x`, each slot contiguous; the rows'
             slots are updated.
         slots: [B] int64.
+        folded: int32 [slots] of any stride, or None; how many tokens each slot's state
+            holds. Written beside the state.
 
     Returns:
         [B, C] of the dtype of `x`.
@@ -42,9 +50,11 @@ def short_conv_decode_ref(
         ValueError: shapes or dtypes do not fit.
     """
     require_conv(x, conv, state)
+    counts = counts_or_scratch(folded, state)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for row, slot in enumerate(slots.tolist()):
         out[row], state[slot] = _step(x[row], conv, state[slot])
+        counts[slot] += 1
     return out
 
 
@@ -57,15 +67,16 @@ def short_conv_prefill_ref(
     qo_indptr: Tensor,
     has_state: Tensor,
     tracks: StateTracks | None = None,
+    folded: Tensor | None = None,
 ) -> Tensor:
     """Like `short_conv_decode`, for the tokens of ragged rows.
 
     Args:
-        x: [T, C]. conv, state, slots: as in `short_conv_decode`, for R rows.
+        x: [T, C]. conv, state, slots, folded: as in `short_conv_decode`, for R rows.
         qo_indptr: [R + 1] int64, ascending; the tokens of row r are qo_indptr[r] ..
             qo_indptr[r + 1].
         has_state: [R] bool; a row without state starts at zeros, and its slot is not
-            read.
+            read. Its count starts at 0.
         tracks: other slots that get the state after some of a row's tokens; none of
             them is read.
 
@@ -77,17 +88,20 @@ def short_conv_prefill_ref(
     """
     require_conv(x, conv, state)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    counts = counts_or_scratch(folded, state)
     bounds = qo_indptr.tolist()
     targets = targets_by_len(tracks, qo_indptr)
     for row, slot in enumerate(slots.tolist()):
-        window = state[slot].clone()
+        window, count = state[slot].clone(), int(counts[slot])
         if not has_state[row]:
             window.zero_()
+            count = 0
         for token in range(bounds[row], bounds[row + 1]):
             out[token], window = _step(x[token], conv, window)
+            count += 1
             for target in targets[row].get(token + 1 - bounds[row], ()):
-                state[target] = window
-        state[slot] = window
+                state[target], counts[target] = window, count
+        state[slot], counts[slot] = window, count
     return out
 
 
@@ -125,7 +139,13 @@ def short_conv_tree_ref(
 
 
 def short_conv_commit_ref(
-    x: Tensor, state: Tensor, *, slots: Tensor, path: Tensor, path_lens: Tensor
+    x: Tensor,
+    state: Tensor,
+    *,
+    slots: Tensor,
+    path: Tensor,
+    path_lens: Tensor,
+    folded: Tensor | None = None,
 ) -> None:
     """Fold the inputs of accepted nodes into the state, as if decoded in order.
 
@@ -136,12 +156,15 @@ def short_conv_commit_ref(
         path: [B, P] int64, the accepted nodes from the root on, as indices among all
             nodes; padded at the end.
         path_lens: [B] int64, 0 .. P; a row with 0 keeps its state.
+        folded: as in `short_conv_decode`.
     """
     require_state(x, state)
+    counts = counts_or_scratch(folded, state)
     rows = zip(slots.tolist(), accepted(path, path_lens), strict=True)
     for slot, nodes in rows:
         taps = torch.cat([state[slot], x[nodes].t()], dim=1)
         state[slot] = taps[:, taps.shape[1] - state.shape[2] :]
+        counts[slot] += len(nodes)
 
 
 def _step(x: Tensor, conv: ConvFilter, window: Tensor) -> tuple[Tensor, Tensor]:

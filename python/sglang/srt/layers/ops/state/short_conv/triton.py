@@ -8,6 +8,7 @@ import torch
 import triton
 from torch import Tensor
 
+from sglang.srt.layers.ops.state.shared.counts import count_arguments
 from sglang.srt.layers.ops.state.shared.rows import search_steps
 from sglang.srt.layers.ops.state.shared.track_launch import track_arguments
 from sglang.srt.layers.ops.state.short_conv.conv_filter import (
@@ -43,7 +44,12 @@ def conv_sizes(conv: ConvFilter) -> ConvSizes:
 
 
 def short_conv_decode(
-    x: Tensor, conv: ConvFilter, state: Tensor, *, slots: Tensor
+    x: Tensor,
+    conv: ConvFilter,
+    state: Tensor,
+    *,
+    slots: Tensor,
+    folded: Tensor | None = None,
 ) -> Tensor:
     _require_memory(x, conv, state)
     rows, channels = x.shape
@@ -60,6 +66,7 @@ def short_conv_decode(
             out,
             x.stride(0),
             state.stride(0),
+            **count_arguments(folded, state),
             SIZES=sizes,
             num_warps=1,
             **launch_options(x.device),
@@ -76,6 +83,7 @@ def short_conv_prefill(
     qo_indptr: Tensor,
     has_state: Tensor,
     tracks: StateTracks | None = None,
+    folded: Tensor | None = None,
 ) -> Tensor:
     _require_memory(x, conv, state)
     rows = len(slots)
@@ -104,6 +112,7 @@ def short_conv_prefill(
         path=None,
         path_lens=None,
         path_width=0,
+        folded=folded,
         tracks=tracks,
     )
     return out
@@ -134,7 +143,13 @@ def short_conv_tree(
 
 
 def short_conv_commit(
-    x: Tensor, state: Tensor, *, slots: Tensor, path: Tensor, path_lens: Tensor
+    x: Tensor,
+    state: Tensor,
+    *,
+    slots: Tensor,
+    path: Tensor,
+    path_lens: Tensor,
+    folded: Tensor | None = None,
 ) -> None:
     require_state(x, state)
     _require_rows(x, state)
@@ -151,6 +166,7 @@ def short_conv_commit(
             path=path,
             path_lens=path_lens,
             path_width=width,
+            folded=folded,
         )
 
 
@@ -200,6 +216,7 @@ def _fold(
     *,
     slots: Tensor,
     path_width: int,
+    folded: Tensor | None,
     tracks: StateTracks | None = None,
     **ranges: Tensor | None,
 ) -> None:
@@ -218,6 +235,7 @@ def _fold(
         path_width,
         x.stride(0),
         state.stride(0),
+        **count_arguments(folded, state),
         **track_arguments("short_conv", tracks, rows=len(slots)),
         CHANNELS=channels,
         CHANNEL_BLOCK=block,

@@ -14,6 +14,11 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.ops.state.shared.row_count import (
+    RowCounts,
+    read_count,
+    write_count,
+)
 from sglang.srt.layers.ops.state.shared.rows import find_row
 from sglang.srt.layers.ops.state.shared.tracks import CHUNK
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
@@ -47,7 +52,7 @@ def _activate(sums, bias, channel, is_channel, SILU: tl.constexpr):
     return sums
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["folded"])
 def decode_kernel(
     x,
     weight,
@@ -57,6 +62,8 @@ def decode_kernel(
     out,
     x_stride,
     state_stride,
+    folded,
+    folded_stride,
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -68,7 +75,10 @@ def decode_kernel(
     let_next_start(PDL)
     wait_for_inputs(PDL)
     newest = tl.load(x + row * x_stride + channel, mask=is_channel, other=0.0)
-    kept = state + tl.load(slots + row) * state_stride + channel * (WIDTH - 1)
+    slot = tl.load(slots + row)
+    counts = RowCounts(folded, folded_stride, tl.program_id(0) == 0)
+    before = read_count(counts, slot, True)
+    kept = state + slot * state_stride + channel * (WIDTH - 1)
     taps = weight + channel * WIDTH
     last = tl.load(taps + WIDTH - 1, mask=is_channel, other=0.0).to(tl.float32)
     sums = last * newest.to(tl.float32)
@@ -80,6 +90,7 @@ def decode_kernel(
         tap = tl.load(taps + column, mask=is_channel, other=0.0).to(tl.float32)
         sums += tap * old.to(tl.float32)
     tl.store(kept + WIDTH - 2, newest, mask=is_channel)
+    write_count(counts, slot, before + 1, True)
     result = _activate(sums, bias, channel, is_channel, SIZES.silu)
     place = out + row * SIZES.channels + channel
     tl.store(place, result.to(out.dtype.element_ty), mask=is_channel)
@@ -163,7 +174,7 @@ def conv_kernel(
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["track_lens", "track_slots"])
+@triton.jit(do_not_specialize_on_alignment=["folded", "track_lens", "track_slots"])
 def fold_kernel(
     x,
     state,
@@ -176,6 +187,8 @@ def fold_kernel(
     path_width,
     x_stride,
     state_stride,
+    folded,
+    folded_stride,
     track_lens,
     track_slots,
     TRACKS: tl.constexpr,
@@ -192,34 +205,38 @@ def fold_kernel(
     wait_for_inputs(PDL)
     if path is not None:
         begin = row * path_width
-        length = tl.load(path_lens + row)
+        length = tl.minimum(tl.maximum(tl.load(path_lens + row), 0), path_width)
         is_known = True
     else:
         begin = tl.load(qo_indptr + row)
         length = tl.load(qo_indptr + row + 1) - begin
         is_known = tl.load(has_state + row) != 0
-    kept = state + tl.load(slots + row) * state_stride + channel * (WIDTH - 1)
+    own = tl.load(slots + row)
+    counts = RowCounts(folded, folded_stride, tl.program_id(0) == 0)
+    before = read_count(counts, own, is_known)
+    kept = state + own * state_stride + channel * (WIDTH - 1)
     # Tracks come first, because they may need what the row's own state overwrites.
     for track in tl.static_range(TRACKS + 1):
-        target, folded, is_stored = kept, length, is_channel
+        slot, after, is_due = own, length, True
         if track < TRACKS:
             place = row * TRACKS + track
-            folded = tl.load(track_lens + place)
-            is_reached = (folded % _CHUNK == 0) | (folded == length)
-            is_stored &= is_reached & (folded > 0) & (folded <= length)
+            after = tl.load(track_lens + place)
+            is_reached = (after % _CHUNK == 0) | (after == length)
+            is_due = is_reached & (after > 0) & (after <= length)
             slot = tl.load(track_slots + place)
-            target = state + slot * state_stride + channel * (WIDTH - 1)
-        # Column i becomes input i + folded of old columns and new inputs. Ascending, no
+        write_count(counts, slot, before + after, is_due)
+        is_stored = is_channel & is_due
+        target = state + slot * state_stride + channel * (WIDTH - 1)
+        # Column i becomes input i + after of old columns and new inputs. Ascending, no
         # column is written before a thread, which owns whole channels, has read it.
         for column in tl.static_range(WIDTH - 1):
-            place = column + folded
+            place = column + after
             is_old = place < WIDTH - 1
             old = tl.load(kept + place, mask=is_stored & is_old & is_known, other=0.0)
             step = place - (WIDTH - 1)
             token = begin + step
             if path is not None:
-                is_step = (step >= 0) & (step < path_width)
-                token = tl.load(path + token, mask=is_step, other=0)
+                token = tl.load(path + token, mask=step >= 0, other=0)
             is_new = (step >= 0) & (token >= 0) & (token < tokens)
             new = tl.load(
                 x + token * x_stride + channel, mask=is_stored & is_new, other=0.0
