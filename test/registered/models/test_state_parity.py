@@ -25,7 +25,9 @@ from sglang.srt.forward.context import ForwardContext, forward_context
 from sglang.srt.layers.ops.rope.op import rope_store_kv_ref
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.state import gated_delta, short_conv
-from sglang.srt.layers.state.forward import StateForward
+from sglang.srt.layers.state.forward import StateCommit, StateForward
+from sglang.srt.layers.state.layer import StateLayer
+from sglang.srt.layers.state.nodes import StateNodes
 from sglang.srt.mem_cache.state_pool import StatePool
 from sglang.srt.model_executor.state_memory import state_shape
 from sglang.srt.model_loader.loader import load_model
@@ -61,6 +63,13 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=TOLERANCE, rtol=TOLERANCE)
 
 
+def assert_counted(harness: ForwardHarness, row: int, tokens: int) -> None:
+    """Every part of every layer says that it has folded so many tokens."""
+    pool = harness.runner.state_pool
+    assert pool is not None
+    assert (pool.folded[row] == tokens).all(), pool.folded[row]
+
+
 # -- rows ----------------------------------------------------------------------------
 
 
@@ -81,6 +90,7 @@ def test_rows_of_all_ages_in_one_forward(tmp_path: Path, architecture: str) -> N
         logits = harness.extend(spans)
         for (row, end), found in zip(spans, logits, strict=True):
             assert_close(found, reference(harness.tokens(row)[:end]))
+            assert_counted(harness, row, end)
     for step in range(4):
         alive = list(rows.values())[step % 2 :]
         for row in alive:
@@ -88,6 +98,7 @@ def test_rows_of_all_ages_in_one_forward(tmp_path: Path, architecture: str) -> N
         logits = harness.forward(ForwardMode.DECODE, [(row, None) for row in alive])
         for row, found in zip(alive, logits, strict=True):
             assert_close(found, reference(harness.tokens(row)))
+            assert_counted(harness, row, len(harness.tokens(row)))
 
 
 @pytest.mark.parametrize("architecture", [LFM2, QWEN3_5])
@@ -163,6 +174,30 @@ def test_kernels_take_what_layers_give_them(
         tokens = harness.tokens(row)
         assert_close(found[0][i], reference(tokens[:-1]))
         assert_close(found[1][i], reference(tokens))
+        assert_counted(harness, row, len(tokens))
+
+
+@pytest.mark.parametrize("architecture", [LFM2, NEXT])
+def test_commits_count_the_accepted_nodes(tmp_path: Path, architecture: str) -> None:
+    write_hybrid_model(tmp_path, architecture)
+    harness = ForwardHarness(tmp_path)
+    pool, device = harness.runner.state_pool, harness.runner.device
+    assert pool is not None
+    rows = [harness.new_row(prompt(length)) for length in (9, 5)]
+    harness.extend([(rows[0], 9), (rows[1], 5)])
+    accepted = StateCommit(
+        pool=pool,
+        nodes=StateNodes(pool, size=8),
+        slots=torch.tensor(rows, device=device),
+        path=torch.tensor([[0, 2, 3], [4, -1, -1]], device=device),
+        path_lens=torch.tensor([3, 0], device=device),
+        num_nodes=8,
+    )
+    for layer in harness.runner.model.modules():
+        if isinstance(layer, StateLayer):
+            layer.commit(accepted)
+    assert_counted(harness, rows[0], 12)
+    assert_counted(harness, rows[1], 5)
 
 
 # -- ranks ---------------------------------------------------------------------------

@@ -67,9 +67,13 @@ class GatedDelta(StateLayer):
         if state.trees is not None:
             out: Tensor = self._fold_trees(inputs, own.matrix, state.slots, state.trees)
         elif state.qo_indptr is None:
-            out = gated_delta_decode(inputs, own.matrix, slots=state.slots)
+            out = gated_delta_decode(
+                inputs, own.matrix, slots=state.slots, folded=own.matrix_folded
+            )
         else:
-            out = gated_delta_prefill(inputs, own.matrix, **state.prefill_rows())
+            out = gated_delta_prefill(
+                inputs, own.matrix, folded=own.matrix_folded, **state.prefill_rows()
+            )
         # In memory, the CPU has the heads of trees outside of their nodes.
         return out.flatten(1)
 
@@ -84,10 +88,12 @@ class GatedDelta(StateLayer):
 
     def commit(self, accepted: StateCommit) -> None:
         self.conv.commit(self.layer_id, accepted)
-        matrix = accepted.pool.layer(self.layer_id).matrix
+        own = accepted.pool.layer(self.layer_id)
         nodes = accepted.layer_nodes(self.layer_id).delta
-        assert matrix is not None and nodes is not None
-        gated_delta_commit(nodes, matrix, **accepted.rows())
+        assert own.matrix is not None and nodes is not None
+        gated_delta_commit(
+            nodes, own.matrix, folded=own.matrix_folded, **accepted.rows()
+        )
 
     def _inputs(self, qkv: Tensor, b: Tensor, a: Tensor) -> DeltaInputs:
         assert self._rate is not None, "process_weights_after_loading was not called"

@@ -72,15 +72,25 @@ class DepthwiseConv(Module):
                 parent_index=trees.parent_index,
             )
         if state.qo_indptr is None:
-            return short_conv_decode(x, self._filter, own.conv, slots=state.slots)
-        return short_conv_prefill(x, self._filter, own.conv, **state.prefill_rows())
+            return short_conv_decode(
+                x, self._filter, own.conv, slots=state.slots, folded=own.conv_folded
+            )
+        return short_conv_prefill(
+            x,
+            self._filter,
+            own.conv,
+            folded=own.conv_folded,
+            **state.prefill_rows(),
+        )
 
     @staticmethod
     def commit(layer_id: int, accepted: StateCommit) -> None:
         """As `StateLayer.commit`."""
+        own = accepted.pool.layer(layer_id)
         short_conv_commit(
             accepted.layer_nodes(layer_id).inputs,
-            accepted.pool.layer(layer_id).conv,
+            own.conv,
+            folded=own.conv_folded,
             **accepted.rows(),
         )
 
