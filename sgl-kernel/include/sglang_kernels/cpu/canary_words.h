@@ -58,8 +58,9 @@ struct Reason {
     kGrammarMask = 4194304,
     kLogitsNotFinite = 8388608,
     kSampledToken = 16777216,
+    kStateFolds = 33554432,
   };
-  static constexpr int64_t kCount = 25;
+  static constexpr int64_t kCount = 26;
 };
 
 struct WriterKind {
