@@ -87,7 +87,11 @@ class CanaryGroup:
                 # Made on the host's stream, and used on the forward's.
                 part.record_stream(torch.cuda.current_stream())
         slots = freed[0] if len(freed) == 1 else torch.cat(freed)
-        launches.poison(self.state, upload(slots, self._device))
+        self.poison(upload(slots, self._device))
+
+    def poison(self, slots: Tensor) -> None:
+        """Mark freed slots, int64 [n] on the device."""
+        launches.poison(self.state, slots)
 
     # -- rows ----------------------------------------------------------------------
 

@@ -53,8 +53,8 @@ class StateGroup(EngineGroup):
     """The state slots of one pool.
 
     Args:
+        pool: the states.
         primary: state of the group whose lineages the rows have.
-        folded: of the pool.
     """
 
     name = StateSlots.name
@@ -64,11 +64,11 @@ class StateGroup(EngineGroup):
         *,
         state: CanaryState,
         checks: PoolChecks,
+        pool: StatePool,
         primary: CanaryState,
-        folded: Tensor,
     ) -> None:
         super().__init__(state=state, checks=checks)
-        self._folded = folded
+        self.pool = pool
         self.branch_checks = self.decode_checks = checks
         self._source = checks.fingerprint
         self._lineages = primary.expected_lineage
@@ -80,6 +80,12 @@ class StateGroup(EngineGroup):
         rows.register_on_free(self.free)
         if slots is not None:
             slots.register_on_free(self.free)
+
+    def poison(self, slots: Tensor) -> None:
+        super().poison(slots)
+        # The last owner may have folded as many tokens as the next one will, and would
+        # hide that the next one's are missing.
+        self.pool.folded.index_fill_(0, slots, 0)
 
     def on_copy(self, dst: Tensor, src: Tensor) -> None:
         """Copy the records of slots `src` to `dst`, after the bytes. Whoever holds a
@@ -116,7 +122,7 @@ class StateGroup(EngineGroup):
             serials=view.serials,
             lengths=view.prefix_lens,
             lineages=self._lineages,
-            folded=self._folded,
+            folded=self.pool.folded,
         )
         self._tracked = self._checkpoints(view, states)
         return view
@@ -192,7 +198,7 @@ class StateGroup(EngineGroup):
             serials=view.serials.repeat_interleave(each),
             lengths=(view.prefix_lens[:, None] + tracks.lens).flatten(),
             lineages=lineages.flatten(),
-            folded=self._folded,
+            folded=self.pool.folded,
             lineage_rows=torch.arange(len(slots), device=slots.device),
         )
 
@@ -233,8 +239,8 @@ def create_state_group(
     group = StateGroup(
         state=state,
         checks=PoolChecks(fingerprint=fingerprint),
+        pool=pool,
         primary=primary,
-        folded=pool.folded,
     )
     pool.register_on_copy(group.on_copy)
     return group
