@@ -144,6 +144,7 @@ IN_SLOTS = "fault, what it does, reported as, by"
 TABLES: dict[str, Callable[[], str]] = {
     "pools": view(IN_SLOTS, Planted.POOL, Planted.SAMPLING),
     "windows": view(IN_SLOTS, Planted.WINDOW),
+    "states": view(IN_SLOTS, Planted.STATE),
     "drafts": view(IN_SLOTS, Planted.DRAFT),
     "steps": view("fault, in, what it does, without, reported as, by", Planted.STEP),
     "start": view("fault, what it does, needs, reported as, seen", Planted.START),

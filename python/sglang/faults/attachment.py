@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import msgspec
+from torch import nn
 
 from sglang.faults.driver import Armed, PerturbDriver, SavedPerturb
 from sglang.faults.settings import PerturbSettings
@@ -37,9 +38,12 @@ def drivers_of(
     scheduler: Scheduler, settings: PerturbSettings = _NOTHING
 ) -> list[PerturbDriver]:
     """Return the drivers of a scheduler's canaries, target first; see `driver_of`."""
+    cache, worker = scheduler.cache, scheduler.worker
     return [
-        driver_of(manager, cache=scheduler.cache, settings=settings)
-        for manager in scheduler.worker.canary_managers()
+        driver_of(
+            manager, cache=cache, model=worker.model_runner.model, settings=settings
+        )
+        for manager in worker.canary_managers()
     ]
 
 
@@ -47,17 +51,21 @@ def driver_of(
     manager: CanaryManager,
     *,
     cache: BasePrefixCache | None = None,
+    model: nn.Module | None = None,
     settings: PerturbSettings = _NOTHING,
 ) -> PerturbDriver:
     """Return the driver of a canary. The first call makes and attaches it.
 
     Args:
         cache: the prefix cache whose slots some faults damage.
+        model: the target's, whose layers some faults wrap.
         settings: what to plant by chance.
     """
     driver = _drivers.get(manager)
     if driver is None:
-        driver = PerturbDriver(manager.target, settings=settings, cache=cache)
+        driver = PerturbDriver(
+            manager.target, settings=settings, cache=cache, model=model
+        )
         _drivers[manager] = driver
         _wrap_launches(manager, driver)
         _wrap_checkpoints(manager, driver)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sglang.faults.pools.planters import PLANTERS
 from sglang.faults.pools.scene import Damage, Moves, Scene, When
@@ -58,6 +58,7 @@ class PerturbDriver:
     Args:
         settings: what to plant by chance.
         cache: the prefix cache whose slots some faults damage, if there is one.
+        model: the target's, whose layers some faults wrap, if it is known.
 
     Attributes:
         is_draft: whether it damages a draft's pool.
@@ -73,8 +74,10 @@ class PerturbDriver:
         *,
         settings: PerturbSettings,
         cache: BasePrefixCache | None,
+        model: nn.Module | None = None,
     ) -> None:
         self._target = target
+        self._model = model
         self._settings = settings
         self._cache = cache
         self.is_draft = target.is_draft
@@ -85,6 +88,7 @@ class PerturbDriver:
         self._undo: list[Callable[[], None]] = []
         self._undo_step: list[Callable[[], None]] = []
         self._launched: ForwardBatch | None = None
+        self._previous: ForwardBatch | None = None
         self.planted: list[ArmedFault] = []
         self.asked: list[Armed] = []
         self._chances = dict(settings.chances)
@@ -121,7 +125,7 @@ class PerturbDriver:
 
     def before_forward(self, forward_batch: ForwardBatch) -> None:
         """Plant what is due before a launch, outside any graph."""
-        self._launched = forward_batch
+        self._previous, self._launched = self._launched, forward_batch
         self._plant(forward_batch, When.BEFORE_FORWARD)
 
     def before_step(
@@ -239,6 +243,8 @@ class PerturbDriver:
             target=self._target,
             forward_batch=forward_batch,
             cache=self._cache,
+            previous=self._previous,
+            model=self._model,
             group=self.group,
             rng=self._rng,
             step=step,

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from sglang.srt.kv_canary.config import CanaryConfig
     from sglang.srt.server_args import ServerArgs
 
-FULL, SWA = GROUPS[:2]
+FULL, SWA, _, STATE = GROUPS
 # A model without window slots has only one group, whatever its name.
-DAMAGED_GROUPS = GROUPS[:2]
+DAMAGED_GROUPS = (FULL, SWA)
 
 NEXT_TOKEN_SWAP = "next_token_swap"
 REAL_KV_UNUSED_CACHE = "real_kv_unused_cache"

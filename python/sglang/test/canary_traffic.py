@@ -26,6 +26,24 @@ WARM_STEPS = 12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lengths:
+    """Tokens of the requests of `plant`.
+
+    Fields:
+        shared: of the prefix that every third prompt begins with.
+        own: of the rest of a prompt, at random in this range.
+        generated: of an answer, at random in this range.
+    """
+
+    shared: int = 32
+    own: range = range(32, 33)
+    generated: range = range(8, 40)
+
+
+LENGTHS = Lengths()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """A row of a forward according to the host's records.
 
@@ -152,7 +170,13 @@ def faults_of(harness: EngineHarness) -> PerturbDriver:
 
 
 def plant(
-    model: Path, name: str, *, seed: int, group: str = "full", **server_args: Any
+    model: Path,
+    name: str,
+    *,
+    seed: int,
+    group: str = "full",
+    lengths: Lengths = LENGTHS,
+    **server_args: Any,
 ) -> Outcome:
     """Serve mock requests in mode `raise`, plant the fault in `group`, run until it
     stops.
@@ -171,13 +195,13 @@ def plant(
     harness = EngineHarness(model, **(defaults | server_args))
     manager, faults = canary_of(harness), faults_of(harness)
     rng = random.Random(seed)
-    shared = [rng.randrange(VOCAB) for _ in range(32)]
+    shared = [rng.randrange(VOCAB) for _ in range(lengths.shared)]
     prompts: list[list[int]] = []
     asked: dict[str, list[int]] = {}
 
     def submit(i: int) -> None:
         head = shared if i % 3 == 0 else []
-        tail = [rng.randrange(VOCAB) for _ in range(32)]
+        tail = [rng.randrange(VOCAB) for _ in range(rng.choice(lengths.own))]
         prompts.append(head + tail)
         again = i % 2 == 1 and i > 6
         ids = (
@@ -186,9 +210,11 @@ def plant(
             else prompts[-1]
         )
         asked[f"q{i}"] = ids
-        harness.submit(
-            ids, rid=f"q{i}", stream=True, max_new_tokens=rng.randrange(8, 40)
-        )
+        max_new_tokens = rng.choice(lengths.generated)
+        harness.submit(ids, rid=f"q{i}", stream=True, max_new_tokens=max_new_tokens)
+
+    def is_running(rid: str | None) -> bool:
+        return any(req.rid == rid for req in harness.scheduler.unfinished)
 
     def run() -> str:
         submitted, has_met = 0, False
@@ -199,9 +225,10 @@ def plant(
             if step == WARM_STEPS:
                 faults.arm(name, seed=seed, group=group)
             if faults.planted and not has_met:
-                has_met = True
-                prompt = faults.planted[0].damage.prompt
-                if prompt is not None:
+                damage = faults.planted[0].damage
+                prompt = damage.prompt
+                has_met = not is_running(log.rids.get(damage.serial))
+                if has_met and prompt is not None:
                     asked["meets"] = prompt
                     harness.submit(prompt, rid="meets", max_new_tokens=4)
             try:

@@ -101,6 +101,7 @@ POOL_FAULTS = planted_in(Planted.POOL)
 DRAFT_FAULTS = planted_in(Planted.DRAFT)
 STEP_FAULTS = planted_in(Planted.STEP)
 START_FAULTS = planted_in(Planted.START)
+STATE_FAULTS = planted_in(Planted.STATE)
 WINDOW_FAULTS = {
     fault.name: fault
     for fault in CATALOGUE

@@ -20,6 +20,8 @@ class Planted(Enum):
     """In the sampled tokens: `sglang.faults.driver`."""
     WINDOW = "window"
     """In window slots only, like `POOL`."""
+    STATE = "state"
+    """In slots of recurrent state, their copies and their layers, like `POOL`."""
     DRAFT = "draft"
     """In draft steps and moves, like `POOL`."""
     STEP = "step"
@@ -58,6 +60,7 @@ class SlotGroup(Flag):
     WINDOW = auto()
     LATENT = auto()
     DRAFT = auto()
+    STATE = auto()
 
 
 class Serving(Flag):

@@ -5,14 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from types import ModuleType
 
-from kv_canary.faults.catalogue import DRAFT_FAULTS, POOL_FAULTS, WINDOW_FAULTS
-from sglang.faults.pools import inputs, slots, speculation, windows
+from kv_canary.faults.catalogue import (
+    DRAFT_FAULTS,
+    POOL_FAULTS,
+    STATE_FAULTS,
+    WINDOW_FAULTS,
+)
+from sglang.faults.pools import (
+    checkpoints,
+    inputs,
+    slots,
+    speculation,
+    states,
+    windows,
+)
 from sglang.faults.pools.scene import PoolPlanter, When
-from sglang.faults.settings import FULL, SWA
+from sglang.faults.settings import FULL, STATE, SWA
 
 _WHEN = {
     "real_kv_post_forward": When.AFTER_FORWARD,
     "drop_draft_extend_rows": When.AFTER_FORWARD,
+    "late_checkpoint": When.AFTER_FORWARD,
     "branch_offset": When.BEFORE_STEP,
     "short_reserve": When.BEFORE_STEP,
     "short_branch_table": When.BEFORE_STEP,
@@ -40,5 +53,6 @@ def _planters(names: Iterable[str], *modules: ModuleType) -> Mapping[str, PoolPl
 PLANTERS: Mapping[str, Mapping[str, PoolPlanter]] = {
     FULL: _planters((*POOL_FAULTS, *DRAFT_FAULTS), inputs, slots, speculation),
     SWA: _planters(WINDOW_FAULTS, windows, slots),
+    STATE: _planters(STATE_FAULTS, states, checkpoints),
 }
 """By the group of slots that is damaged, and the fault's name."""

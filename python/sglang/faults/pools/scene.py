@@ -9,7 +9,7 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from kv_canary.faults.pool import flip_bytes
 from sglang.faults.settings import FULL
@@ -53,7 +53,8 @@ class Damage:
         places: every (slot, position) at which the fault itself may be reported; slot
             -1 stands for any slot.
         other: (serial, position) of the second request, where two swap something.
-        prompt: tokens of a request that would meet the damage; None if any would.
+        prompt: tokens of a request that would meet the damage, once request `serial`
+            has ended; None if any would.
         undo: repairs what the engine itself relies on, after the forward or draft step;
             None if the damage may stay.
     """
@@ -123,6 +124,8 @@ class Scene:
     Fields:
         forward_batch: of the launch, or of the draft step.
         group: the group of slots that is damaged; victims list slots of this group.
+        previous: batch of the launch before, if the driver saw it.
+        model: the target's, if the driver was given it.
         step, backend: the draft step and its attention backend; -1 and None elsewhere.
         moves: the move that was just made, or None.
     """
@@ -130,6 +133,8 @@ class Scene:
     target: CanaryTarget
     forward_batch: ForwardBatch
     cache: BasePrefixCache | None
+    previous: ForwardBatch | None = None
+    model: nn.Module | None = None
     group: str = FULL
     rng: random.Random = field(default_factory=random.Random)
     step: int = -1

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from torch import Tensor
 
+from sglang.faults.wrapping import wrap
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
 if TYPE_CHECKING:
@@ -86,20 +87,7 @@ class FaultSite:
         """Call `fault(original, *args)` instead of a method of an object or class while
         the fault is planted.
         """
-        original, own = getattr(owner, method), vars(owner)
-        before = own.get(method)
-
-        def wrapped(*args: Any, **kwargs: Any) -> Any:
-            return fault(original, *args, **kwargs)
-
-        def restore() -> None:
-            if before is None:
-                delattr(owner, method)
-            else:
-                setattr(owner, method, before)
-
-        setattr(owner, method, wrapped)
-        self._stack.callback(restore)
+        self._stack.callback(wrap(owner, method, fault))
 
     def candidates(self) -> list[int]:
         """Rows of the batch that sample a token and run on after it, in random order;

@@ -1,0 +1,202 @@
+"""Faults in recurrent states: each is reported by the forward that reads or leaves the
+damage, in the group `state`, under the right request, slot and position, before a wrong
+token is sent."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kv_canary.checks import reason_labels
+from kv_canary.faults.catalogue import STATE_FAULTS
+from kv_canary.faults.fault import Bound
+from kv_canary.records import Counter
+from sglang.test.canary_traffic import (
+    CONTEXT,
+    VOCAB,
+    Lengths,
+    Outcome,
+    canary_of,
+    plant,
+)
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.harness import EngineHarness
+from sglang.test.mock_oracle import next_tokens
+from sglang.test.mock_traffic import Traffic, check
+from sglang.test.scale import count
+from sglang.test.tiny_models import MOCK_STATE, write_mock_model
+
+register_cpu_ci(est_time=25, suite="cpu", full_time=250)
+register_cuda_ci(est_time=120, suite="cuda")
+
+SEEDS = range(count(ci=2, full=20))
+ROWS, STATES = 8, 72
+# Prompts with checkpoints inside; no answer outlives its second one.
+LENGTHS = Lengths(shared=96, own=range(40, 100), generated=range(8, 32))
+# (page size, overlap, tokens of a chunk).
+ENGINES = [(1, False, 64), (1, True, -1), (16, False, -1), (16, True, 64)]
+
+each_engine = pytest.mark.parametrize(
+    ("page_size", "overlap", "chunk"),
+    ENGINES,
+    ids=lambda value: f"{value}",
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_mock_model(
+        tmp_path_factory.mktemp("mock"),
+        vocab_size=VOCAB,
+        max_position_embeddings=CONTEXT,
+        **MOCK_STATE,
+    )
+
+
+def options(page_size: int, overlap: bool, chunk: int) -> dict[str, Any]:
+    return {
+        "page_size": page_size,
+        "overlap": overlap,
+        "disable_overlap_schedule": not overlap,
+        "chunked_prefill_size": chunk,
+        "max_total_tokens": 4096,
+        "max_running_requests": ROWS,
+        "max_mamba_cache_size": STATES,
+        "mamba_track_interval": 32,
+        "skip_tokenizer_init": True,
+    }
+
+
+def plant_state(
+    model: Path, name: str, seed: int, engine: dict[str, Any], **more: Any
+) -> Outcome:
+    needs_all = STATE_FAULTS[name].needs_all
+    return plant(
+        model,
+        name,
+        seed=seed,
+        group="state",
+        kv_canary_real_data="all" if needs_all or seed % 2 else "partial",
+        **{"lengths": LENGTHS} | engine | more,
+    )
+
+
+def check_outcome(outcome: Outcome, name: str) -> None:
+    """The first report has an expected reason and the fault's place, and whatever the
+    same forward reports besides follows from it."""
+    damage, text = outcome.planted.damage, outcome.text
+    allowed = set(reason_labels(STATE_FAULTS[name].reasons))
+    first = min(v["forward"] for v in outcome.violations)
+    reports = [v for v in outcome.violations if v["forward"] == first]
+    assert {v["group"] for v in reports} == {"state"}, text
+    found = [v for v in reports if allowed & set(v["reasons"])]
+    assert found, text
+    if STATE_FAULTS[name].bound is Bound.HIT:
+        assert first == check_hits(outcome, found)
+    else:
+        assert first == outcome.planted.clock, text
+        assert {(v["slot"], v["position"]) for v in reports} <= damage.places, text
+        rid = outcome.rids[damage.serial]
+        (named,) = [v for v in found if v["rid"] == rid and v["slot"] == damage.slot]
+        assert named["position"] == damage.position
+        assert named["request_row"] == damage.req_row
+    check_sent(outcome)
+
+
+def check_hits(outcome: Outcome, found: list[dict[str, Any]]) -> int:
+    """Return the forward in which requests first restored the damaged checkpoint, after
+    comparing the reports with them."""
+    damage, known = outcome.planted.damage, set(outcome.asked)
+    assert damage.prompt is not None
+    length = damage.position + 1
+    prefix = damage.prompt[:length]
+    for forward in outcome.since_planted():
+        new = {row.rid: row for row in forward.rows if row.rid in known}
+        hits = {
+            rid
+            for rid, row in new.items()
+            if row.prefix_len == length and outcome.asked[rid][:length] == prefix
+        }
+        if hits:
+            assert {v["rid"] for v in found} == hits, outcome.text
+            for violation in found:
+                assert violation["position"] == damage.position
+                assert violation["slot"] == violation["request_row"]
+            return forward.clock
+        known -= set(new)
+    raise AssertionError(f"nothing hit {damage}")
+
+
+def check_sent(outcome: Outcome) -> None:
+    """Nothing that clients have is wrong."""
+    for rid, said in outcome.said.items():
+        prompt = outcome.asked[rid]
+        due = next_tokens(prompt + said, vocab_size=VOCAB)
+        assert said == due[len(prompt) - 1 :][: len(said)], rid
+
+
+@each_engine
+@pytest.mark.parametrize("name", STATE_FAULTS)
+def test_is_reported_at_once(
+    model: Path, name: str, page_size: int, overlap: bool, chunk: int
+) -> None:
+    engine = options(page_size, overlap, chunk)
+    for seed in SEEDS:
+        check_outcome(plant_state(model, name, seed, engine), name)
+
+
+@pytest.mark.parametrize(
+    ("name", "length"),
+    [("skipped_fold", 50), ("skipped_state_store", 50), ("short_checkpoint", 100)],
+)
+def test_the_last_owner_had_folded_as_many_tokens(
+    model: Path, name: str, length: int
+) -> None:
+    """Its count must not stand in for one that is missing."""
+    same = Lengths(shared=0, own=range(length, length + 1), generated=range(1, 2))
+    engine = options(1, False, -1) | {"max_mamba_cache_size": ROWS + 2}
+    for seed in SEEDS:
+        check_outcome(plant_state(model, name, seed, engine, lengths=same), name)
+
+
+@each_engine
+def test_nothing_is_reported_without_a_fault(
+    model: Path, page_size: int, overlap: bool, chunk: int
+) -> None:
+    for seed in SEEDS:
+        harness = EngineHarness(
+            model,
+            kv_canary="raise",
+            kv_canary_real_data="all" if seed % 2 else "partial",
+            **options(page_size, overlap, chunk),
+        )
+        traffic = Traffic(harness, random.Random(seed), count(ci=10, full=100))
+        answers = {}
+        while traffic.left:
+            answers |= harness.run(on_step=traffic.on_step)
+        check(traffic.expected, answers, vocab_size=VOCAB)
+        manager = canary_of(harness)
+        assert not manager.reporter.incidents
+        assert manager.target.states is not None
+        counters = manager.target.states.state.counters.tolist()
+        assert counters[Counter.VERIFIED_SLOTS] > 0
+        assert counters[Counter.TAIL_SLOTS] > counters[Counter.VERIFIED_SLOTS]
+
+
+def test_a_report_says_that_it_is_a_state(model: Path) -> None:
+    outcome = plant_state(model, "skipped_restore", 0, options(1, False, -1))
+    assert (
+        "launch_tag=target.verify group=state fail_reason=verify_freed" in outcome.text
+    )
+
+
+def test_the_group_must_have_the_fault(model: Path) -> None:
+    with pytest.raises(ValueError, match=r"group state is called 'alias_row'.*torn_re"):
+        plant(model, "alias_row", seed=1, group="state")
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
