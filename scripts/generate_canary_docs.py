@@ -43,7 +43,8 @@ TABLES = {"reasons": reasons_table, "diagnoses": diagnoses_table}
 
 
 def _reason_row(check: Check) -> str:
-    found = "; ".join(filter(None, (check.meaning, check.detail)))
+    of_state = check.of_state and f"of a recurrent state: {check.of_state}"
+    found = "; ".join(filter(None, (check.meaning, check.detail, of_state)))
     launches = ", ".join(f"`{launch.name.lower()}`" for launch in check.found_by)
     blamed = check.blames.value
     if check.severity is Severity.TOKENS:

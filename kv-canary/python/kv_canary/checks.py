@@ -18,13 +18,17 @@ from kv_canary.diagnosis import (
     blames_write,
     goes_elsewhere,
     is_aliased,
+    is_copied_state,
     is_left_by_former_owner,
     is_never_written,
+    is_of_state,
+    is_other_state_slot,
     is_own_prefix,
     is_padded,
     is_still_unwritten,
     wrote_it_itself,
 )
+from kv_canary.evidence import STATE
 from kv_canary.records import Launch
 
 if TYPE_CHECKING:
@@ -95,11 +99,12 @@ class Shows(Enum):
 
     PHASE = 0
     STATE = 1
-    MASK = 2
-    INPUT = 3
-    WRITE = 4
-    ALIAS = 5
-    RECORD = 6
+    FOLDS = 2
+    MASK = 3
+    INPUT = 4
+    WRITE = 5
+    ALIAS = 6
+    RECORD = 7
 
 
 class Sources(NamedTuple):
@@ -119,7 +124,8 @@ class Check:
 
     Fields:
         reason: its bit, whose name is its label.
-        meaning: the words of `explain`.
+        meaning: the words of `explain`. of_state: for a recurrent state, if these
+            words do not fit.
         detail: what the guide adds to the meaning.
         found_by: the launches that report it.
         diagnoses: the classes of fault that it points at. The first one that applies is
@@ -137,6 +143,7 @@ class Check:
 
     reason: Reason
     meaning: str
+    of_state: str = ""
     detail: str = ""
     found_by: tuple[Launch, ...]
     diagnoses: tuple[Diagnosis, ...]
@@ -152,6 +159,10 @@ class Check:
     @property
     def label(self) -> str:
         return reason_labels(self.reason)[0]
+
+    def means(self, group: str) -> str:
+        """Return the words of `explain` for a slot of this group."""
+        return self.of_state if self.of_state and group == STATE else self.meaning
 
 
 _READS = (Launch.VERIFY, Launch.SWEEP)
@@ -194,6 +205,21 @@ _STALE = Diagnosis(
     look_at="a prefix hit of other tokens; a forward that skipped storing KV",
 )
 
+_WRONG_STATE_SLOT = Diagnosis(
+    name="wrong state slot",
+    when="a recurrent state, read in another slot than the row's",
+    look_at="the state slots that the layers are given: the batch's rows, the static "
+    "inputs of a graph",
+    applies=is_other_state_slot,
+)
+_OTHER_STATE = Diagnosis(
+    name="state of another prefix",
+    when="a recurrent state in the row's own slot",
+    look_at="which checkpoint was restored, and when it was taken; the last forward "
+    "that wrote the state",
+    applies=is_of_state,
+)
+
 CHECKS: tuple[Check, ...] = (
     Check(
         reason=Reason.STATE_FOLDS,
@@ -208,6 +234,7 @@ CHECKS: tuple[Check, ...] = (
                 "twice, for other rows, or with other lengths",
             ),
         ),
+        shows=Shows.FOLDS,
     ),
     Check(
         reason=Reason.PHASE,
@@ -225,8 +252,17 @@ CHECKS: tuple[Check, ...] = (
     Check(
         reason=Reason.ROW_OWNER,
         meaning="the row of the request table belongs to another request",
-        found_by=(Launch.HEAD,),
+        of_state="another request wrote the state",
+        found_by=(Launch.HEAD, Launch.VERIFY),
         diagnoses=(
+            _WRONG_STATE_SLOT,
+            Diagnosis(
+                name="state of another request",
+                when="a recurrent state in the row's own slot",
+                look_at="who else had the row; the rows of the forward that wrote the "
+                "state",
+                applies=is_of_state,
+            ),
             Diagnosis(
                 name="row of another request",
                 look_at="the order of rows when the batch was made, filtered or "
@@ -391,6 +427,14 @@ CHECKS: tuple[Check, ...] = (
         detail="it was freed, or never written",
         found_by=_READS,
         diagnoses=(
+            _WRONG_STATE_SLOT,
+            Diagnosis(
+                name="no state in the slot",
+                when="a recurrent state in the row's own slot",
+                look_at="the copy from the checkpoint before this prefill, and whether "
+                "the checkpoint was ever taken; who freed the request's row",
+                applies=is_of_state,
+            ),
             Diagnosis(
                 name="read of a slot that was never written",
                 when="it held nothing since the start",
@@ -416,9 +460,10 @@ CHECKS: tuple[Check, ...] = (
     Check(
         reason=Reason.READ_SET,
         meaning="attention read a slot that the request's table does not name",
+        of_state="the layers get another slot than the row's",
         detail="or it missed positions, or counted them wrongly",
         found_by=_READS,
-        diagnoses=(_WRONG_WRITE_SLOT, _WRONG_READ_TABLE),
+        diagnoses=(_WRONG_STATE_SLOT, _WRONG_WRITE_SLOT, _WRONG_READ_TABLE),
     ),
     Check(
         reason=Reason.READ_SCRATCH,
@@ -523,8 +568,11 @@ CHECKS: tuple[Check, ...] = (
     Check(
         reason=Reason.VERIFY_POSITION,
         meaning="the record is of another position",
+        of_state="another number of tokens is folded into the state",
         found_by=_READS,
         diagnoses=(
+            _WRONG_STATE_SLOT,
+            _OTHER_STATE,
             _OWN_PREFIX,
             _ALIASED,
             Diagnosis(
@@ -543,14 +591,24 @@ CHECKS: tuple[Check, ...] = (
     Check(
         reason=Reason.VERIFY_LINEAGE,
         meaning="the token's history is not the one that this row expects",
+        of_state="other tokens are folded into the state than the row has",
         found_by=_READS,
-        diagnoses=(_OWN_PREFIX, _ALIASED, _STALE),
+        diagnoses=(_WRONG_STATE_SLOT, _OTHER_STATE, _OWN_PREFIX, _ALIASED, _STALE),
     ),
     Check(
         reason=Reason.VERIFY_REAL_KV,
         meaning="the KV bytes changed after they were written",
+        of_state="the bytes of the state changed after they were written or copied, or "
+        "the copy differs from its source",
         found_by=(*_READS, Launch.ATTENTION),
         diagnoses=(
+            Diagnosis(
+                name="bytes of a copied state differ",
+                when="a recurrent state that was copied since a forward wrote it",
+                look_at="the copy between a checkpoint and the row's slot; what wrote "
+                "to the checkpoint meanwhile",
+                applies=is_copied_state,
+            ),
             Diagnosis(
                 name="bytes changed in place",
                 when="the record itself is right",

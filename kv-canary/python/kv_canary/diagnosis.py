@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kv_canary.evidence import STATE
 from kv_canary.records import SERIAL_MASK, WriterKind
 
 if TYPE_CHECKING:
@@ -104,3 +105,16 @@ def is_aliased(violation: Evidence) -> bool:
     has_moved = violation.found.position != violation.position
     is_elsewhere = violation.slot != violation.expected_slot
     return has_moved or is_elsewhere or not violation.owner.is_shared
+
+
+def is_of_state(violation: Evidence) -> bool:
+    return violation.group == STATE
+
+
+def is_other_state_slot(violation: Evidence) -> bool:
+    """Whether a recurrent state was read in another slot than the row's."""
+    return is_of_state(violation) and violation.slot != violation.expected_slot
+
+
+def is_copied_state(violation: Evidence) -> bool:
+    return is_of_state(violation) and violation.writer.kind is WriterKind.MOVE

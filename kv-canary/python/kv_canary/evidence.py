@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from kv_canary.records import POISON_WORD, Provenance, unpack_word0
 
+STATE = "state"
+"""The group whose slots are recurrent states, each of a whole prefix."""
+
 _UNKNOWN_TOKEN = (1 << 32) - 1
 
 

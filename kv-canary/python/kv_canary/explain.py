@@ -111,7 +111,7 @@ def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
         f"   where     {places}{_head(violation)}; held by: {violation['owner']}",
     ]
     lines += [
-        f"   because   {CHECKS_BY_LABEL[reason].meaning} [{reason}]"
+        f"   because   {CHECKS_BY_LABEL[reason].means(_group(violation))} [{reason}]"
         for reason in violation["reasons"]
     ]
     for part in _parts(violation):
@@ -132,8 +132,13 @@ def _head(violation: dict[str, Any]) -> str:
     return f", layer {violation['layer']}, KV head {violation['kv_head']}"
 
 
+def _group(violation: dict[str, Any]) -> str:
+    group: str = violation.get("group", "full")
+    return group
+
+
 def _pool(violation: dict[str, Any]) -> str:
-    group = violation.get("group", "full")
+    group = _group(violation)
     which = "" if group == "full" else f" of group {group}"
     return f"{violation['worker']} pool{which}"
 
@@ -187,6 +192,18 @@ def _state_lines(violation: dict[str, Any]) -> _Lines:
     return [("expected", f"a state with sum {due}"), ("found", f"sum {found}")]
 
 
+def _fold_lines(violation: dict[str, Any]) -> _Lines:
+    """Return how many tokens a layer must have folded into its state, and has."""
+    lasts = (violation[name]["position"] for name in ("expected", "found"))
+    # A slot without tokens has no last position.
+    due, found = (0 if last is None else last + 1 for last in lasts)
+    counter = int(violation["found"]["fingerprint"], 16)
+    return [
+        ("expected", f"{due} tokens folded"),
+        ("found", f"{found} tokens, by counter {counter} of the slot"),
+    ]
+
+
 def _mask_lines(violation: dict[str, Any]) -> _Lines:
     """Return the grammar mask that was due, and the one that was applied."""
     return [
@@ -230,6 +247,7 @@ _Part = Callable[[dict[str, Any]], _Lines]
 _PARTS: dict[Shows, _Part] = {
     Shows.PHASE: _phase_lines,
     Shows.STATE: _state_lines,
+    Shows.FOLDS: _fold_lines,
     Shows.MASK: _mask_lines,
     Shows.INPUT: _input_lines,
     Shows.WRITE: _write_lines,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kv_canary.checks import Shows, diagnose, reason_labels, reasons_where
-from kv_canary.evidence import Evidence, RecordWord
+from kv_canary.evidence import STATE, Evidence, RecordWord
 from kv_canary.records import (
     SERIAL_MASK,
     TAG_POOL_SHIFT,
@@ -31,7 +31,7 @@ _OF_MASKS = reasons_where(lambda check: check.shows is Shows.MASK)
 _LAUNCH_MASK = 255
 POOLS = ("target", "draft")
 """Worker names by the lowest bit of a pool's number."""
-GROUPS = ("full", "swa", "latent", "state")
+GROUPS = ("full", "swa", "latent", STATE)
 """Names of slot groups by the other bits."""
 
 
@@ -227,6 +227,8 @@ def parse_entry(
     tag = entry[Ring.TAG]
     worker, group = _split_pool_number(tag >> TAG_POOL_SHIFT, groups)
     slot = entry[Ring.SLOT]
+    if group == STATE:
+        page_size = 1
     writer = unpack_word3(entry[Ring.FOUND_WORD3])
     launch = tag & _LAUNCH_MASK
     return Violation(

@@ -24,14 +24,28 @@ from kv_canary.checks import Reason
 from kv_canary.command_line import READER_GONE
 from kv_canary.evidence import Owner
 from kv_canary.explain import NONE, POISON, SWEEP, explain, main
-from kv_canary.records import Launch, Phase, WriterKind, pack_word0, pack_word3
+from kv_canary.records import (
+    POISON_WORD,
+    TAG_POOL_SHIFT,
+    TOKEN_MASK,
+    Launch,
+    Phase,
+    WriterKind,
+    pack_word0,
+    pack_word3,
+)
 from kv_canary.serials import SerialMap
+from kv_canary.violation import pool_number
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode, RealData
 from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=3, suite="cpu")
 
+OF_STATE = pool_number(is_draft=False, group="state") << TAG_POOL_SHIFT
+UNKNOWN_TOKENS = dict.fromkeys(
+    ("EXPECTED_WORD0", "FOUND_WORD0"), pack_word0(TOKEN_MASK, 12)
+)
 FREED = pack_word3(0, WriterKind.POISON, 0)
 
 GOLDEN_TEXT = """\
@@ -253,6 +267,34 @@ PARTS: list[tuple[Reason, dict[str, int], list[str]]] = [
         ],
     ),
     (
+        Reason.STATE_FOLDS,
+        {
+            "EXPECTED_WORD0": pack_word0(TOKEN_MASK, 44),
+            "FOUND_WORD0": POISON_WORD,
+            "FOUND_FINGERPRINT": 3,
+            "TAG": Launch.TAIL | OF_STATE,
+        },
+        [
+            "because   a layer has folded another number of tokens into its state than "
+            "the row has [state_folds]",
+            "expected  45 tokens folded",
+            "found     0 tokens, by counter 3 of the slot",
+        ],
+    ),
+    (
+        Reason.READ_SET | Reason.ROW_OWNER,
+        {"EXPECTED_SLOT": 5, "TAG": Launch.VERIFY | OF_STATE, **UNKNOWN_TOKENS},
+        [
+            "because   the layers get another slot than the row's [read_set]",
+            "because   another request wrote the state [row_owner]",
+            "expected  [token None, ]position 12, lineage 0x0000000000000001, slot 5, "
+            "fingerprint 0xfffffffffffffffe",
+            "found     [token None, ]position 12, lineage 0xffffffffffffffff, "
+            "fingerprint 0x00000000000000ab, written by decode of request "
+            '"writer" in forward 40',
+        ],
+    ),
+    (
         Reason.PHASE,
         {"EXPECTED_WORD0": Phase.AFTER_VERIFY, "FOUND_WORD0": Phase.IDLE},
         [
@@ -274,7 +316,7 @@ def test_explain_says_what_each_reason_is_about(
     text = explain(report.incidents[0])
     withheld = "token withheld (--kv-canary-report-tokens shows it)"
     due = [
-        re.sub(r"\[(token \d+, )\]", r"\1" if with_tokens else "", line)
+        re.sub(r"\[(token \w+, )\]", r"\1" if with_tokens else "", line)
         for line in lines
     ]
     due = [

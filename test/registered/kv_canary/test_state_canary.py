@@ -39,6 +39,22 @@ LENGTHS = Lengths(shared=96, own=range(40, 100), generated=range(8, 32))
 # (page size, overlap, tokens of a chunk).
 ENGINES = [(1, False, 64), (1, True, -1), (16, False, -1), (16, True, 64)]
 
+# What a reader is told first.
+DIAGNOSES = {
+    "other_state_slot": "wrong state slot",
+    "stale_state_slots": "wrong state slot",
+    "resumed_in_old_slot": "wrong state slot",
+    "early_state_free": "no state in the slot",
+    "skipped_restore": "no state in the slot",
+    "skipped_fold": "state of one layer behind or ahead",
+    "short_checkpoint": "state of one layer behind or ahead",
+    "late_checkpoint": "state of another prefix",
+    "other_checkpoint": "state of another prefix",
+    "state_bytes": "bytes changed in place",
+    "checkpoint_bytes": "bytes of a copied state differ",
+    "restore_without_conv": "bytes of a copied state differ",
+}
+
 each_engine = pytest.mark.parametrize(
     ("page_size", "overlap", "chunk"),
     ENGINES,
@@ -186,11 +202,30 @@ def test_nothing_is_reported_without_a_fault(
         assert counters[Counter.TAIL_SLOTS] > counters[Counter.VERIFIED_SLOTS]
 
 
-def test_a_report_says_that_it_is_a_state(model: Path) -> None:
-    outcome = plant_state(model, "skipped_restore", 0, options(1, False, -1))
-    assert (
-        "launch_tag=target.verify group=state fail_reason=verify_freed" in outcome.text
-    )
+@pytest.mark.parametrize("name", DIAGNOSES)
+def test_diagnoses(model: Path, name: str) -> None:
+    outcome = plant_state(model, name, 0, options(16, False, -1))
+    first = outcome.violations[0]
+    assert first["diagnosis"] == DIAGNOSES[name]
+    # A state has no pages.
+    assert first["page"] == first["slot"]
+    is_row = first["slot"] <= ROWS
+    holder = f"request row {first['slot']}" if is_row else "a checkpoint"
+    assert first["owner"] == holder
+    assert f"launch_tag=target.{first['launch']} group=state fail_" in outcome.text
+
+
+def test_a_copy_of_nothing_names_the_last_owner(model: Path) -> None:
+    """The first checkpoint of a request: the cache notes it, and nobody took it."""
+    for seed in range(20):
+        outcome = plant_state(
+            model, "misplaced_checkpoint", seed, options(1, False, -1)
+        )
+        first = outcome.violations[0]
+        if "verify_freed" in first["reasons"]:
+            assert first["writer"]["kind"] in ("poison", "none")
+            return
+    raise AssertionError("no checkpoint was left out")
 
 
 def test_the_group_must_have_the_fault(model: Path) -> None:

@@ -23,6 +23,7 @@ from kv_canary.layout import LayerGroup, PoolLayout, create_fingerprint
 from kv_canary.pool_checks import PoolChecks
 from kv_canary.records import (
     KIND_MASK,
+    POISON_WORD,
     SERIAL_BITS,
     Record,
     WriterKind,
@@ -72,11 +73,13 @@ class StateGroup(EngineGroup):
         self.branch_checks = self.decode_checks = checks
         self._source = checks.fingerprint
         self._lineages = primary.expected_lineage
+        self._num_rows = 0
         self._rows: StateRows | None = None
         self._tracked: StateRows | None = None
 
     def listen(self, rows: ReqToTokenPool, slots: StateSlots | None) -> None:
         """Hear of slots that are freed."""
+        self._num_rows = rows.size
         rows.register_on_free(self.free)
         if slots is not None:
             slots.register_on_free(self.free)
@@ -96,7 +99,9 @@ class StateGroup(EngineGroup):
         for records in (self.state.head, self.state.tail):
             words = records[dst, Record.WORD3]
             moved = words & ~_KIND | WriterKind.MOVE << SERIAL_BITS
-            records[dst, Record.WORD3] = moved
+            # Of a source that holds nothing, the copy says when that was freed.
+            is_held = records[dst, Record.WORD0] != POISON_WORD
+            records[dst, Record.WORD3] = moved.where(is_held, words)
             records[dst, Record.FINGERPRINT] ^= unlike
 
     def _differs(self, dst: Tensor, src: Tensor) -> Tensor:
@@ -208,7 +213,11 @@ class StateGroup(EngineGroup):
         return -1
 
     def owner_of(self, primary: OwnerOf) -> OwnerOf:
-        return lambda slot: Owner("a request row or a checkpoint")
+        def owner(slot: int) -> Owner:
+            is_row = slot <= self._num_rows
+            return Owner(f"request row {slot}" if is_row else "a checkpoint")
+
+        return owner
 
 
 def create_state_group(
