@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -169,6 +169,67 @@ def faults_of(harness: EngineHarness) -> PerturbDriver:
     return drivers_of(harness.scheduler)[0]
 
 
+class PlantTraffic:
+    """Requests, a new one in every third step. Some prompts share a prefix, and
+    finished requests leave theirs in the cache, so that every fault finds an
+    opportunity.
+
+    Attributes:
+        asked: prompts by request.
+    """
+
+    def __init__(
+        self, harness: EngineHarness, *, seed: int, lengths: Lengths, **options: Any
+    ) -> None:
+        self.asked: dict[str, list[int]] = {}
+        self._harness = harness
+        self._lengths = lengths
+        self._options = options
+        self._rng = random.Random(seed)
+        self._shared = self._tokens(lengths.shared)
+        self._prompts: list[list[int]] = []
+        self._has_met = False
+
+    def on_step(self, step: int) -> None:
+        """Submit the request that is due before a step."""
+        if step % 3 == 0:
+            self._submit(step // 3)
+
+    def meet(self, planted: Sequence[ArmedFault]) -> None:
+        """Submit a request that meets the damage of a fault, once it can and if only
+        such a request does."""
+        if not planted or self._has_met:
+            return
+        damage = planted[0].damage
+        live = {req.serial for req in self._harness.scheduler.unfinished}
+        self._has_met = damage.serial not in live
+        if self._has_met and damage.prompt is not None:
+            self._ask("meets", damage.prompt, max_new_tokens=4)
+
+    def _submit(self, i: int) -> None:
+        rng, prompts = self._rng, self._prompts
+        tail = self._tokens(_draw(rng, self._lengths.own))
+        prompts.append([*(self._shared if i % 3 == 0 else ()), *tail])
+        ids = prompts[-1]
+        if i % 2 == 1 and i > 6:
+            ids = prompts[rng.randrange(max(i - 12, 0), i - 3)] + tail[:2]
+        self._ask(f"q{i}", ids, max_new_tokens=_draw(rng, self._lengths.generated))
+
+    def _ask(self, rid: str, ids: list[int], *, max_new_tokens: int) -> None:
+        self.asked[rid] = ids
+        self._harness.submit(
+            ids, rid=rid, stream=True, max_new_tokens=max_new_tokens, **self._options
+        )
+
+    def _tokens(self, count: int) -> list[int]:
+        return [self._rng.randrange(VOCAB) for _ in range(count)]
+
+
+def _draw(rng: random.Random, among: range) -> int:
+    """Return one of `among`; a range of one draws nothing."""
+    return among[0] if len(among) == 1 else rng.choice(among)
+
+
 def plant(
     model: Path,
     name: str,
@@ -179,11 +240,7 @@ def plant(
     **server_args: Any,
 ) -> Outcome:
     """Serve mock requests in mode `raise`, plant the fault in `group`, run until it
-    stops.
-
-    Some prompts share a prefix, and finished requests leave theirs in the cache, so
-    that every injector finds an opportunity.
-    """
+    stops."""
     defaults: dict[str, Any] = {
         "page_size": 1,
         "max_total_tokens": 2048,
@@ -194,43 +251,14 @@ def plant(
     }
     harness = EngineHarness(model, **(defaults | server_args))
     manager, faults = canary_of(harness), faults_of(harness)
-    rng = random.Random(seed)
-    shared = [rng.randrange(VOCAB) for _ in range(lengths.shared)]
-    prompts: list[list[int]] = []
-    asked: dict[str, list[int]] = {}
-
-    def submit(i: int) -> None:
-        head = shared if i % 3 == 0 else []
-        tail = [rng.randrange(VOCAB) for _ in range(rng.choice(lengths.own))]
-        prompts.append(head + tail)
-        again = i % 2 == 1 and i > 6
-        ids = (
-            prompts[rng.randrange(max(i - 12, 0), i - 3)] + tail[:2]
-            if again
-            else prompts[-1]
-        )
-        asked[f"q{i}"] = ids
-        max_new_tokens = rng.choice(lengths.generated)
-        harness.submit(ids, rid=f"q{i}", stream=True, max_new_tokens=max_new_tokens)
-
-    def is_running(rid: str | None) -> bool:
-        return any(req.rid == rid for req in harness.scheduler.unfinished)
+    traffic = PlantTraffic(harness, seed=seed, lengths=lengths)
 
     def run() -> str:
-        submitted, has_met = 0, False
         for step in range(400):
-            if step % 3 == 0:
-                submit(submitted)
-                submitted += 1
+            traffic.on_step(step)
             if step == WARM_STEPS:
                 faults.arm(name, seed=seed, group=group)
-            if faults.planted and not has_met:
-                damage = faults.planted[0].damage
-                prompt = damage.prompt
-                has_met = not is_running(log.rids.get(damage.serial))
-                if has_met and prompt is not None:
-                    asked["meets"] = prompt
-                    harness.submit(prompt, rid="meets", max_new_tokens=4)
+            traffic.meet(faults.planted)
             try:
                 harness.scheduler.step()
             except CanaryViolation as error:
@@ -248,7 +276,7 @@ def plant(
         violations=incident["violations"],
         forward=incident["forward"],
         text=text,
-        asked=asked,
+        asked=traffic.asked,
         said={rid: answer.output_ids for rid, answer in answers.items()},
         rids=log.rids,
         forwards=log.forwards,

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from state_world import ENGINES, LENGTHS, ROWS, options, write_model
 
 from kv_canary.checks import reason_labels
 from kv_canary.faults.catalogue import STATE_FAULTS
 from kv_canary.faults.fault import Bound
 from kv_canary.records import Counter
 from sglang.test.canary_traffic import (
-    CONTEXT,
     VOCAB,
     Lengths,
     Outcome,
@@ -27,18 +27,11 @@ from sglang.test.harness import EngineHarness
 from sglang.test.mock_oracle import next_tokens
 from sglang.test.mock_traffic import Traffic, check
 from sglang.test.scale import count
-from sglang.test.tiny_models import MOCK_STATE, write_mock_model
 
 register_cpu_ci(est_time=25, suite="cpu", full_time=250)
 register_cuda_ci(est_time=120, suite="cuda")
 
 SEEDS = range(count(ci=2, full=20))
-ROWS, STATES = 8, 72
-# Prompts with checkpoints inside; no answer outlives its second one.
-LENGTHS = Lengths(shared=96, own=range(40, 100), generated=range(8, 32))
-# (page size, overlap, tokens of a chunk).
-ENGINES = [(1, False, 64), (1, True, -1), (16, False, -1), (16, True, 64)]
-
 # What a reader is told first.
 DIAGNOSES = {
     "other_state_slot": "wrong state slot",
@@ -64,26 +57,7 @@ each_engine = pytest.mark.parametrize(
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mock_model(
-        tmp_path_factory.mktemp("mock"),
-        vocab_size=VOCAB,
-        max_position_embeddings=CONTEXT,
-        **MOCK_STATE,
-    )
-
-
-def options(page_size: int, overlap: bool, chunk: int) -> dict[str, Any]:
-    return {
-        "page_size": page_size,
-        "overlap": overlap,
-        "disable_overlap_schedule": not overlap,
-        "chunked_prefill_size": chunk,
-        "max_total_tokens": 4096,
-        "max_running_requests": ROWS,
-        "max_mamba_cache_size": STATES,
-        "mamba_track_interval": 32,
-        "skip_tokenizer_init": True,
-    }
+    return write_model(tmp_path_factory.mktemp("mock"))
 
 
 def plant_state(
