@@ -150,6 +150,12 @@ def request_slots(scene: Scene) -> range:
     return range(1, scene.target.req_to_token_pool.size + 1)
 
 
+def live_slots(scene: Scene) -> list[int]:
+    """Return the slots of request rows that hold a state."""
+    words = states_of(scene).state.tail[:, Record.WORD0].tolist()
+    return [slot for slot in request_slots(scene) if words[slot] != POISON_WORD]
+
+
 def choose_layer(scene: Scene) -> StateLayer:
     """Return a layer that has a state."""
     assert scene.model is not None, "this fault needs the model"

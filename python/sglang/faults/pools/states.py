@@ -24,6 +24,7 @@ from sglang.faults.pools.state_scene import (
     find_victims,
     find_wrappable,
     flip_bit,
+    live_slots,
     parts_of,
     places_around,
     states_of,
@@ -43,12 +44,11 @@ Fold = Callable[[Tensor, StateForward], Tensor]
 
 
 def other_state_slot(scene: Scene) -> Damage | None:
-    """Give the layers another row's slot for one row."""
-    rows = scene.forward_batch.req_pool_indices.tolist()
+    """Give the layers another request's slot for one row."""
+    used = scene.forward_batch.req_pool_indices.tolist()
     for victim in find_wrappable(scene):
-        others = sorted({*rows} - {0, victim.req_row})
+        others = [slot for slot in live_slots(scene) if slot != victim.req_row]
         if others:
-            used = list(rows)
             used[victim.batch_row] = scene.rng.choice(others)
             return with_slots(scene, victim, used)
     return None
