@@ -169,7 +169,7 @@ class StateGroup(EngineGroup):
             serials=path.serials,
             lengths=path.prefix_lens + path.accept_lens,
             lineages=self._lineages,
-            folded=self._folded,
+            folded=self.pool.folded,
         )
         self._note(rows, WriterKind.VERIFY, ends_forward=False)
         return launches.gather_findings(self.state, path.req_rows)
