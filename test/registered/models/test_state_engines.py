@@ -61,6 +61,7 @@ def test_random_requests(
         chunked_prefill_size=chunk,
         schedule_conservativeness=0.3,
         skip_tokenizer_init=True,
+        kv_canary="raise",
     )
     traffic = Traffic(engine, asks, random.Random(page_size))
     found = traffic.run()
