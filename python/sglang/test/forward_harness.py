@@ -30,6 +30,7 @@ from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.sampling.sampling_batch_info import SamplingRow
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.test.harness import SHARED_GPU_STATES
 from sglang.test.scale import with_canary
 
 
@@ -96,6 +97,8 @@ class ForwardHarness:
         is_draft_worker: bool = False,
         **server_args: Any,
     ) -> None:
+        if torch.cuda.is_available():
+            server_args.setdefault("max_mamba_cache_size", SHARED_GPU_STATES)
         args = ServerArgs(
             model_path=str(model), max_total_tokens=slots, **with_canary(server_args)
         )

@@ -26,6 +26,7 @@ from sglang.srt.server_args import ServerArgs
 from sglang.test.scale import POOL_TOKENS, with_canary
 
 SHARED_GPU_TOKENS = 65536
+SHARED_GPU_STATES = 1024
 SHARED_GPU_CHUNK = 512
 
 
@@ -56,6 +57,7 @@ class EngineHarness:
             # Many tests share a GPU, so none may use all of its memory or capture
             # prefill graphs of unused sizes.
             server_args.setdefault("max_total_tokens", SHARED_GPU_TOKENS)
+            server_args.setdefault("max_mamba_cache_size", SHARED_GPU_STATES)
             server_args.setdefault("chunked_prefill_size", SHARED_GPU_CHUNK)
             # Many engines start there, and few of them serve much.
             server_args.setdefault("skip_server_warmup", True)

@@ -133,7 +133,8 @@ def test_drafts_are_verified_from_one_state(
 ):
     """Whatever is accepted, outputs are those of plain decoding: the state takes the
     accepted path alone."""
-    models = write_mock_models(tmp_path, kind=algorithm, **MOCK_STATE)
+    source = None if algorithm == "STANDALONE" else "hidden"
+    models = write_mock_models(tmp_path, kind=algorithm, source=source, **MOCK_STATE)
     harness = speculating(
         models["model"],
         models["draft"],

@@ -203,6 +203,15 @@ class EagleWorkspace:
         self._filled = bs
         self._identity[:, :bs] = identity
 
+    def clear(self) -> None:
+        """Make all rows padding, as graphs must find them when they are captured."""
+        places = self._draft_slots, self._node_slots, self._extend_slots
+        moves = self._tails, self._moves
+        lens = self._seq_lens, self._draft_lens, self._node_ends
+        for rows in (self._identity, *lens, *places, *moves):
+            rows.zero_()
+        self._filled = 0
+
     def slot_rows(self, rows: WorkspaceRows) -> SlotRows:
         """Return the requests' rows of `req_to_token`, without the draft region, which
         only the draft's pool has, and their KV lengths."""

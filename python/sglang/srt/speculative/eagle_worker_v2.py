@@ -100,6 +100,8 @@ class EAGLEWorkerV2:
     def capture_graphs(self) -> None:
         """As `Worker.capture_graphs`."""
         target, draft = self.model_runner, self.draft_worker
+        # A rehearsal leaves requests there whose slots are free.
+        draft.workspace.clear()
         mode = draft.target_hidden_mode
         target.init_piecewise_cuda_graphs(capture_hidden_mode=mode)
         draft.init_piecewise_cuda_graphs()

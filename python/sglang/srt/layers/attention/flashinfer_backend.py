@@ -71,7 +71,8 @@ class FlashInferAttnBackend(AttentionBackend):
     name = "flashinfer"
 
     def __init__(self, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache) -> None:
-        head_dim = kv_pool.get_kv_buffer(0)[0].shape[-1]
+        k_cache, _ = kv_pool.get_kv_buffer(kv_pool.layers[0])
+        head_dim = k_cache.shape[-1]
         _check_supported(kv_pool.dtype, head_dim)
         rows, device = req_to_token_pool.size, req_to_token_pool.device
         self._page_size = kv_pool.page_size
@@ -92,7 +93,7 @@ class FlashInferAttnBackend(AttentionBackend):
         self._masks: dict[int, TreeMasks] = {}
         self._kv_pool = kv_pool
         self._is_hopper = torch.cuda.get_device_capability(device)[0] == _HOPPER
-        self._gathered = kv_pool.get_kv_buffer(0)[0].new_empty(0)
+        self._gathered = k_cache.new_empty(0)
         self._shapes: dict[LayerShape, ShapePlans] = {}
         # Of the forward that was set up last.
         self._host: HostPlan | None = None

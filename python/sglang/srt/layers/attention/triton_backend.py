@@ -128,7 +128,7 @@ class TritonAttnBackend(PagedAttnBackend):
         self._rows = req_to_token_pool.size
         self.max_context = req_to_token_pool.context_len
         self._device = req_to_token_pool.device
-        k_cache, v_cache = kv_pool.get_kv_buffer(0)
+        k_cache, v_cache = kv_pool.get_kv_buffer(kv_pool.layers[0])
         self._head_dim, self._v_head_dim = k_cache.shape[-1], v_cache.shape[-1]
         if self._is_latent:
             self.decode_op = latent_decode_attention
