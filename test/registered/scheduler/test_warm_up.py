@@ -218,6 +218,11 @@ def test_a_rehearsal_with_drafts_leaves_no_trace(
         assert said.count(f"Captured 2 {kind} graphs") == 1
     assert said.count("Captured 2 prefill graphs") == 2  # of either model
     worker.capture_graphs()
+    # No capture may take what was rehearsed for requests.
+    workspace = worker.draft_worker.workspace
+    rows = workspace.rows(workspace.max_rows)
+    for left in (rows.identity, rows.seq_lens, rows.draft_lens, rows.node_ends):
+        assert not left.any()
     assert_alike(fresh, warm)
 
 
