@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.hybrid_models import write_hybrid_model
 from sglang.test.scale import count
@@ -20,9 +20,10 @@ from sglang.test.spec_parity import (
     check_no_leak,
     make_asks,
 )
-from sglang.test.spec_world import plain_engine
+from sglang.test.spec_world import device, plain_engine
 
 register_cpu_ci(est_time=20, suite="cpu", full_time=300)
+register_cuda_ci(est_time=60, suite="cuda")
 
 # Architecture, page size, tokens between two checkpoints, tokens of a chunk.
 ENGINES = [
@@ -51,6 +52,8 @@ def test_random_requests(
     expected = answer_all(reference, asks)
     engine = EngineHarness(
         folder,
+        device=device(),
+        dtype="float32",
         overlap=True,
         page_size=page_size,
         context_length=CONTEXT,

@@ -16,7 +16,7 @@ from sglang.srt.layers.state.forward import StateCommit, StateForward, StateTree
 from sglang.srt.layers.state.layer import StateLayer
 from sglang.srt.layers.state.nodes import StateNodes
 from sglang.srt.mem_cache.state_pool import StatePool
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.hybrid_models import write_hybrid_model
 from sglang.test.scale import count
@@ -29,11 +29,12 @@ from sglang.test.spec_parity import (
     check_no_leak,
     make_asks,
 )
-from sglang.test.spec_world import plain_engine
+from sglang.test.spec_world import device, plain_engine
 from sglang.test.state_problem import Draws
 from sglang.test.tiny_models import write_tiny_model
 
 register_cpu_ci(est_time=20, suite="cpu", full_time=200)
+register_cuda_ci(est_time=60, suite="cuda")
 
 LFM2, QWEN3_5 = "Lfm2ForCausalLM", "Qwen3_5ForCausalLM"
 ROWS = 3
@@ -61,7 +62,7 @@ def decoded(
 def test_nodes_and_commits_equal_decoding(
     tmp_path: Path, architecture: str, chains: bool
 ) -> None:
-    harness = ForwardHarness(write_hybrid_model(tmp_path, architecture))
+    harness = ForwardHarness(write_hybrid_model(tmp_path, architecture), device="cpu")
     layer = next(
         module
         for module in harness.runner.model.modules()
@@ -166,12 +167,13 @@ def test_drafts_change_no_answer(
         target,
         draft,
         tree=tree,
+        device=device(),
+        dtype="float32",
         speculative_algorithm="STANDALONE",
         context_length=CONTEXT,
         page_size=page_size,
         overlap=overlap,
         disable_overlap_schedule=not overlap,
-        kv_canary="none",
     )
     runner, lengths = worker_of(engine).model_runner, []
     commit = runner.commit_states

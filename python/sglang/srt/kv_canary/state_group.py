@@ -141,8 +141,9 @@ class StateGroup(EngineGroup):
     def after(
         self, view: ForwardView, *, advance: bool, findings: Tensor | None = None
     ) -> None:
+        # They stay until the next forward: this may be the side stream, and the memory
+        # of freed tensors goes to the model's stream at once.
         rows, tracked = self._rows, self._tracked
-        self._rows = self._tracked = None
         assert rows is not None
         if view.writer_kind is WriterKind.VERIFY:
             # Nothing was written: the accepted nodes are folded later.
