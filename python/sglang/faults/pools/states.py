@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -34,8 +34,6 @@ from sglang.srt.layers.state.forward import StateForward
 
 if TYPE_CHECKING:
     from sglang.faults.pools.scene import Damage, Scene, Victim
-    from sglang.srt.forward.batch import ForwardBatch
-    from sglang.srt.mem_cache.state_pool import StatePool
 
 Fold = Callable[[Tensor, StateForward], Tensor]
 
@@ -91,12 +89,8 @@ def with_slots(scene: Scene, victim: Victim, used: list[int]) -> Damage:
     rows = find_victims(scene, min_prefix=0)
     slots = torch.tensor(used, device=scene.table.device)
 
-    def elsewhere(
-        make: Callable[[StatePool, ForwardBatch], StateForward],
-        pool: StatePool,
-        batch: ForwardBatch,
-    ) -> StateForward:
-        return replace(make(pool, batch), slots=slots)
+    def elsewhere(make: Callable[..., StateForward], *made_of: Any) -> StateForward:
+        return replace(make(*made_of), slots=slots)
 
     return replace(
         before_forward(victim),
