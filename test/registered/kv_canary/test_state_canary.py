@@ -24,11 +24,12 @@ from sglang.test.canary_traffic import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
+from sglang.test.hybrid_models import write_hybrid_model
 from sglang.test.mock_oracle import next_tokens
 from sglang.test.mock_traffic import Traffic, check
 from sglang.test.scale import count
 
-register_cpu_ci(est_time=25, suite="cpu", full_time=250)
+register_cpu_ci(est_time=60, suite="cpu", full_time=1000)
 register_cuda_ci(est_time=120, suite="cuda")
 
 SEEDS = range(count(ci=2, full=20))
@@ -75,6 +76,11 @@ def plant_state(
 
 
 def check_outcome(outcome: Outcome, name: str) -> None:
+    check_report(outcome, name)
+    check_sent(outcome)
+
+
+def check_report(outcome: Outcome, name: str) -> None:
     """The first report has an expected reason and the fault's place, and whatever the
     same forward reports besides follows from it."""
     damage, text = outcome.planted.damage, outcome.text
@@ -93,7 +99,6 @@ def check_outcome(outcome: Outcome, name: str) -> None:
         (named,) = [v for v in found if v["rid"] == rid and v["slot"] == damage.slot]
         assert named["position"] == damage.position
         assert named["request_row"] == damage.req_row
-    check_sent(outcome)
 
 
 def check_hits(outcome: Outcome, found: list[dict[str, Any]]) -> int:
@@ -136,6 +141,16 @@ def test_is_reported_at_once(
     engine = options(page_size, overlap, chunk)
     for seed in SEEDS:
         check_outcome(plant_state(model, name, seed, engine), name)
+
+
+@pytest.mark.parametrize("name", STATE_FAULTS)
+@pytest.mark.parametrize("architecture", ["Lfm2ForCausalLM", "Qwen3NextForCausalLM"])
+def test_layers_of_hybrid_models(tmp_path: Path, architecture: str, name: str) -> None:
+    """One of several layers, with and without matrices."""
+    model = write_hybrid_model(tmp_path, architecture, vocab_size=VOCAB)
+    for seed in range(count(ci=1, full=20)):
+        engine = options(*ENGINES[(seed + sum(map(ord, name))) % len(ENGINES)])
+        check_report(plant_state(model, name, seed, engine), name)
 
 
 @pytest.mark.parametrize(
