@@ -121,8 +121,17 @@ def _violation(number: int, run: list[dict[str, Any]]) -> list[str]:
             f"   first     position {violation['first_wrong_position']} is the first "
             "whose record is not the request's token"
         )
+    if "state_layer" in violation:
+        lines.append(f"   first     {_state_place(violation)} is not finite")
     lines.append(f"   look at   {violation['look_at']}")
     return lines
+
+
+def _state_place(violation: dict[str, Any]) -> str:
+    layer = f"the recurrent state of layer {violation['state_layer']}"
+    if "state_head" not in violation:
+        return layer
+    return f"{layer}, head {violation['state_head']},"
 
 
 def _head(violation: dict[str, Any]) -> str:

@@ -210,6 +210,19 @@ class StateGroup(EngineGroup):
 
     # -- reports -------------------------------------------------------------------
 
+    def where_not_finite(self, req_row: int) -> dict[str, int]:
+        """The first layer with a NaN or infinity in the row's state; the head, too, if
+        the convolution before it holds none."""
+        for layer_id in self.pool.shape.layers:
+            layer = self.pool.layer(layer_id)
+            if not layer.conv[req_row].isfinite().all():
+                return {"state_layer": layer_id}
+            if layer.matrix is not None:
+                bad = ~layer.matrix[req_row].isfinite().flatten(1).all(dim=1)
+                for head in bad.nonzero().flatten().tolist():
+                    return {"state_layer": layer_id, "state_head": head}
+        return {}
+
     def primary_slot(self, slot: int) -> int:
         return -1
 

@@ -20,12 +20,16 @@ TokensOf = Callable[[int], Sequence[int] | None]
 def details(
     violation: Violation, *, target: CanaryTarget, tokens_of: TokensOf
 ) -> dict[str, int]:
-    """Further fields of an incident. For `verify_token` in the target's primary group:
-    the first position, if any, whose slot in the device's table does not hold the
-    request's own token; waits for the device."""
+    """Further fields of an incident of the target's primary group; waits for the
+    device. For `verify_token` the first position, if any, whose slot in the device's
+    table does not hold the request's own token; for `logits_not_finite` the state that
+    is not."""
     primary = target.groups[0]
     if target.is_draft or violation.group != primary.name:
         return {}
+    if "logits_not_finite" in violation.labels:
+        states = target.states
+        return {} if states is None else states.where_not_finite(violation.req_row)
     if "verify_token" not in violation.labels:
         return {}
     tokens = tokens_of(violation.serial)
