@@ -93,9 +93,10 @@ def test_random_requests(tmp_path_factory, configuration, overlap):
     assert (replays(scheduler) > 0) == ON_GPU
     if radix:
         scheduler.cache.check()
-        # Few requests do not meet whole pages of each other, and checkpoints at the
-        # ends of prompts are only of use to what follows on.
-        if strategy != "no_buffer" and (total >= 100 or page_size < 16):
+        # Few requests do not meet whole pages of each other, checkpoints at the ends of
+        # prompts are only of use to what follows on, and a single one is rarely right.
+        is_likely = (total >= 100 or page_size < 16) and states - 32 > 1
+        if strategy != "no_buffer" and is_likely:
             assert scheduler.stats_snapshot().cached_tokens_total > 0
         scheduler.cache.reset()
         checkpoints = scheduler.cache.checkpoints.slots
