@@ -74,9 +74,14 @@ def load_model(
         model.finish_loading("--load-format dummy")
     else:
         source = str(config.path)
+        needed = {
+            name
+            for name in tensor_names(config.path)
+            if _own_name(model, name) is not None
+        }
         weights = with_progress(
-            iterate_weights(config.path),
-            total=len(tensor_names(config.path)),
+            iterate_weights(config.path, needed),
+            total=len(needed),
             what="Loading weights",
             unit="tensor",
             logger=logger,
@@ -119,10 +124,7 @@ def load_weights(
         for shard in parameter.shards
     }
     for name, tensor in weights:
-        if name.endswith(IGNORED_SUFFIXES):
-            continue
-        text_name = text_tensor_name(name) if model.is_text_part else name
-        own_name = None if text_name is None else model.own_name(text_name)
+        own_name = _own_name(model, name)
         if own_name is None:
             continue
         target, shard = _locate(own_name, model.packed_modules)
@@ -140,13 +142,17 @@ def load_weights(
     if missing:
         names = sorted(
             {
-                _checkpoint_name(name, shard, parameters[name], model.packed_modules)
+                model.stored_name(
+                    _checkpoint_name(
+                        name, shard, parameters[name], model.packed_modules
+                    )
+                )
                 for name, shard in missing
             }
         )
         raise ValueError(
             f"{source}: the checkpoint lacks {len(names)} tensor(s) that "
-            f"{type(model).__name__} needs: {', '.join(names[:8])}"
+            f"{model.wanted_by} needs: {', '.join(names[:8])}"
         )
     model.finish_loading(source)
 
@@ -178,6 +184,14 @@ def _loadable_parameters(model: nn.Module) -> dict[str, LoadableParameter]:
         assert isinstance(parameter, LoadableParameter), name
         found[name] = parameter
     return found
+
+
+def _own_name(model: LoadableModel, name: str) -> str | None:
+    """Return the model's name for a checkpoint tensor, or None if it is not needed."""
+    if name.endswith(IGNORED_SUFFIXES):
+        return None
+    text_name = text_tensor_name(name) if model.is_text_part else name
+    return None if text_name is None else model.own_name(text_name)
 
 
 def _locate(

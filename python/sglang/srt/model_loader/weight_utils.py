@@ -6,7 +6,7 @@ file whose header lies is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
 from typing import Any
@@ -64,17 +64,24 @@ def tensor_names(path: Path) -> frozenset[str]:
     return frozenset(names)
 
 
-def iterate_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name, tensor) for every tensor of the checkpoint.
+def iterate_weights(
+    path: Path, names: Container[str] | None = None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, tensor) for every tensor of the checkpoint, or for those in `names`.
+    Others are not read.
 
     Raises:
         ValueError: a file is not valid safetensors, or two files hold the same tensor;
             for a GGUF file as in `iterate_gguf`.
     """
-    return iterate_gguf(path) if is_gguf(path) else _iterate_folder(path)
+    if is_gguf(path):
+        return (found for found in iterate_gguf(path) if _is_in(found[0], names))
+    return _iterate_folder(path, names)
 
 
-def _iterate_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
+def _iterate_folder(
+    folder: Path, names: Container[str] | None
+) -> Iterator[tuple[str, Tensor]]:
     found: dict[str, Path] = {}
     for file in weight_files(folder):
         with _open(file) as tensors:
@@ -85,7 +92,12 @@ def _iterate_folder(folder: Path) -> Iterator[tuple[str, Tensor]]:
                         f"{file.name}; remove one of the files"
                     )
                 found[name] = file
-                yield name, _read(tensors, name, file)
+                if _is_in(name, names):
+                    yield name, _read(tensors, name, file)
+
+
+def _is_in(name: str, names: Container[str] | None) -> bool:
+    return names is None or name in names
 
 
 def _indexed_names(index: Path) -> list[str]:

@@ -408,6 +408,11 @@ class LoadableModel(StackedModel):
         "up_proj": ("gate_up_proj", "up"),
     }
 
+    @property
+    def wanted_by(self) -> str:
+        """Who needs these weights, for errors."""
+        return type(self).__name__
+
     def add_optional_parts(self, names: Iterable[str]) -> None:
         """Build modules that only some checkpoints have; `names` are this
         checkpoint's."""
@@ -416,6 +421,10 @@ class LoadableModel(StackedModel):
         """Return the model's name for a checkpoint tensor, or None if it is not
         needed."""
         return name
+
+    def stored_name(self, own_name: str) -> str:
+        """Return the checkpoint's name for a tensor of the model, for errors."""
+        return own_name
 
     def finish_loading(self, source: str) -> None:
         """Check the weights and derive values from them.
