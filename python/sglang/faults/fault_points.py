@@ -191,8 +191,8 @@ _NO_SPECULATION = Need(
     holds=lambda args: args.speculative_algorithm is None,
 )
 _HEAD = Need(
-    text="--speculative-algorithm EAGLE or EAGLE3 (a language model reads no next "
-    "token)",
+    text="--speculative-algorithm EAGLE, EAGLE3 or NEXTN (a language model reads no "
+    "next token)",
     holds=lambda args: args.draft_token_offset > 0,
 )
 _DECODE = Need(

@@ -625,13 +625,16 @@ class ServerArgs:
         str | None,
         Arg(
             "Speculative decoding algorithm.",
-            ("EAGLE", "EAGLE3", "STANDALONE"),
+            ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"),
             begins="Speculative decoding",
         ),
     ] = None
     speculative_draft_model_path: Annotated[
         str | None,
-        Arg("Folder of the draft model.", aliases=("--speculative-draft-model",)),
+        Arg(
+            "Folder of the draft model; NEXTN: defaults to --model-path.",
+            aliases=("--speculative-draft-model",),
+        ),
     ] = None
     speculative_num_steps: Annotated[int | None, Arg("Depth of the draft.", low=1)] = (
         None

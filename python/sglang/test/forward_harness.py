@@ -94,6 +94,7 @@ class ForwardHarness:
         model: Path,
         *,
         slots: int = 2048,
+        model_config: ModelConfig | None = None,
         is_draft_worker: bool = False,
         **server_args: Any,
     ) -> None:
@@ -104,7 +105,7 @@ class ForwardHarness:
         )
         self.runner = ModelRunner(
             server_args=args,
-            model_config=ModelConfig.from_path(model),
+            model_config=model_config or ModelConfig.from_path(model),
             is_draft_worker=is_draft_worker,
             watcher_bytes_per_slot=watcher_bytes_per_slot(args),
             watcher_bytes_per_head=watcher_bytes_per_head(args),

@@ -57,7 +57,7 @@ def default_max_running_requests(server_args: ServerArgs) -> int:
 
 
 def _handle_eagle_family(server_args: ServerArgs) -> None:
-    """Resolve the flags of EAGLE, EAGLE3 and STANDALONE.
+    """Resolve the flags of EAGLE, EAGLE3, NEXTN and STANDALONE.
 
     Raises:
         ValueError: a number, path or backend is not supported; names the flag, the
@@ -75,11 +75,15 @@ def _resolve_draft_path(args: ServerArgs) -> None:
     if args.speculative_draft_model_path is not None:
         return
     assert args.model_path is not None and args.speculative_algorithm is not None
+    if args.speculative_algorithm == "NEXTN":
+        args.speculative_draft_model_path = args.model_path
+        return
     if Path(args.model_path) != bundled_demo_model_path():
         raise ValueError(
             f"--speculative-algorithm {args.speculative_algorithm} needs "
             "--speculative-draft-model-path: a draft that was trained for "
-            f"{args.model_path}"
+            f"{args.model_path}; a head inside that checkpoint is --speculative-"
+            "algorithm NEXTN"
         )
     path = bundled_demo_draft_path(args.speculative_algorithm)
     args.speculative_draft_model_path = str(path)
@@ -181,11 +185,11 @@ def _tree_backends() -> str:
 def _check_other_flags(args: ServerArgs) -> None:
     """Reject flags that conflict with this algorithm or have no effect on it."""
     if args.speculative_token_map is not None:
-        if args.speculative_algorithm != "EAGLE":
+        if args.speculative_algorithm not in ("EAGLE", "NEXTN"):
             raise ValueError(
                 f"--speculative-token-map {args.speculative_token_map} is for "
-                "--speculative-algorithm EAGLE: an EAGLE3 head brings its own map, a "
-                "STANDALONE draft has its own head; remove it"
+                "--speculative-algorithm EAGLE or NEXTN: an EAGLE3 head brings its own "
+                "map, a STANDALONE draft has its own head; remove it"
             )
         if args.tp_size > 1:
             raise ValueError(

@@ -114,8 +114,8 @@ _REFUSED = {
     "routed_experts": "the experts of a token are not reported; remove the flag",
     "sampling_defaults": "send them with each request, or use --sampling-defaults",
     "sessions": "sessions are prefixes here, kept by the prefix cache; remove the flag",
-    "spec_algorithm": "only EAGLE, EAGLE3 and STANDALONE drafts are served; remove the "
-    "flag",
+    "spec_algorithm": "only EAGLE, EAGLE3, NEXTN and STANDALONE drafts are served; "
+    "remove the flag",
     "template_kwargs": "send chat_template_kwargs with each request",
     "template_name": "use --chat-template with the template's file",
     "tensor_dump": "tensors are not written to files; remove the flag",

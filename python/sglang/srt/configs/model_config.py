@@ -202,6 +202,22 @@ class ModelConfig:
         """Return the same model with another context length."""
         return dataclasses.replace(self, context_len=context_len)
 
+    def head(self, architecture: str) -> ModelConfig:
+        """Return the shape of a head that predicts further tokens with one layer like
+        the last ones here: it attends everything, and has experts if there are any.
+        """
+        moe = self.moe
+        return dataclasses.replace(
+            self,
+            architecture=architecture,
+            num_layers=1,
+            layer_types=(FULL,),
+            sliding_window=None,
+            ropes={FULL: self.rope},
+            state=None,
+            moe=moe and dataclasses.replace(moe, layers=frozenset({0})),
+        )
+
     def with_architecture(self, architecture: str) -> ModelConfig:
         """Return the same shape for another model class."""
         return dataclasses.replace(self, architecture=architecture)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from sglang.srt.distributed.parallel_state import Addend, get_tp_group
 from sglang.srt.distributed.partition import Part, divide
@@ -157,6 +157,14 @@ class DeepseekAttention(Module):
                 rotated.copy_(rotated[:, order.to(tensor.device)])
 
 
+def split_rotated_halves(model: nn.Module) -> None:
+    """Reorder the rotated channels of all attention in a model whose checkpoint has
+    them in interleaved pairs."""
+    for module in model.modules():
+        if isinstance(module, DeepseekAttention):
+            module.split_rotated_halves()
+
+
 def _rows(linear: Linear, size: int | None) -> list[Tensor]:
     """View weight and bias as [blocks of `size` rows, size, ...]; None means one
     block."""
@@ -237,6 +245,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         "kv_a_proj_with_mqa": ("qkv_a_proj", "kv"),
         "gate_proj": ("gate_up_proj", "gate"),
         "up_proj": ("gate_up_proj", "up"),
+        "shared_experts": ("shared_expert", None),
     }
     has_interleaved_pairs = True
 
@@ -247,16 +256,14 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
         self._unused = tuple(f"model.layers.{layer}." for layer in layers)
 
     def own_name(self, name: str) -> str | None:
-        """Layers that predict further tokens are not used."""
+        """Layers that predict further tokens belong to a draft (`models/nextn.py`)."""
         if name.startswith(self._unused):
             return None
-        return super().own_name(name.replace(".shared_experts.", ".shared_expert."))
+        return super().own_name(name)
 
     def finish_loading(self, source: str) -> None:
         if self.has_interleaved_pairs:
-            for module in self.model.modules():
-                if isinstance(module, DeepseekAttention):
-                    module.split_rotated_halves()
+            split_rotated_halves(self)
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):

@@ -1,4 +1,4 @@
-"""Base of the EAGLE and EAGLE3 draft models.
+"""Base of the draft models that read a target's hidden states.
 
 Owns the modules that come from the target, the hidden states that drafts read and the
 names that published checkpoints use. Knows no proposals, trees or workers.

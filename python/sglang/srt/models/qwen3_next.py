@@ -146,7 +146,7 @@ def _head_vector(heads: Part) -> LoadableParameter:
 class QwenHybrid(LlamaForCausalLM):
     """What Qwen3-Next and Qwen3.5 share.
 
-    Tensors for multi-token prediction are not used.
+    Tensors for multi-token prediction (`mtp.*`) belong to a draft (`models/nextn.py`).
     """
 
     state_type = LINEAR

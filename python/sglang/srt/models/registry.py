@@ -26,6 +26,7 @@ from sglang.srt.models.mock_draft import (
     MockForCausalLMEagle,
     MockForCausalLMEagle3,
 )
+from sglang.srt.models.nextn import HEADS, NextnHead, find_head
 from sglang.srt.models.qwen2 import Qwen2ForCausalLM
 from sglang.srt.models.qwen2_moe import Qwen2MoeForCausalLM
 from sglang.srt.models.qwen3 import Qwen3ForCausalLM
@@ -42,7 +43,9 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
 
 MockModel = MockForCausalLM | MockForCausalLMEagle
-DraftHead = LlamaForCausalLMEagle | LlamaForCausalLMEagle3 | MockForCausalLMEagle
+DraftHead = (
+    LlamaForCausalLMEagle | LlamaForCausalLMEagle3 | MockForCausalLMEagle | NextnHead
+)
 CausalLM = LlamaForCausalLM | MockForCausalLM | DraftHead
 
 _MODELS: dict[str, type[LlamaForCausalLM] | type[MockForCausalLM]] = {
@@ -70,16 +73,15 @@ _MODELS: dict[str, type[LlamaForCausalLM] | type[MockForCausalLM]] = {
     )
 }
 # Models that draft for another one and cannot be served alone.
-_DRAFT_MODELS: dict[str, type[DraftHead]] = {
-    model.__name__: model
-    for model in (
-        LlamaForCausalLMEagle,
-        LlamaForCausalLMEagle3,
-        MockForCausalLMDraft,
-        MockForCausalLMEagle,
-        MockForCausalLMEagle3,
-    )
-}
+_HEADS: tuple[type[DraftHead], ...] = (
+    LlamaForCausalLMEagle,
+    LlamaForCausalLMEagle3,
+    MockForCausalLMDraft,
+    MockForCausalLMEagle,
+    MockForCausalLMEagle3,
+    *HEADS,
+)
+_DRAFT_MODELS = {model.__name__: model for model in _HEADS}
 
 
 def supported_architectures() -> list[str]:
@@ -102,12 +104,25 @@ def draft_architectures(algorithm: str) -> list[str]:
     return sorted(heads + whole)
 
 
+def head_of_checkpoint(architecture: str) -> type[NextnHead] | None:
+    """Return the head for multi-token prediction that checkpoints of a model hold, or
+    None if they hold none."""
+    target = _MODELS.get(architecture)
+    return None if target is None else find_head(target)
+
+
 def num_layer_weights(config: ModelConfig) -> int:
     """Return the weights in the layers' matrices, a lower bound of the model's
     weights."""
-    model = _MODELS.get(config.architecture)
+    model = _find(config.architecture)
     has_experts = model is not None and model.has_experts
     return (config if has_experts else config.without_experts()).num_layer_weights
+
+
+def _find(
+    architecture: str,
+) -> type[LlamaForCausalLM] | type[MockForCausalLM] | type[DraftHead] | None:
+    return _MODELS.get(architecture) or _DRAFT_MODELS.get(architecture)
 
 
 def create_model(config: ModelConfig, *, rope_rows: int) -> CausalLM:
@@ -118,7 +133,7 @@ def create_model(config: ModelConfig, *, rope_rows: int) -> CausalLM:
             the layers with a state that config.json describes. The message names it and
             what is supported.
     """
-    model = _MODELS.get(config.architecture) or _DRAFT_MODELS.get(config.architecture)
+    model = _find(config.architecture)
     if model is None:
         known = supported_architectures() + supported_draft_architectures()
         raise ValueError(

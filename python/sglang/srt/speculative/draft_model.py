@@ -20,7 +20,12 @@ from sglang.srt.model_loader.weight_utils import tensor_names
 from sglang.srt.models.draft import DraftModel, strip_prefix
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.models.llama_eagle import LlamaForCausalLMEagle
-from sglang.srt.models.registry import CausalLM, draft_architectures
+from sglang.srt.models.nextn import HEADS, NEXTN, PARTS
+from sglang.srt.models.registry import (
+    CausalLM,
+    draft_architectures,
+    head_of_checkpoint,
+)
 from sglang.srt.speculative.eagle_utils import STANDALONE
 from sglang.srt.utils.json_file import read_json, read_json_object
 from sglang.srt.utils.paths import resolve_model_path
@@ -49,7 +54,8 @@ def draft_model_config(server_args: ServerArgs, target: ModelConfig) -> ModelCon
     assert path is not None and algorithm is not None
     folder = resolve_model_path(path, flag=FLAG)
     config = ModelConfig.from_path(folder)
-    config = _with_head_architecture(config, algorithm)
+    if algorithm in _RESOLVERS:
+        config = _RESOLVERS[algorithm](config, server_args)
     known = draft_architectures(algorithm)
     if config.architecture not in known:
         raise ValueError(
@@ -70,15 +76,48 @@ def draft_model_config(server_args: ServerArgs, target: ModelConfig) -> ModelCon
     return config
 
 
-def _with_head_architecture(config: ModelConfig, algorithm: str) -> ModelConfig:
+def _head_config(config: ModelConfig, server_args: ServerArgs) -> ModelConfig:
+    """Return the shape of the head in the checkpoint that `config` was read from.
+
+    Raises:
+        ValueError: there is none. The message names the first tensor that is missing.
+    """
+    path = server_args.speculative_draft_model_path
+    given = f"{FLAG} {path}" if path != server_args.model_path else "--model-path"
+    where = f"{config.path} ({given}) has no head for --speculative-algorithm {NEXTN}"
+    head = head_of_checkpoint(config.architecture)
+    if head is None:
+        known = ", ".join(each.target.__name__ for each in HEADS)
+        raise ValueError(
+            f"{where}: {config.architecture} is not one of the models whose heads are "
+            f"served, {known}; use another algorithm"
+        )
+    if server_args.load_format != "dummy":
+        stored, names = head.tensors.names(config), tensor_names(config.path)
+        missing = next((x for x in map(stored.stored, PARTS) if x not in names), None)
+        if missing is not None:
+            raise ValueError(
+                f"{where}: tensor {missing} is missing; name a folder that has it "
+                f"with {FLAG}, or use another algorithm"
+            )
+    return config.head(head.__name__)
+
+
+def _with_head_architecture(
+    config: ModelConfig, server_args: ServerArgs
+) -> ModelConfig:
     """Correct the architecture of published EAGLE heads that carry their target's
     class."""
-    if algorithm != "EAGLE" or config.architecture != LlamaForCausalLM.__name__:
+    if config.architecture != LlamaForCausalLM.__name__:
         return config
     names = {strip_prefix(name) for name in tensor_names(config.path)}
     if "fc.weight" not in names:
         return config
     return config.with_architecture(LlamaForCausalLMEagle.__name__)
+
+
+# What config.json of a draft means with an algorithm, if not what it says.
+_RESOLVERS = {NEXTN: _head_config, "EAGLE": _with_head_architecture}
 
 
 def _check_vocabulary(

@@ -54,7 +54,7 @@ __all__ = ["EAGLEWorkerV2", "EagleDraftWorker", "EagleWorkerV2"]
 
 
 class EAGLEWorkerV2:
-    """Worker for the algorithms EAGLE, EAGLE3 and STANDALONE.
+    """Worker for the algorithms EAGLE, EAGLE3, NEXTN and STANDALONE.
 
     Attributes:
         model_runner: the target's runner.
