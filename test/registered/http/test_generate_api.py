@@ -414,6 +414,7 @@ METRICS = (
     "num_retracted_reqs",
     "num_aborted_requests_total",
     "spec_accept_length",
+    "draft_never_accepted_total",
     "cuda_graph_passes_total",
     "prefill_cuda_graph_passes_total",
     "kernel_loads_after_ready_total",

@@ -11,9 +11,16 @@ import pytest
 import torch
 
 import sglang
+from sglang.srt.managers.scheduler import draft_alarm
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
-from sglang.test.head_models import ReferenceHead, add_exact_head, add_head
+from sglang.test.head_models import (
+    ReferenceHead,
+    add_exact_head,
+    add_head,
+    head_tensors,
+    write_head,
+)
 from sglang.test.hybrid_models import write_text_model
 from sglang.test.scale import count
 from sglang.test.spec_accept import AcceptRecorder, Run
@@ -163,6 +170,42 @@ def predicted(head: ReferenceHead, run: Run, *, steps: int) -> list[int]:
         found.append(matched + 1)
         end += matched + 1
     return found
+
+
+@pytest.mark.parametrize(
+    ("is_right", "requests", "new_tokens", "alarms"),
+    [(False, 8, 21, 8 * 20 // 25), (True, 60, 2, 0)],
+)
+def test_a_head_that_is_never_right_is_named(
+    tmp_path: Path,
+    is_right: bool,
+    requests: int,
+    new_tokens: int,
+    alarms: int,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Once in the log, and for every so many drafts in a metric. Drafts whose accepted
+    tokens a request does not want are no reason."""
+    monkeypatch.setattr(draft_alarm, "DRAFTS", 25)
+    folder = write_untied(tmp_path, DEEPSEEK)
+    head = add_exact_head(folder, DEEPSEEK)
+    if not is_right:
+        # Now the head likes best what the target likes least.
+        with torch.no_grad():
+            head.layer.eh_proj.weight.neg_()
+        write_head(folder, head_tensors(head, DEEPSEEK))
+    engine = nextn_engine(folder, tree=(2, 2, 4))
+    for i in range(requests):
+        engine.submit([i, 7, 3 * i], max_new_tokens=new_tokens, ignore_eos=True)
+    engine.run()
+    stats = engine.scheduler.stats_snapshot()
+    assert stats.draft_never_accepted_total == alarms
+    named = [r for r in caplog.records if "draft_never_accepted" in r.message]
+    assert [record.levelname for record in named] == ["WARNING"] * min(alarms, 1)
+    for record in named:
+        assert "--speculative-algorithm NEXTN" in record.message
+        assert f"--speculative-draft-model-path {folder}" in record.message
 
 
 def test_two_ranks_draft_as_one(tmp_path: Path) -> None:

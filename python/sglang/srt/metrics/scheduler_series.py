@@ -80,6 +80,10 @@ COUNTERS: dict[str, tuple[str, str]] = {
         "sglang:num_aborted_requests",
         "Requests that ended with an abort.",
     ),
+    "draft_never_accepted_total": (
+        "sglang:draft_never_accepted",
+        "Times that 1,000 drafts in a row had no token accepted.",
+    ),
     "forward_passes_total": ("sglang:forward_passes", "Forwards of the model."),
     "cuda_graph_passes_total": (
         "sglang:cuda_graph_passes",

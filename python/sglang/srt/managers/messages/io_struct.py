@@ -335,6 +335,7 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     cache_hit_rate: float = 0.0
     num_retracted_reqs: int = 0
     spec_accept_length: float = 0.0
+    draft_never_accepted_total: int = 0
     prompt_tokens_total: int = 0
     generation_tokens_total: int = 0
     cached_tokens_total: int = 0

@@ -45,7 +45,8 @@ class BatchResultProcessor:
         on_finish: called for each finished request, after its memory is released.
         on_lost_grammar: called for each request that needs another grammar and can
             continue; takes it out of the batches.
-        on_verified: called with the number of output tokens of each verified draft.
+        on_verified: called with the number of output tokens of each verified draft, and
+            of its tokens that were accepted.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class BatchResultProcessor:
         *,
         on_finish: Callable[[Req], None],
         on_lost_grammar: Callable[[Req], None],
-        on_verified: Callable[[int], None],
+        on_verified: Callable[[int, int], None],
     ) -> None:
         self._cache = cache
         self._on_finish = on_finish
@@ -127,7 +128,7 @@ class BatchResultProcessor:
             req.committed_len += len(new_tokens)
             req.verifications.count += 1
             req.verifications.accepted_tokens += req.output_len - before
-            self._on_verified(req.output_len - before)
+            self._on_verified(req.output_len - before, len(new_tokens) - 1)
         if req.grammar_failure is not None and not req.is_finished:
             req.lose_grammar()
         if req.first_token_at is None and req.output_len:

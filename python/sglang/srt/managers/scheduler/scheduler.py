@@ -130,9 +130,7 @@ class Scheduler:
         self.cache = self.env.cache
         self._group = get_tp_group()
         self._inputs = StepInputs(io, self._group)
-        self._stats = StatsTracker(
-            self.cache, decode_log_interval=server_args.decode_log_interval
-        )
+        self._stats = StatsTracker(self.cache, server_args)
         self._unfinished: dict[str, Req] = {}
         self._limits = request_limits(
             server_args, runner=worker.model_runner, tokenizer=tokenizer

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from kv_canary.checks import EVERY_REASON
 from sglang.srt.managers.messages.io_struct import HistogramStats, SchedulerStats
+from sglang.srt.managers.scheduler.draft_alarm import DraftAlarm
 from sglang.srt.managers.scheduler.heal_stats import EVERY_DIAGNOSIS, RECOVERY_BUCKETS
 from sglang.srt.model_executor.breakable_cuda_graph_runner import FALLBACK_REASONS
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.batch.req import Req
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +60,10 @@ def add_runner_stats(stats: SchedulerStats, runner: ModelRunner) -> None:
 class StatsTracker:
     """Owns the counters; gauges are read on demand."""
 
-    def __init__(self, cache: BasePrefixCache, *, decode_log_interval: int) -> None:
+    def __init__(self, cache: BasePrefixCache, server_args: ServerArgs) -> None:
         self._cache = cache
-        self._decode_log_interval = decode_log_interval
+        self._decode_log_interval = server_args.decode_log_interval
+        self._draft_alarm = DraftAlarm(server_args)
         self._totals = empty_stats(max_total_num_tokens=cache.allocator.size)
         self._queue_time = HistogramStats.empty(QUEUE_TIME_BUCKETS)
         self._totals.queue_time_seconds = self._queue_time
@@ -78,10 +81,13 @@ class StatsTracker:
         """Number of batches launched so far."""
         return self._totals.forward_passes_total
 
-    def on_verified(self, tokens: int) -> None:
-        """Count a verified draft that yielded `tokens` output tokens."""
+    def on_verified(self, tokens: int, accepted: int) -> None:
+        """Count a verified draft that yielded `tokens` output tokens. A stop condition
+        may have cut them, so `accepted` may be more.
+        """
         self._verified[0] += 1
         self._verified[1] += tokens
+        self._draft_alarm.on_verified(accepted)
 
     def on_prefill(self, reqs: list[Req], new_tokens: int, *, waiting: int) -> None:
         """Count a launched prefill of `new_tokens` prompt tokens over `reqs`."""
@@ -160,6 +166,7 @@ class StatsTracker:
             totals.mamba_usage = 1 - slots.available_size() / slots.size
         totals.gen_throughput = self._throughput
         totals.spec_accept_length = self._accept_length
+        totals.draft_never_accepted_total = self._draft_alarm.total
         prompt = totals.prompt_tokens_total
         totals.cache_hit_rate = totals.cached_tokens_total / prompt if prompt else 0.0
         return totals
