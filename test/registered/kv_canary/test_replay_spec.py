@@ -8,6 +8,7 @@ import pytest
 
 from kv_canary.faults.catalogue import DRAFT_FAULTS
 from sglang.srt.replay.playing.command import main
+from sglang.srt.replay.playing.player import Setting
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.replay_traffic import LONG_AGO, check_same, record_of, replayed
 from sglang.test.scale import count, is_full
@@ -94,6 +95,18 @@ def test_a_clean_run_replays_clean(
         record = record_of(harness)
         assert (record.checkpoint is not None) == (not seed % 2)
         check_same(replayed(record), record)
+
+
+def test_a_draft_in_the_targets_folder_moves_with_it() -> None:
+    """A replay of the record of another machine, where the model lies elsewhere."""
+    recorded = {"model_path": "a", "speculative_draft_model_path": "a"}
+    other = recorded | {"speculative_draft_model_path": "b"}
+    here = Setting(model_path="here")
+    assert here.target_path(recorded) == here.draft_path(recorded) == "here"
+    assert here.draft_path(other) == "b"
+    assert here.draft_path({"model_path": "a"}) is None
+    both = Setting(model_path="here", draft_model_path="there")
+    assert both.draft_path(recorded) == "there"
 
 
 if __name__ == "__main__":

@@ -146,8 +146,8 @@ def _check_same(record: RecordFile, setting: Setting, *, is_forced: bool) -> Non
     """
     flags = record.origin.server_args
     paths = {
-        "target": setting.model_path or flags.get("model_path"),
-        "draft": setting.draft_model_path or flags.get("speculative_draft_model_path"),
+        "target": setting.target_path(flags),
+        "draft": setting.draft_path(flags),
     }
     try:
         models = {

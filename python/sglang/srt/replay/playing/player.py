@@ -68,6 +68,20 @@ class Setting:
     with_faults: bool = True
     with_states: bool = False
 
+    def target_path(self, flags: dict[str, Any]) -> str:
+        """Return the target's path for a record with these flags."""
+        path: str = self.model_path or flags["model_path"]
+        return path
+
+    def draft_path(self, flags: dict[str, Any]) -> str | None:
+        """Return the draft's path for a record with these flags. A draft in the
+        target's folder follows the target.
+        """
+        recorded: str | None = flags.get("speculative_draft_model_path")
+        if recorded == flags["model_path"]:
+            recorded = self.target_path(flags)
+        return self.draft_model_path or recorded
+
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
@@ -169,12 +183,12 @@ def replay_args(record: RecordFile, setting: Setting) -> ServerArgs:
             "cuda_graph_bs": None,
             "cuda_graph_max_bs": None,
         }
-    for name in ("model_path", "draft_model_path"):
-        path = getattr(setting, name)
-        if path is not None:
-            of_draft = name == "draft_model_path"
-            flags["speculative_draft_model_path" if of_draft else name] = path
-            flags["tokenizer_path"] = None
+    if setting.model_path or setting.draft_model_path:
+        flags["tokenizer_path"] = None
+    flags |= {
+        "model_path": setting.target_path(origin.server_args),
+        "speculative_draft_model_path": setting.draft_path(origin.server_args),
+    }
     return ServerArgs(**flags)
 
 
