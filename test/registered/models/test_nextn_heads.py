@@ -28,7 +28,7 @@ from sglang.test.hybrid_models import write_text_model
 register_cpu_ci(est_time=20, suite="cpu")
 
 NEXT, QWEN3_5 = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"
-DEEPSEEK = "DeepseekV3ForCausalLM"
+MOE, DEEPSEEK = "Qwen3_5MoeForCausalLM", "DeepseekV3ForCausalLM"
 TOLERANCE = 3e-4
 
 
@@ -113,6 +113,16 @@ def test_prompts_and_steps_equal_transformers(
         logits, hidden = reference.forward(ids, states)
         assert_close(output.next_token_logits, logits[-1:])
         assert_close(output.hidden_states, hidden[-1:])
+
+
+def logits_of(folder: Path) -> Tensor:
+    """The head's logits after a prompt, for some states of the target."""
+    drafter, ids = Drafter(folder, "cpu_native"), tokens_of(9)
+    row = drafter.harness.new_row(ids.tolist())
+    states = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
+    output = drafter.run(ForwardMode.EXTEND, [(row, 9)], states)
+    logits: Tensor = output.next_token_logits
+    return logits
 
 
 # -- checkpoints ---------------------------------------------------------------------
@@ -238,14 +248,44 @@ def test_the_first_of_several_layers(
                 tensors[further] = torch.full_like(tensors[name], torch.nan)
 
     with caplog.at_level(logging.INFO):
-        expected = load(head_config(tmp_path)).state_dict()
+        expected = logits_of(tmp_path)
     assert "several layers" not in caplog.text
     change_tensors(tmp_path, repeat)
     with caplog.at_level(logging.INFO):
-        found = load(head_config(tmp_path)).state_dict()
+        assert torch.equal(logits_of(tmp_path), expected)
     assert "several layers" in caplog.text and str(tmp_path) in caplog.text
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    load(ModelConfig.from_path(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "count"),
+    [(QWEN3_5, {}, 15), (MOE, {"num_experts": 256, "moe_intermediate_size": 4}, 785)],
+)
+def test_as_many_tensors_as_published(
+    tmp_path: Path, architecture: str, options: dict[str, Any], count: int
+) -> None:
+    """Qwen3.5 9B and 122B-A10B."""
+    with_head(tmp_path, architecture, attention_bias=False, **options)
+    names = load_file(tmp_path / "model.safetensors")
+    assert sum(name.startswith("mtp.") for name in names) == count
+    load(head_config(tmp_path))
+
+
+def test_experts_one_by_one_and_stacked(tmp_path: Path) -> None:
+    """Qwen3.5 and Qwen3.6 store the experts of a head differently."""
+    with_head(tmp_path, MOE)
+    expected = logits_of(tmp_path)
+
+    def stack(tensors: dict[str, Tensor]) -> None:
+        block = "mtp.layers.0.mlp.experts"
+        gate, up, down = (
+            torch.stack([tensors.pop(f"{block}.{i}.{part}.weight") for i in range(5)])
+            for part in ("gate_proj", "up_proj", "down_proj")
+        )
+        tensors[f"{block}.gate_up_proj"] = torch.cat((gate, up), dim=1)
+        tensors[f"{block}.down_proj"] = down
+
+    change_tensors(tmp_path, stack)
+    assert torch.equal(logits_of(tmp_path), expected)
 
 
 def test_copies_of_the_target_and_unknown_tensors(tmp_path: Path) -> None:
