@@ -15,6 +15,8 @@ from sglang.srt.model_executor.breakable_cuda_graph_runner import (
 from sglang.srt.model_executor.memory_plan import prefill_token_counts
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
+from sglang.test.head_models import add_head
+from sglang.test.hybrid_models import write_text_model
 from sglang.test.mock_oracle import next_tokens
 from sglang.test.recording_backend import RecordingBackend
 from sglang.test.scale import count
@@ -156,10 +158,21 @@ def test_target_and_draft_replay_under_speculation(mock, tmp_path, algorithm):
 
 
 @pytest.mark.skipif(ON_GPU, reason="another batch rounds otherwise on a GPU")
-@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
-def test_trained_kinds_of_heads_replay_to_the_bit(tmp_path, algorithm):
-    target = write_tiny_model(tmp_path / "target", "LlamaForCausalLM")
-    head = write_tiny_eagle(tmp_path / "head", target, algorithm=algorithm)
+@pytest.mark.parametrize(
+    ("algorithm", "architecture"),
+    [
+        ("EAGLE", "LlamaForCausalLM"),
+        ("EAGLE3", "LlamaForCausalLM"),
+        ("NEXTN", "Qwen3NextForCausalLM"),
+        ("NEXTN", "DeepseekV3ForCausalLM"),
+    ],
+)
+def test_trained_kinds_of_heads_replay_to_the_bit(tmp_path, algorithm, architecture):
+    target = head = write_text_model(tmp_path / "target", architecture)
+    if algorithm == "NEXTN":
+        add_head(target, architecture)
+    else:
+        head = write_tiny_eagle(tmp_path / "head", target, algorithm=algorithm)
     found = []
     for replays in (False, True):
         harness = speculating_engine(target, head, algorithm, replays=replays)

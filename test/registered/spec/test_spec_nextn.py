@@ -12,7 +12,7 @@ import torch
 
 import sglang
 from sglang.srt.managers.scheduler import draft_alarm
-from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.head_models import (
     ReferenceHead,
@@ -32,9 +32,10 @@ from sglang.test.spec_parity import (
     check_no_leak,
     make_asks,
 )
-from sglang.test.spec_world import plain_engine
+from sglang.test.spec_world import device, plain_engine
 
 register_cpu_ci(est_time=60, suite="cpu", full_time=400)
+register_cuda_ci(est_time=180, suite="cuda")
 
 NEXT, QWEN3_5 = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"
 MOE, WHOLE = "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"
@@ -57,6 +58,8 @@ def nextn_engine(
 ) -> EngineHarness:
     topk, steps, nodes = tree
     usual: dict[str, Any] = {
+        "device": device(),
+        "dtype": "float32",
         "context_length": CONTEXT,
         "max_running_requests": 12,
         "skip_tokenizer_init": True,
@@ -219,6 +222,7 @@ def test_two_ranks_draft_as_one(tmp_path: Path) -> None:
     for tp_size in (1, 2):
         with sglang.Engine(
             model_path=str(folder),
+            device="cpu",
             tp_size=tp_size,
             max_total_tokens=2048,
             speculative_algorithm="NEXTN",
