@@ -11,6 +11,8 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sglang.srt.forward.batch import ForwardBatch
 
 
@@ -39,6 +41,10 @@ class ForwardScopes(Protocol):
     def on_replay(self) -> None:
         """Note that a graph runs all forwards of the launch without their scopes."""
 
+    def on_commit(self, *, slots: Tensor, path: Tensor, path_lens: Tensor) -> None:
+        """Note that nodes of the last verification are folded into recurrent states;
+        see `ModelRunner.commit_states`."""
+
 
 class NullScopes:
     """Watches nothing."""
@@ -59,6 +65,9 @@ class NullScopes:
         return self._nothing
 
     def on_replay(self) -> None:
+        """Nothing to note."""
+
+    def on_commit(self, *, slots: Tensor, path: Tensor, path_lens: Tensor) -> None:
         """Nothing to note."""
 
 

@@ -50,12 +50,57 @@ if TYPE_CHECKING:
 _KIND = KIND_MASK << SERIAL_BITS
 
 
+class StateCommits:
+    """Comparison of the nodes that are folded into states with those that a
+    verification accepted: rows, paths and lengths, by the memory they lie in.
+
+    What a state holds cannot be told from its bytes, and the path of another row may be
+    as long.
+    """
+
+    def __init__(self) -> None:
+        self._folded: tuple[Tensor, ...] | None = None
+
+    def begin(self, folded: tuple[Tensor, ...]) -> None:
+        """Note what is folded."""
+        self._folded = folded
+
+    def end(self, accepted: tuple[Tensor, ...]) -> None:
+        """Compare it with what was accepted.
+
+        Raises:
+            RuntimeError: something else was folded, or nothing.
+        """
+        folded, self._folded = self._folded, None
+        if folded is None:
+            raise RuntimeError(
+                "KV canary: accepted nodes were not folded into recurrent states"
+            )
+        if any(map(_is_elsewhere, folded, accepted)):
+            raise RuntimeError(
+                "KV canary: other rows, paths or lengths were folded into recurrent "
+                "states than the verification accepted"
+            )
+
+
+def _is_elsewhere(one: Tensor, other: Tensor) -> bool:
+    """Whether two tensors are not the same elements of memory."""
+    return (
+        one.data_ptr() != other.data_ptr()
+        or one.shape != other.shape
+        or one.stride() != other.stride()
+    )
+
+
 class StateGroup(EngineGroup):
     """The state slots of one pool.
 
     Args:
         pool: the states.
         primary: state of the group whose lineages the rows have.
+
+    Attributes:
+        commits: the nodes of verifications that are folded into them.
     """
 
     name = StateSlots.name
@@ -74,6 +119,7 @@ class StateGroup(EngineGroup):
         self._source = checks.fingerprint
         self._lineages = primary.expected_lineage
         self._num_rows = 0
+        self.commits = StateCommits()
         self._rows: StateRows | None = None
         self._tracked: StateRows | None = None
 
@@ -162,7 +208,12 @@ class StateGroup(EngineGroup):
 
     def note_accepted(self, path: AcceptedPath) -> Tensor:
         """Record that the accepted nodes were folded, once the lineages have advanced
-        over them; returns the findings, int64 [STATUS_WORDS + b]."""
+        over them; returns the findings, int64 [STATUS_WORDS + b].
+
+        Raises:
+            RuntimeError: other nodes were folded, or none.
+        """
+        self.commits.end((path.req_rows, path.accept_index, path.accept_lens))
         rows = StateRows(
             slots=path.req_rows,
             due_slots=path.req_rows,

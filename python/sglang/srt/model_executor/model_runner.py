@@ -413,6 +413,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         if self.state_pool is None:
             return
         assert self.state_nodes is not None
+        self.scopes.on_commit(slots=slots, path=path, path_lens=path_lens)
         accepted = StateCommit(
             pool=self.state_pool,
             nodes=self.state_nodes,

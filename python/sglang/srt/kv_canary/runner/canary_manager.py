@@ -356,6 +356,11 @@ class CanaryManager:
         self.runtime.settle()
         self._num_run = self._num_due
 
+    def on_commit(self, *, slots: Tensor, path: Tensor, path_lens: Tensor) -> None:
+        """As `ForwardScopes.on_commit`."""
+        if self.target.states is not None:
+            self.target.states.commits.begin((slots, path, path_lens))
+
     def open_launch(self, indices: Sequence[int], forward_batch: ForwardBatch) -> None:
         """Begin a launch: `LaunchScope` does."""
         if self._launched is not None:
