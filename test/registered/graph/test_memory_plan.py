@@ -367,12 +367,18 @@ def test_a_pool_that_does_not_fit_is_refused_at_start(model):
 def test_every_byte_of_a_gpu_is_told(monkeypatch):
     pool = SimpleNamespace(nbytes=50)
     runners = [
-        SimpleNamespace(weight_bytes=15, captured_bytes=2, token_to_kv_pool=pool),
-        SimpleNamespace(weight_bytes=1, captured_bytes=0, token_to_kv_pool=pool),
+        SimpleNamespace(
+            weight_bytes=weights,
+            captured_bytes=captured,
+            state_bytes=states,
+            token_to_kv_pool=pool,
+        )
+        for weights, captured, states in ((15, 2, 7), (1, 0, 0))
     ]
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20, 150))
     use = device_bytes(runners, "cuda")
-    assert use == {"weights": 16, "KV": 100, "graphs": 2, "the rest": 12, "free": 20}
+    held = {"weights": 16, "KV": 100, "states": 7, "graphs": 2}
+    assert use == held | {"the rest": 5, "free": 20}
     assert device_bytes(runners, "cpu") == {}
 
 

@@ -113,12 +113,12 @@ REFUSED = [
     (
         SAMPLED_TAIL,
         drafts(CHAIN, speculative_algorithm="STANDALONE"),
-        "--speculative-algorithm EAGLE or EAGLE3",
+        "--speculative-algorithm EAGLE, EAGLE3 or NEXTN",
     ),
     (
         PROMPT_TAIL,
         drafts(TREE, speculative_algorithm="STANDALONE"),
-        "--speculative-algorithm EAGLE or EAGLE3",
+        "--speculative-algorithm EAGLE, EAGLE3 or NEXTN",
     ),
     (NARROW_ROWS, plain(), "--speculative-algorithm"),
     # A reserve of 8 and headroom for 4 + 4; of 16 and 4 + 12.

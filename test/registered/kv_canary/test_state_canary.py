@@ -4,7 +4,9 @@ token is sent."""
 
 from __future__ import annotations
 
+import itertools
 import random
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +29,9 @@ from sglang.test.harness import EngineHarness
 from sglang.test.hybrid_models import write_hybrid_model
 from sglang.test.mock_oracle import next_tokens
 from sglang.test.mock_traffic import Traffic, check
-from sglang.test.scale import count
+from sglang.test.scale import count, sampled
 
-register_cpu_ci(est_time=60, suite="cpu", full_time=1000)
+register_cpu_ci(est_time=25, suite="cpu", full_time=1000)
 register_cuda_ci(est_time=120, suite="cuda")
 
 SEEDS = range(count(ci=2, full=20))
@@ -133,18 +135,26 @@ def check_sent(outcome: Outcome) -> None:
         assert said == due[len(prompt) - 1 :][: len(said)], rid
 
 
-@each_engine
-@pytest.mark.parametrize("name", STATE_FAULTS)
+@pytest.mark.parametrize(
+    ("name", "engine"),
+    sampled(itertools.product(STATE_FAULTS, ENGINES), key=itemgetter(0), ci=2),
+    ids=lambda value: value if isinstance(value, str) else "-".join(map(str, value)),
+)
 def test_is_reported_at_once(
-    model: Path, name: str, page_size: int, overlap: bool, chunk: int
+    model: Path, name: str, engine: tuple[int, bool, int]
 ) -> None:
-    engine = options(page_size, overlap, chunk)
     for seed in SEEDS:
-        check_outcome(plant_state(model, name, seed, engine), name)
+        check_outcome(plant_state(model, name, seed, options(*engine)), name)
 
 
-@pytest.mark.parametrize("name", STATE_FAULTS)
-@pytest.mark.parametrize("architecture", ["Lfm2ForCausalLM", "Qwen3NextForCausalLM"])
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    sampled(
+        itertools.product(("Lfm2ForCausalLM", "Qwen3NextForCausalLM"), STATE_FAULTS),
+        key=itemgetter(0),
+        ci=6,
+    ),
+)
 def test_layers_of_hybrid_models(tmp_path: Path, architecture: str, name: str) -> None:
     """One of several layers, with and without matrices."""
     model = write_hybrid_model(tmp_path, architecture, vocab_size=VOCAB)

@@ -14,6 +14,7 @@ from sglang.srt.sampling.ops.keep_prefix.op import keep_prefix_ref
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingRow
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.scale import count
 
 register_cpu_ci(est_time=60, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
@@ -184,7 +185,7 @@ def test_the_sampler_draws_the_same_tokens(
         SamplingParams(top_k=9, temperature=0.7),
         SamplingParams(min_p=0.1, top_p=0.9),
     ]
-    params = [cycle[i % len(cycle)] for i in range(10)]
+    params = [cycle[i % len(cycle)] for i in range(count(ci=5, full=10))]
     rows = [SamplingRow(params=p, seed=i) for i, p in enumerate(params)]
     vocab, nodes = 300, 2
     info = SamplingBatchInfo.from_rows(rows, vocab_size=vocab, device=DEVICE)
