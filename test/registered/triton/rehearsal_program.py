@@ -33,6 +33,8 @@ from sglang.srt.managers.scheduler.warm_up import compile_ahead  # noqa: E402
 from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
 from sglang.srt.utils import kernels_ahead  # noqa: E402
 from sglang.test.harness import EngineHarness  # noqa: E402
+from sglang.test.head_models import add_head  # noqa: E402
+from sglang.test.hybrid_models import write_hybrid_model  # noqa: E402
 from sglang.test.tiny_models import write_tiny_eagle, write_tiny_model  # noqa: E402
 
 SIZES = {"head_dim": 64, "hidden_size": 128, "max_position_embeddings": 256}
@@ -42,6 +44,11 @@ ITERATION = {
 }
 TREES = {"accepted_moves_kernel", "branch_table_kernel", "move_kv_kernel"}
 CANARY = {"before_kernel", "accepted_kernel", "carried_kernel", "drawn_kernel"}
+STATES = {
+    *("conv_kernel", "prepare_kernel", "scan_kernel", "commit_kernel", "copy_kernel"),
+    *("shifts_kernel", "check_states_kernel", "note_states_kernel"),
+}
+HYBRID = "Qwen3_5ForCausalLM"
 
 
 class TargetAlone:
@@ -67,7 +74,6 @@ def rehearsed(folder: Path, **flags: Any) -> set[str]:
         max_total_tokens=4096,
         max_running_requests=4,
         skip_tokenizer_init=True,
-        speculative_draft_model_path=str(folder / "draft"),
         speculative_num_steps=3,
         **flags,
     )
@@ -92,13 +98,21 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp())
     target = write_tiny_model(folder / "target", "LlamaForCausalLM", **SIZES)
     write_tiny_eagle(folder / "draft", target, algorithm="EAGLE3")
-    chain = {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1}
-    found = rehearsed(folder, **chain)
+    head = {
+        "speculative_algorithm": "EAGLE3",
+        "speculative_draft_model_path": str(folder / "draft"),
+    }
+    found = rehearsed(folder, **head, speculative_eagle_topk=1)
     assert found >= ITERATION, ITERATION - found
     assert not found & CANARY
     tree = {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}
-    found = rehearsed(folder, **chain | tree, kv_canary="raise")
+    found = rehearsed(folder, **head, **tree, kv_canary="raise")
     wanted = ITERATION | TREES | CANARY
+    assert found >= wanted, wanted - found
+    add_head(write_hybrid_model(folder / "hybrid" / "target", HYBRID), HYBRID)
+    inside = {"speculative_algorithm": "NEXTN"}
+    found = rehearsed(folder / "hybrid", **inside, **tree, kv_canary="raise")
+    wanted |= STATES
     assert found >= wanted, wanted - found
     print(f"{len(found)} kernels are compiled for trees")
 
