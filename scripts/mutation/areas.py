@@ -54,6 +54,13 @@ WINDOW_TESTS = (
     "kv_canary/test_window_canary.py",
     "mock_model/test_window_soak.py",
 )
+STATE_TESTS = (
+    "mem_cache/test_state_memory.py",
+    "mem_cache/test_state_sizes.py",
+    "models/test_state_parity.py",
+    "models/test_state_trees.py",
+    "mock_model/test_state_soak.py",
+)
 SAMPLER_TESTS = (
     "sampling/test_sampler.py",
     "sampling/test_penalties.py",
@@ -207,6 +214,21 @@ AREAS = (
             *SPEC_TESTS,
             *WINDOW_TESTS,
         ),
+    ),
+    Area(
+        place=FaultPlace.STATES,
+        modules=(
+            "managers.batch.state_plans",
+            "mem_cache.groups.state_runs",
+            "mem_cache.groups.state_slots",
+            "mem_cache.ops.copy_slots.op",
+            "mem_cache.state_pool",
+            "model_executor.state_memory",
+            "layers.state.forward",
+            "layers.state.layer",
+        ),
+        worlds=Kind.STATE,
+        tests=STATE_TESTS,
     ),
     Area(
         place=FaultPlace.LOGITS,

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.test.tiny_models import (
+    MOCK_STATE,
     write_mock_draft,
     write_mock_model,
     write_tiny_eagle,
@@ -76,6 +77,7 @@ MODELS = {
     "mock": Model(vocab=VOCAB, write=_mock()),
     "bytes": Model(vocab=BYTES, write=_mock(BYTES), has_text=True),
     "windows": Model(vocab=VOCAB, write=_mock(sliding_window=24, layer_types=LAYERS)),
+    "states": Model(vocab=VOCAB, write=_mock(**MOCK_STATE)),
     "latents": Model(
         vocab=TINY,
         write=partial(
@@ -91,6 +93,7 @@ DRAFTS = {
     "eagle-attention": _mock_draft("EAGLE", "attention"),
     "eagle3-attention": _mock_draft("EAGLE3", "attention"),
     "eagle-windows": _mock_draft("EAGLE", "hidden", model="windows"),
+    "eagle-states": _mock_draft("EAGLE", "hidden", model="states"),
     "eagle-bytes": _mock_draft("EAGLE", "hidden", model="bytes", vocab=BYTES),
     "eagle-latents": Draft(
         algorithm="EAGLE",

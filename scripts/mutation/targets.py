@@ -22,6 +22,8 @@ class Kind(Flag):
     """Greedy requests that speculate."""
     LAYOUT = auto()
     """Other pools and caches: windows, latents, a cache of chunks, KV events."""
+    STATE = auto()
+    """Recurrent states, plain and with drafts."""
     SAMPLING = auto()
     """Requests with all sampling parameters."""
     GRAMMAR = auto()

@@ -75,6 +75,8 @@ WINDOWS = {"swa_full_tokens_ratio": 0.5}
 # The endpoint is added when the engine is built.
 EVENTS = {"kv_events_config": '{"publisher": "zmq", "endpoint": "ipc://%s"}'}
 TREE, SMALL_TREE, CHAIN = (4, 4, 12), (4, 3, 8), (1, 3, 4)
+# More states than rows of requests, so that there are checkpoints, but not for all.
+STATES = {"max_mamba_cache_size": 20, "mamba_track_interval": 16}
 WORLDS = (
     World(name="plain-1", kind=Kind.PLAIN, page_size=1, slots=420, requests=36),
     World(name="plain-16", kind=Kind.PLAIN, page_size=16, slots=592, requests=36),
@@ -128,6 +130,36 @@ WORLDS = (
         draft="eagle-windows",
         tree=TREE,
         options=WINDOWS,
+    ),
+    World(
+        name="states-1",
+        kind=Kind.STATE,
+        page_size=1,
+        slots=560,
+        requests=30,
+        model="states",
+        options=STATES,
+    ),
+    World(
+        name="states-16",
+        kind=Kind.STATE,
+        page_size=16,
+        slots=704,
+        requests=30,
+        model="states",
+        options=STATES,
+    ),
+    World(
+        name="states-eagle",
+        kind=Kind.STATE,
+        page_size=1,
+        slots=640,
+        requests=16,
+        rows=8,
+        model="states",
+        draft="eagle-states",
+        tree=TREE,
+        options=STATES,
     ),
     World(
         name="latents-eagle",

@@ -45,6 +45,7 @@ class FaultPlace(Enum):
     TREE = "tree"
     BRANCHES = "branches"
     ATTENTION = "attention"
+    STATES = "states"
     LOGITS = "logits"
     SAMPLING = "sampling"
     GRAMMAR = "grammar"
