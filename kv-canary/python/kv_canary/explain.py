@@ -207,9 +207,11 @@ def _fold_lines(violation: dict[str, Any]) -> _Lines:
     # A slot without tokens has no last position.
     due, found = (0 if last is None else last + 1 for last in lasts)
     counter = int(violation["found"]["fingerprint"], 16)
+    # A slot that is freed, or new, counts from far below zero.
+    seen = f"{found} tokens" if found >= 0 else "the state of a freed or new slot"
     return [
         ("expected", f"{due} tokens folded"),
-        ("found", f"{found} tokens, by counter {counter} of the slot"),
+        ("found", f"{seen}, by counter {counter} of the slot"),
     ]
 
 

@@ -6,17 +6,22 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from state_world import ENGINES, LENGTHS, ROWS, options, write_model
 
 from kv_canary.checks import reason_labels
+from kv_canary.explain import explain
 from kv_canary.faults.catalogue import STATE_FAULTS
 from kv_canary.faults.fault import Bound
 from kv_canary.records import Counter
+from kv_canary.reporter import CanaryViolation
+from sglang.srt.layers.state.forward import StateForward
 from sglang.test.canary_traffic import (
     VOCAB,
     Lengths,
@@ -175,6 +180,29 @@ def test_the_last_owner_had_folded_as_many_tokens(
     engine = options(1, False, -1) | {"max_mamba_cache_size": ROWS + 2}
     for seed in SEEDS:
         check_outcome(plant_state(model, name, seed, engine, lengths=same), name)
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_a_new_request_must_not_fold_onto_a_state(
+    model: Path, monkeypatch: pytest.MonkeyPatch, is_used: bool
+) -> None:
+    """Of a slot that was freed, or never written."""
+    harness = EngineHarness(model, kv_canary="raise", **options(1, False, -1))
+    if is_used:
+        harness.generate(list(range(30)), max_new_tokens=2)
+    of = StateForward.of
+
+    def onto(*args: Any) -> StateForward:
+        state = of(*args)
+        if state.has_state is None:
+            return state
+        return replace(state, has_state=torch.ones_like(state.has_state))
+
+    monkeypatch.setattr(StateForward, "of", onto)
+    with pytest.raises(CanaryViolation, match="fail_reason=state_folds"):
+        harness.generate(list(range(50, 80)), max_new_tokens=2)
+    (incident,) = harness.scheduler.own_incidents()
+    assert "the state of a freed or new slot, by counter 0" in explain(incident)
 
 
 @each_engine

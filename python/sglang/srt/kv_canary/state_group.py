@@ -48,6 +48,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.state_pool import StatePool
 
 _KIND = KIND_MASK << SERIAL_BITS
+FREED = -(1 << 30)
+"""Tokens folded into a state that was freed or never written: fewer than any request
+can make up for."""
 
 
 class StateCommits:
@@ -133,8 +136,8 @@ class StateGroup(EngineGroup):
     def poison(self, slots: Tensor) -> None:
         super().poison(slots)
         # The last owner may have folded as many tokens as the next one will, and would
-        # hide that the next one's are missing.
-        self.pool.folded.index_fill_(0, slots, 0)
+        # hide that the next one's are missing, or are folded onto its state.
+        self.pool.folded.index_fill_(0, slots, FREED)
 
     def on_copy(self, dst: Tensor, src: Tensor) -> None:
         """Copy the records of slots `src` to `dst`, after the bytes. Whoever holds a
@@ -317,6 +320,7 @@ def create_state_group(
         primary=primary,
     )
     pool.register_on_copy(group.on_copy)
+    pool.folded.fill_(FREED)
     return group
 
 
