@@ -12,10 +12,11 @@ import torch
 
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.harness import EngineHarness
+from sglang.test.head_models import add_head
+from sglang.test.hybrid_models import write_text_model
 from sglang.test.spec_world import ModelFolders, matrix, spec_engine
-from sglang.test.tiny_models import write_tiny_model
 
-register_cuda_ci(est_time=120, suite="cuda")
+register_cuda_ci(est_time=240, suite="cuda")
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -81,10 +82,18 @@ def no_kernels() -> None:
             kernel.device_caches.clear()
 
 
-@pytest.fixture(scope="module", params=["LlamaForCausalLM", "Gemma3ForCausalLM"])
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Gemma3ForCausalLM",
+    "Lfm2ForCausalLM",
+    "Qwen3_5MoeForCausalLM",
+)
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
 def model(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Path:
     folder = tmp_path_factory.mktemp(request.param)
-    return write_tiny_model(folder, request.param, max_position_embeddings=2048)
+    return write_text_model(folder, request.param, max_position_embeddings=2048)
 
 
 @pytest.mark.parametrize("name", ENGINES)
@@ -106,6 +115,25 @@ def test_nothing_comes_late_to_drafts(
     )
     engine = spec_engine(folders, config, **WARM, **CANARY)
     serve_anything(engine, context=engine.scheduler.model_config.context_len, seed=topk)
+    assert_nothing_came_late(engine)
+
+
+@pytest.mark.parametrize("topk", [1, 3])
+@pytest.mark.parametrize("architecture", ["Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"])
+def test_nothing_comes_late_to_heads_of_hybrids(
+    architecture: str, topk: int, tmp_path: Path
+) -> None:
+    folder = write_text_model(tmp_path, architecture, max_position_embeddings=2048)
+    add_head(folder, architecture)
+    engine = EngineHarness(
+        folder,
+        **{**WARM, **CANARY, "max_running_requests": 32},
+        speculative_algorithm="NEXTN",
+        speculative_num_steps=3,
+        speculative_eagle_topk=topk,
+        speculative_num_draft_tokens=4 if topk == 1 else 8,
+    )
+    serve_anything(engine, context=1500, seed=topk)
     assert_nothing_came_late(engine)
 
 

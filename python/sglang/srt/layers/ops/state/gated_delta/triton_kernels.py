@@ -185,7 +185,7 @@ def _invert(matrix, CHUNK: tl.constexpr):
     tl.store(cell, inverse)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def prepare_kernel(
     q,
     k,
@@ -396,7 +396,7 @@ def scan_kernel(  # noqa: PLR0913, PLR0915 - a tuple's pointers would be special
         write_count(counts, slot, before + length, True)
 
 
-@triton.jit(do_not_specialize_on_alignment=["folded"])
+@triton.jit(do_not_specialize=["nodes"], do_not_specialize_on_alignment=["folded"])
 def commit_kernel(
     node_keys,
     node_u,

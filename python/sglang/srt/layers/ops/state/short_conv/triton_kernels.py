@@ -96,7 +96,7 @@ def decode_kernel(
     tl.store(place, result.to(out.dtype.element_ty), mask=is_channel)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "rows"])
 def conv_kernel(
     x,
     weight,
@@ -174,7 +174,10 @@ def conv_kernel(
     )
 
 
-@triton.jit(do_not_specialize_on_alignment=["folded", "track_lens", "track_slots"])
+@triton.jit(
+    do_not_specialize=["tokens"],
+    do_not_specialize_on_alignment=["folded", "track_lens", "track_slots"],
+)
 def fold_kernel(
     x,
     state,
