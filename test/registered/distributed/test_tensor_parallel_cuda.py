@@ -11,6 +11,7 @@ import pytest
 import sglang
 from sglang.srt.utils.devices import cuda_device_count
 from sglang.test.ci.ci_register import register_cuda_ci
+from sglang.test.hybrid_models import write_text_model
 from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_model, write_tiny_model
@@ -50,10 +51,13 @@ def answers_of(tp_size: int, model: Path, **options: Any) -> list[dict[str, Any]
 
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "in-order"])
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3ForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3NextForCausalLM"],
+)
 def test_two_gpus_equal_one(tmp_path: Path, architecture: str, overlap: bool) -> None:
     """float32 without TF32, which torch leaves off; decode steps are graphs."""
-    model = write_tiny_model(tmp_path, architecture, vocab_size=265)
+    model = write_text_model(tmp_path, architecture, vocab_size=265)
     options = {"disable_overlap_schedule": not overlap}
     one = answers_of(1, model, **options)
     two = answers_of(2, model, **options)
