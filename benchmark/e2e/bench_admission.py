@@ -26,6 +26,7 @@ from unittest.mock import patch
 import torch
 from bench_canary import Side
 from model_shapes import SHAPES, write_shape
+from served import free_memory
 
 from kv_canary.runtime.runtime import CanaryRuntime
 from sglang.bench_utils.launch import run_report
@@ -133,6 +134,14 @@ def measure(args: argparse.Namespace, folder: Path, mode: str | None) -> Json:
     return {"canary": mode or "off", "parts": medians, "host": host}
 
 
+def _alone(args: argparse.Namespace, folder: Path, mode: str | None) -> Json:
+    """Measure in memory that the next side can have."""
+    try:
+        return measure(args, folder, mode)
+    finally:
+        free_memory()
+
+
 _HOST = {part.name for part in PARTS if part.name != MODEL} | {REST}
 
 
@@ -156,7 +165,7 @@ def run(args: argparse.Namespace) -> Json:
         "rows": args.rows,
         "input_len": args.input_len,
         "page_size": args.page_size,
-        "sides": [measure(args, folder, mode) for mode in (None, "raise")],
+        "sides": [_alone(args, folder, mode) for mode in (None, "raise")],
         **provenance(),
     }
 

@@ -38,6 +38,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 
 WARM_STEPS = 8
+CHUNK = 8192
 
 
 class WaitClock:
@@ -126,10 +127,12 @@ def measure(
 ) -> dict[str, float]:
     vocab = scheduler.model_config.vocab_size
     generator = torch.Generator().manual_seed(rows)
+    # The first ones may decode between the chunks of the last.
+    chunks = rows * (1 + args.input_len // CHUNK)
     for i in range(rows):
         ids = torch.randint(0, vocab, (args.input_len,), generator=generator)
         params = SamplingParams(
-            max_new_tokens=args.steps + 64 + rows // 4,
+            max_new_tokens=args.steps + 64 + chunks,
             temperature=args.temperature,
             top_p=args.top_p,
             top_k=args.top_k,
@@ -160,6 +163,7 @@ def measure(
         steps.append(time.perf_counter() - before)
     total = time.perf_counter() - loop_began
     waited = clock.seconds
+    assert scheduler.running is not None and len(scheduler.running) == rows
     while scheduler.has_work():
         scheduler.step()
     io.requests.append(FlushCacheReq(call_id=0))
@@ -201,6 +205,7 @@ def main() -> None:
         skip_tokenizer_init=True,
         device="cuda",
         context_length=args.context_length,
+        chunked_prefill_size=CHUNK,
         max_running_requests=max(args.batch_size),
         cuda_graph_bs=sorted(args.batch_size),
         disable_radix_cache=True,

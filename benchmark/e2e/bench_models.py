@@ -3,13 +3,15 @@ canary.
 
 python benchmark/e2e/bench_models.py --shape gpt-oss-20b Qwen3-30B-A3B
 
-Shapes of models with windows, experts or latents, with dummy weights, in the whole
-scheduler. Two schedulers with the same weights, one of them with `--kv-canary raise`,
-take turns as in `bench_canary.py`. The floor of a decode step is the bytes it reads
-(weights, with only the chosen experts, and KV, with only a window in sliding layers)
-over the read bandwidth; the floor of a prefill is its flops over the rate of matrix
-products. Both rates are measured in the same run. --profile adds the kernels of a step
-by time. A process of its own measures each shape; the last line is one JSON document.
+Shapes of models with windows, experts, latents or recurrent states, with dummy weights,
+in the whole scheduler. Two schedulers with the same weights, one of them with
+`--kv-canary raise`, take turns as in `bench_canary.py`. The floor of a decode step is
+the bytes it reads (weights, with only the chosen experts, KV, with only a window in
+sliding layers, and states, which it also writes) over the read bandwidth; the floor of
+a prefill is its flops over the rate of matrix products. Both rates are measured in the
+same run. --cached turns the prefix cache on and serves prompts of which all but the
+last tokens are in it. --profile adds the kernels of a step by time. A process of its
+own measures each shape; the last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ INPUT_LENS = {"Gemma-3-4B": 8192}
 RATIOS = {"Gemma-3-4B": 0.2, "gpt-oss-20b": 0.5}
 KINDS = ("Gemma-3-4B", "gpt-oss-20b", "Qwen3-30B-A3B", "DeepSeek-V2-Lite")
 LONG_CONTEXT = 32768
+CHECKPOINTS = 64
 EAGER_STEPS = 3
 PROFILED_STEPS = 8
 PROFILED_KERNELS = 16
@@ -61,6 +64,9 @@ def two_sides(args: argparse.Namespace) -> tuple[Side, Side]:
     folder = write_shape(args.shape, Path(tempfile.mkdtemp()))
     ratio = RATIOS.get(args.shape)
     flags: Json = {} if ratio is None else {"swa_full_tokens_ratio": ratio}
+    if args.cached and "linear_num_value_heads" in SHAPES[args.shape]:
+        # Both sides have to fit into one GPU.
+        flags["max_mamba_cache_size"] = args.max_running + CHECKPOINTS
     off = Side(args, folder, None, speculation=flags)
     with same_weights(off):
         return off, Side(args, folder, "raise", speculation=flags)
@@ -131,7 +137,13 @@ def measure(args: argparse.Namespace) -> Json:
     args.graph_sizes = sorted(args.batch_size)
     sides = two_sides(args)
     off = sides[0].scheduler
-    floors = ModelFloors(off.worker.model_runner.model, off.model_config)
+    runner = off.worker.model_runner
+    states = runner.state_pool
+    floors = ModelFloors(
+        runner.model,
+        off.model_config,
+        state_bytes=0 if states is None else states.shape.bytes_per_slot,
+    )
     report = Report(args.shape)
     profiles: dict[str, list[Json]] = {}
     for rows in args.batch_size:
@@ -160,6 +172,13 @@ def measure(args: argparse.Namespace) -> Json:
             profiles[f"prefill {prompt}"] = profiled(
                 sides, 1, lambda side, n=prompt: side.prefill(n, 99)
             )
+    for prompt in args.cached:
+        for side in sides:
+            side.prefill(prompt, seed=0)
+        times = alternate(
+            sides, args.pairs, lambda side, _, n=prompt: side.prefill(n, 0)
+        )
+        report.add(f"cached {prompt}", times, 0.0, 0.0)
     share = kv_share(sides[0], floors, LONG_CONTEXT)
     manager = sides[1].scheduler.worker.model_runner.canary_manager
     assert manager is not None and manager.reporter.total == 0
@@ -175,6 +194,7 @@ def measure(args: argparse.Namespace) -> Json:
         "matrix_rate": rate,
         "input_len": length,
         "page_size": args.page_size,
+        "real_data": args.real_data,
         "kv_share": share,
         "rows": report.rows,
     }
@@ -188,14 +208,16 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--input-len", type=int, default=0, help="0: by shape")
     parser.add_argument("--prefill", type=int, nargs="*", default=[8192])
+    parser.add_argument("--cached", type=int, nargs="*", default=[])
+    parser.add_argument("--real-data", default="partial")
     parser.add_argument("--block", type=int, default=32)
     parser.add_argument("--pairs", type=int, default=8)
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--context-length", type=int, default=LONG_CONTEXT + 1024)
     parser.add_argument("--profile", action="store_true")
     args = parser.parse_args()
-    args.device, args.load_format, args.real_data = "cuda", "dummy", "partial"
-    args.sweep_interval, args.fill_cache = 0, False
+    args.device, args.load_format = "cuda", "dummy"
+    args.sweep_interval, args.fill_cache = 0, bool(args.cached)
     args.disable_overlap_schedule = False
     return args
 

@@ -5,9 +5,11 @@ python benchmark/e2e/bench_spec.py model --heldout lab/demo_model/build/corpus/.
     [--model-path TARGET --draft-model-path HEAD]
 
 `cycle` (a GPU): one draft + verify + extend cycle of a real model shape with dummy
-weights and an EAGLE3 head of one layer; random weights accept nothing, so the time of
+weights and an EAGLE3 head of one layer, or with --algorithm NEXTN the head inside the
+shape; random weights accept nothing, so the time of
 a cycle is what counts. `--accept-length` adds the tokens per second of a simulated
-accept length beside decoding without speculation.
+accept length beside decoding without speculation. With `--temperature` and `--top-p`
+tokens are drawn.
 `model`: a model and its drafts (default: the bundled ones) on held-out prompts, greedy;
 accept length, tokens per second, and the share of distinct 4-grams of the output.
 --heldout has one JSON object a line: `text`, whose first tokens are a prompt, or `ids`,
@@ -77,8 +79,21 @@ def in_scheduler(
         free_memory()
 
 
-def submit(io: ListIO, rid: str, ids: list[int], new_tokens: int) -> None:
-    params = SamplingParams(max_new_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+def submit(
+    io: ListIO,
+    rid: str,
+    ids: list[int],
+    new_tokens: int,
+    *,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+) -> None:
+    params = SamplingParams(
+        max_new_tokens=new_tokens,
+        temperature=temperature,
+        top_p=top_p,
+        ignore_eos=True,
+    )
     io.requests.append(GenerateReq(rid=rid, input_ids=ids, sampling_params=params))
 
 
@@ -86,7 +101,7 @@ def submit(io: ListIO, rid: str, ids: list[int], new_tokens: int) -> None:
 
 
 def step_ms(
-    scheduler: Scheduler, io: ListIO, *, rows: int, input_len: int, steps: int
+    scheduler: Scheduler, io: ListIO, *, rows: int, args: argparse.Namespace
 ) -> dict[str, float]:
     """Measure the median round of the scheduler loop while all requests decode.
 
@@ -98,8 +113,15 @@ def step_ms(
         scheduler.server_args.tree_shape.accept_width if is_drafting(scheduler) else 1
     )
     for i in range(rows):
-        ids = torch.randint(0, vocab, (input_len,), generator=generator)
-        submit(io, f"{rows}-{i}", ids.tolist(), (steps + 64) * room)
+        ids = torch.randint(0, vocab, (args.input_len,), generator=generator)
+        submit(
+            io,
+            f"{rows}-{i}",
+            ids.tolist(),
+            (args.steps + 64) * room,
+            temperature=args.temperature,
+            top_p=args.top_p,
+        )
     while scheduler.running is None or len(scheduler.running) < rows:
         scheduler.step()
     for _ in range(WARM_STEPS):
@@ -107,7 +129,7 @@ def step_ms(
     torch.cuda.synchronize()
     before = scheduler.stats_snapshot().generation_tokens_total
     times, began = [], time.perf_counter()
-    for _ in range(steps):
+    for _ in range(args.steps):
         start = time.perf_counter()
         scheduler.step()
         times.append(time.perf_counter() - start)
@@ -122,7 +144,7 @@ def step_ms(
     return {
         "rows": rows,
         "ms_median": statistics.median(times) * 1e3,
-        "ms_mean": seconds / steps * 1e3,
+        "ms_mean": seconds / args.steps * 1e3,
         "tok_s": tokens / seconds,
     }
 
@@ -142,9 +164,7 @@ def time_cycles(
     name = f"{tuple(tree)} {layout}" if tree else "none"
     results = []
     for rows in args.batch_size:
-        found = step_ms(
-            scheduler, io, rows=rows, input_len=args.input_len, steps=args.steps
-        )
+        found = step_ms(scheduler, io, rows=rows, args=args)
         results.append(found | {"tree": tree, "layout": layout})
         print(
             f"{name:25}  {rows:5d}  "
@@ -167,7 +187,9 @@ def cycle(args: argparse.Namespace) -> dict[str, Any]:
         "attention_backend": args.attention_backend,
         "device": "cuda",
     }
-    draft = str(write_draft_shape(args.shape, folder / "draft"))
+    draft = common["model_path"]
+    if args.algorithm != "NEXTN":
+        draft = str(write_draft_shape(args.shape, folder / "draft"))
     results: list[dict[str, Any]] = []
     print("tree (topk, steps, nodes)  batch  cycle ms  (mean)  tok/s")
     with_layouts = itertools.product(args.trees, args.draft_layouts)
@@ -176,7 +198,7 @@ def cycle(args: argparse.Namespace) -> dict[str, Any]:
         simulated: Any = nullcontext()
         if tree is not None:
             flags = tree.flags() | {
-                "speculative_algorithm": "EAGLE3",
+                "speculative_algorithm": args.algorithm,
                 "speculative_draft_model_path": draft,
                 "speculative_draft_layout": layout,
             }
@@ -188,7 +210,14 @@ def cycle(args: argparse.Namespace) -> dict[str, Any]:
                 **common,
                 **flags,
             )
-    return {"shape": args.shape, "page_size": args.page_size, "results": results}
+    return {
+        "shape": args.shape,
+        "algorithm": args.algorithm,
+        "page_size": args.page_size,
+        "temperature": args.temperature,
+        "top_p": args.top_p,
+        "results": results,
+    }
 
 
 # -- model -----------------------------------------------------------------------------
@@ -311,11 +340,14 @@ def main() -> None:
     modes = parser.add_subparsers(dest="mode", required=True)
     timed = modes.add_parser("cycle")
     timed.add_argument("--shape", choices=sorted(SHAPES), default="Llama-3.1-8B")
+    timed.add_argument("--algorithm", choices=("EAGLE3", "NEXTN"), default="EAGLE3")
     timed.add_argument("--batch-size", type=int, nargs="+", default=[1, 16])
     timed.add_argument("--input-len", type=int, default=1024)
     timed.add_argument("--steps", type=int, default=96)
     timed.add_argument("--context-length", type=int, default=8192)
     timed.add_argument("--accept-length", type=float, default=0.0)
+    timed.add_argument("--temperature", type=float, default=0.0)
+    timed.add_argument("--top-p", type=float, default=1.0)
     timed.add_argument("--trees", type=Tree.parse, nargs="+")
     timed.add_argument(
         "--draft-layouts",

@@ -2,7 +2,8 @@
 model.
 
 Weights are counted from the loaded model, with only the experts that the tokens choose;
-a sliding layer reads and multiplies only its window.
+a sliding layer reads and multiplies only its window, and a layer with a recurrent
+state reads and writes it.
 """
 
 from __future__ import annotations
@@ -53,9 +54,12 @@ class ModelFloors:
     Attributes:
         slot_bytes: KV bytes of one token in the layers that attend everything;
             window_bytes: the same in sliding layers.
+        state_bytes: bytes of one request's recurrent state.
     """
 
-    def __init__(self, model: nn.Module, config: ModelConfig) -> None:
+    def __init__(
+        self, model: nn.Module, config: ModelConfig, *, state_bytes: int = 0
+    ) -> None:
         self._config = config
         experts = [m for m in model.modules() if isinstance(m, Experts)]
         of_experts = {id(p) for module in experts for p in module.parameters()}
@@ -76,22 +80,24 @@ class ModelFloors:
             self._weights += config.moe.top_k * self._expert_bytes // itemsize
         halves = 1 if config.latent is not None else 2
         of_layer = halves * config.num_kv_heads * config.head_dim * itemsize
-        self._windows = [config.layer_window(i) for i in range(config.num_layers)]
+        self._windows = [config.layer_window(i) for i in config.attention_layers]
         full = self._windows.count(None)
         self.slot_bytes = full * of_layer
-        self.window_bytes = (config.num_layers - full) * of_layer
+        self.window_bytes = (len(self._windows) - full) * of_layer
+        self.state_bytes = state_bytes
 
     def decode_bytes(self, *, rows: int, context: float, experts: float) -> float:
-        """Return the bytes that a decode step reads, with `experts` chosen by a layer's
-        tokens.
+        """Return the bytes that a decode step reads, and of states also writes, with
+        `experts` chosen by a layer's tokens.
         """
         window = min(context, self._config.sliding_window or 0)
         kv = context * self.slot_bytes + window * self.window_bytes
-        return self._plain_bytes + experts * self._expert_bytes + rows * kv
+        of_row = kv + 2 * self.state_bytes
+        return self._plain_bytes + experts * self._expert_bytes + rows * of_row
 
     def prefill_flops(self, length: int) -> float:
-        """Return the flops of one prompt: all tokens' products, attention, one token's
-        head.
+        """Return the flops of one prompt: all tokens' products, attention, states, one
+        token's head.
         """
         config = self._config
         channels = 2 * config.head_dim
@@ -101,7 +107,18 @@ class ModelFloors:
         pairs = sum(attended_pairs(length, window) for window in self._windows)
         attention = 2.0 * config.num_heads * channels * pairs
         head = 2.0 * config.hidden_size * config.vocab_size
-        return 2.0 * self._weights * length + attention + head
+        products = 2.0 * self._weights * length
+        return products + attention + self._state_flops() * length + head
+
+    def _state_flops(self) -> float:
+        """Flops of a token that meets its matrix three times in every layer with one:
+        what it holds, what it gains, what it answers.
+        """
+        state = self._config.state
+        if state is None or state.delta is None:
+            return 0.0
+        matrix = state.delta.heads * state.delta.d_k * state.delta.d_v
+        return 6.0 * matrix * len(state.layers)
 
     def kv_share(self, *, tokens: int, window_slots: int) -> float:
         """Return KV bytes in use relative to a pool whose layers keep every token."""
