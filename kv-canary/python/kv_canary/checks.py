@@ -65,6 +65,9 @@ class Reason(IntFlag):
     LOGITS_NOT_FINITE = 1 << 23
     SAMPLED_TOKEN = 1 << 24
     STATE_FOLDS = 1 << 25
+    TIER_BYTES = 1 << 26
+    TIER_IDENTITY = 1 << 27
+    TIER_INCOMPLETE = 1 << 28
 
 
 def reason_labels(reasons: int) -> list[str]:
@@ -104,7 +107,8 @@ class Shows(Enum):
     INPUT = 4
     WRITE = 5
     ALIAS = 6
-    RECORD = 7
+    UNIT = 7
+    RECORD = 8
 
 
 class Sources(NamedTuple):
@@ -220,7 +224,57 @@ _OTHER_STATE = Diagnosis(
     applies=is_of_state,
 )
 
+_UNIT_DETAIL = "the unit is dropped before anything of it is read, and its tokens are \
+computed; in every mode"
+
 CHECKS: tuple[Check, ...] = (
+    Check(
+        reason=Reason.TIER_BYTES,
+        meaning="a unit of KV has other bytes in the slots that it was copied to than "
+        "it had when it left its sender's",
+        detail=_UNIT_DETAIL,
+        found_by=(Launch.TIER,),
+        diagnoses=(
+            Diagnosis(
+                name="bytes changed on the way",
+                look_at="what else writes to the tier's memory or files; copies that "
+                "were cut short or left out a layer, a head or the scales; hardware",
+            ),
+        ),
+        shows=Shows.UNIT,
+        since="0.2.0",
+    ),
+    Check(
+        reason=Reason.TIER_IDENTITY,
+        meaning="a unit of KV holds other tokens than were asked for",
+        detail=_UNIT_DETAIL,
+        found_by=(Launch.TIER,),
+        diagnoses=(
+            Diagnosis(
+                name="unit of other tokens",
+                look_at="when the unit was stored: before its KV was computed, or when "
+                "its slots had another owner; who else uses its key; the order of "
+                "pages",
+            ),
+        ),
+        shows=Shows.UNIT,
+        since="0.2.0",
+    ),
+    Check(
+        reason=Reason.TIER_INCOMPLETE,
+        meaning="a unit of KV is incomplete, or of another layout",
+        detail=_UNIT_DETAIL,
+        found_by=(Launch.TIER,),
+        diagnoses=(
+            Diagnosis(
+                name="unit cut short",
+                look_at="who wrote it: a full disk, a writer that died, another "
+                "version, model, page size or number of ranks",
+            ),
+        ),
+        shows=Shows.UNIT,
+        since="0.2.0",
+    ),
     Check(
         reason=Reason.STATE_FOLDS,
         meaning="a layer has folded another number of tokens into its state than the "

@@ -18,6 +18,7 @@ from kv_canary.records import Launch, WriterKind
 
 POISON, NONE = (kind.name.lower() for kind in (WriterKind.POISON, WriterKind.NONE))
 SWEEP = Launch.SWEEP.name.lower()
+TIER = Launch.TIER.name.lower()
 
 
 def explain(incident: dict[str, Any]) -> str:
@@ -157,6 +158,8 @@ def _row(violation: dict[str, Any]) -> str:
     row = violation["batch_row"]
     if violation["launch"] == SWEEP:
         return "prefix cache"
+    if violation["launch"] == TIER:
+        return "before it was read"
     if row < 0:
         return "no row"
     if "step" not in violation:
@@ -254,6 +257,16 @@ def _record_lines(violation: dict[str, Any]) -> _Lines:
     return [("expected", text), found]
 
 
+def _unit_lines(violation: dict[str, Any]) -> _Lines:
+    """Return where a unit came from."""
+    return [
+        (
+            "unit",
+            f"{violation['unit']}, in {violation['tier']}, from {violation['sender']}",
+        )
+    ]
+
+
 _Part = Callable[[dict[str, Any]], _Lines]
 _PARTS: dict[Shows, _Part] = {
     Shows.PHASE: _phase_lines,
@@ -263,6 +276,7 @@ _PARTS: dict[Shows, _Part] = {
     Shows.INPUT: _input_lines,
     Shows.WRITE: _write_lines,
     Shows.ALIAS: _alias_lines,
+    Shows.UNIT: _unit_lines,
     Shows.RECORD: _record_lines,
 }
 

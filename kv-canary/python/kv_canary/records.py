@@ -122,6 +122,7 @@ class Launch(IntEnum):
     ATTENTION = 7
     IDLE = 8
     DRAWN = 9
+    TIER = 10
 
 
 class Ring(IntEnum):
@@ -134,6 +135,7 @@ class Ring(IntEnum):
     TAG comes from `ring_tag`.
     An entry of DRAWN with GRAMMAR_MASK has the words of the mask row in the WORD0
     columns, serial and tokens accepted. LOGITS_ROW has sums of rows as lineages.
+    An entry of TIER is about a unit that the host compared, whose first slot it names.
     A PHASE entry has the due phase in EXPECTED_WORD0, the phase found in FOUND_WORD0,
     and -1 as SLOT, POSITION and BATCH_ROW.
     """
@@ -321,6 +323,18 @@ def _extend_lineages(runs: Sequence[TokenRun]) -> list[int]:
 def request_lineage(tokens: list[int] | npt.NDArray[np.int64], salt: int) -> int:
     """Return the lineage of a request with these tokens at positions 0, 1, ..."""
     return extend_lineage(0, tokens, start_position=0, salt=salt)
+
+
+def prefix_lineages(
+    tokens: npt.NDArray[np.int64], *, salt: int, seed: int = 0
+) -> npt.NDArray[np.int64]:
+    """Return the signed lineages after each of these tokens at positions 0, 1, ...;
+    `seed` is the lineage before the first."""
+    positions = np.arange(len(tokens), dtype=np.int64)
+    terms = _terms(tokens, positions, np.uint64(salt_key(salt) & MASK64))
+    sums = np.cumsum(terms, dtype=np.uint64) + np.uint64(seed & MASK64)
+    signed: npt.NDArray[np.int64] = sums.view(np.int64)
+    return signed
 
 
 def pack_word0_tensor(tokens: Tensor, positions: Tensor) -> Tensor:

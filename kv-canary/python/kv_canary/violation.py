@@ -194,6 +194,7 @@ _LAUNCH_ORDER = (
     Launch.RESULT,
     Launch.CARRIED,
     Launch.IDLE,
+    Launch.TIER,
 )
 
 

@@ -47,6 +47,7 @@ from sglang.srt.arg_groups.synonyms import (
     SAMPLING_BACKENDS,
     check_token_oracle,
 )
+from sglang.srt.arg_groups.tiers_hook import handle_tiers
 from sglang.srt.arg_groups.upstream_flags import (
     add_upstream_flags,
     upstream_flags,
@@ -237,6 +238,48 @@ class ServerArgs:
     disable_hybrid_swa_memory: Annotated[
         bool, Arg("Also keep every token in sliding layers: no window slots.")
     ] = False
+    enable_hierarchical_cache: Annotated[
+        bool,
+        Arg(
+            "Keep cached prefixes in host memory, too, and copy them back on a hit.",
+        ),
+    ] = False
+    hicache_ratio: Annotated[
+        float | None,
+        Arg("Host memory for KV per memory for KV on the device; unset: 2."),
+    ] = None
+    hicache_size: Annotated[
+        int,
+        Arg(
+            "Host memory for KV of each rank in GB, instead of --hicache-ratio; 0: "
+            "unset.",
+            low=0,
+        ),
+    ] = 0
+    hicache_write_policy: Annotated[
+        str,
+        Arg(
+            "When a prefix is copied to host memory: write_through, when it is cached; "
+            "write_through_selective, when a second request uses it; write_back, when "
+            "it is evicted.",
+            ("write_through", "write_through_selective", "write_back"),
+        ),
+    ] = "write_through"
+    hicache_io_backend: Annotated[
+        str,
+        Arg(
+            "How KV is copied: kernel gathers the slots on the device first.",
+            ("kernel",),
+        ),
+    ] = "kernel"
+    hicache_mem_layout: Annotated[
+        str,
+        Arg(
+            "Order of KV in host memory: page_first keeps all layers of a unit "
+            "together.",
+            ("page_first",),
+        ),
+    ] = "page_first"
     mamba_ssm_dtype: Annotated[
         str | None,
         Arg(
@@ -726,6 +769,7 @@ class ServerArgs:
         handle_kv_canary(self)
         handle_http(self)
         handle_kv_events(self)
+        handle_tiers(self)
         self._is_resolved = True
 
     def __setattr__(self, name: str, value: Any) -> None:

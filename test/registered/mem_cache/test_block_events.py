@@ -32,7 +32,7 @@ class Watched:
     def __init__(self, cache: BasePrefixCache) -> None:
         self.cache = cache
         self.recorder = BlockRecorder(page_size=cache.page_size, bigram=cache.bigram)
-        cache.listener = self.recorder
+        cache.listeners.append(self.recorder)
         self.reader = StrictReader(cache.page_size)
 
     def take(self) -> list:

@@ -25,6 +25,7 @@ from sglang.srt.kv_events.messages import (
     BlockStored,
     NamespacedBlockStored,
 )
+from sglang.srt.mem_cache.cache_listener import CacheListener
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.page_ledger import IntArray
@@ -67,7 +68,7 @@ def _in_namespace(stored: BlockStored, namespace: str) -> NamespacedBlockStored:
     )
 
 
-class BlockRecorder:
+class BlockRecorder(CacheListener):
     """Listens to a prefix cache and keeps the events since `take`.
 
     With a draft model a page also depends on the token after it, so the tree may hold

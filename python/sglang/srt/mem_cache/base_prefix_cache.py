@@ -195,7 +195,7 @@ class BasePrefixCache(ABC):
         groups: the cache's part of each secondary group of the allocator, and of the
             checkpoints.
         checkpoints: checkpoints of recurrent state, or None if there are none.
-        listener: hears of all changes from now on. Set it while the cache is empty.
+        listeners: hear of all changes from now on. Add them while the cache is empty.
     """
 
     root: TreeNode
@@ -213,7 +213,7 @@ class BasePrefixCache(ABC):
         self.allocator = allocator
         self.page_size = allocator.page_size
         self.bigram = bigram
-        self.listener: CacheListener | None = None
+        self.listeners: list[CacheListener] = []
 
     def key(self, tokens: TokenSeq, *, namespace: str | None = None) -> RadixKey:
         """Return a key of the kind this cache uses."""
@@ -246,9 +246,18 @@ class BasePrefixCache(ABC):
         """Return the length that `match_prefix` would find, without an access."""
 
     @abstractmethod
-    def insert(self, key: RadixKey, slots: torch.Tensor) -> int:
+    def insert(
+        self,
+        key: RadixKey,
+        slots: torch.Tensor,
+        holds: Sequence[GroupHold] | None = None,
+    ) -> int:
         """Give the tree the slots of the whole pages of `key` that it lacks, with their
-        slots in all secondary groups.
+        slots in the secondary groups.
+
+        Args:
+            holds: the caller's hold on each group. Defaults to all slots and no
+                checkpoints.
 
         Returns:
             The length, in positions, that the tree already had. The caller keeps its

@@ -53,7 +53,12 @@ class ChunkCache(BasePrefixCache):
     def match_length(self, key: RadixKey) -> int:
         return 0
 
-    def insert(self, key: RadixKey, slots: torch.Tensor) -> int:
+    def insert(
+        self,
+        key: RadixKey,
+        slots: torch.Tensor,
+        holds: Sequence[GroupHold] | None = None,
+    ) -> int:
         raise RuntimeError("ChunkCache keeps no slots: free them instead")
 
     def inc_lock_ref(self, node: TreeNode) -> None:

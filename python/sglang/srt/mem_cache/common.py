@@ -203,10 +203,10 @@ def check_busy(
             req.req_pool_idx, req.cache_protected_len, req.allocated_len
         )
         holders[np.unique(host_array(own) // page_size)] += 1
+    aside = np.empty(0, dtype=np.int64) if aside is None else aside
     for index in range(len(allocator.secondary)):
-        _check_busy_group(cache, requests, index)
-    if aside is not None:
-        holders[aside] += 1
+        _check_busy_group(cache, requests, index, aside)
+    holders[aside] += 1
     owned = np.zeros(num_pages + 1, dtype=np.int64)
     owned[allocator.owned_pages()] = 1
     for what, pages in (
@@ -219,7 +219,10 @@ def check_busy(
 
 
 def _check_busy_group(
-    cache: BasePrefixCache, requests: Iterable[CacheableReq], index: int
+    cache: BasePrefixCache,
+    requests: Iterable[CacheableReq],
+    index: int,
+    aside: IntArray,
 ) -> None:
     """Check that exactly the pages that should have a page in a secondary group do."""
     group, rows = cache.allocator.secondary[index], cache.req_to_token_pool
@@ -230,7 +233,7 @@ def _check_busy_group(
             host_array(rows.row_slots(req.req_pool_idx, begin, req.allocated_len))
         )
     held = np.unique(np.concatenate([np.empty(0, np.int64), *parts]) // cache.page_size)
-    wrong = np.setxor1d(held, group.mapped_pages())
+    wrong = np.setxor1d(held, np.setdiff1d(group.mapped_pages(), aside))
     if len(wrong):
         raise RuntimeError(
             f"{len(wrong)} pages have a page in group {group.name} that no "

@@ -93,8 +93,14 @@ class RadixCache(BasePrefixCache):
         path = self._descend(key, self._elements(key))
         return path[-1] if path else self.root
 
-    def insert(self, key: RadixKey, slots: torch.Tensor) -> int:
-        holds = tuple(group.slots.hold(0) for group in self.groups)
+    def insert(
+        self,
+        key: RadixKey,
+        slots: torch.Tensor,
+        holds: Sequence[GroupHold] | None = None,
+    ) -> int:
+        if holds is None:
+            holds = [group.slots.hold(0) for group in self.groups]
         present, _ = self._insert(key, host_array(slots), holds)
         return present
 
@@ -154,8 +160,8 @@ class RadixCache(BasePrefixCache):
         parent.children[self._edge(key, elements, start)] = leaf
         self._evictable += len(leaf.slots)
         self._enqueue(leaf)
-        if self.listener is not None:
-            self.listener.on_stored(leaf)
+        for listener in self.listeners:
+            listener.on_stored(leaf)
         return leaf
 
     def _spans(self, key: RadixKey, elements: IntArray) -> list[tuple[TreeNode, int]]:
@@ -242,8 +248,8 @@ class RadixCache(BasePrefixCache):
         node.slots = node.slots[length:]
         node.start += length
         upper.children[node.elements[: self.page_size].tobytes()] = node
-        if self.listener is not None:
-            self.listener.on_split(upper, node)
+        for listener in self.listeners:
+            listener.on_split(upper, node)
         for group in self.groups:
             group.on_split(upper, node)
         return upper
@@ -274,6 +280,8 @@ class RadixCache(BasePrefixCache):
             node = node.parent
         for group in self.groups:
             group.lock(end)
+        for listener in self.listeners:
+            listener.on_locked(end)
 
     def dec_lock_ref(
         self, node: TreeNode, holds: Sequence[GroupHold] | None = None
@@ -321,6 +329,8 @@ class RadixCache(BasePrefixCache):
         """
         parent = leaf.parent
         assert parent is not None
+        for listener in self.listeners:
+            listener.on_evicting(leaf, keep)
         rest: TreeNode | None = None
         if keep == 0:
             self._replace_child(leaf, None)
@@ -331,8 +341,8 @@ class RadixCache(BasePrefixCache):
             self._replace_child(leaf, rest)
             self._enqueue(rest)
         leaf.parent = None
-        if self.listener is not None:
-            self.listener.on_removed(leaf, rest)
+        for listener in self.listeners:
+            listener.on_removed(leaf, rest)
         for group in self.groups:
             group.on_removed(leaf, rest)
 
@@ -376,8 +386,8 @@ class RadixCache(BasePrefixCache):
         self._evictable = self._protected = 0
         for group in self.groups:
             group.reset()
-        if self.listener is not None:
-            self.listener.on_cleared()
+        for listener in self.listeners:
+            listener.on_cleared()
 
     # -- requests ------------------------------------------------------------------
 
@@ -446,6 +456,8 @@ class RadixCache(BasePrefixCache):
         for node in whole:
             if node.lock_ref:
                 raise RuntimeError(f"{node} cannot be cut: a request relies on it")
+        for listener in self.listeners:
+            listener.on_cutting(whole)
         for top in tops:
             parent = top.parent
             assert parent is not None
@@ -456,8 +468,8 @@ class RadixCache(BasePrefixCache):
             # A holder without a lock, such as a sweep, must notice.
             node.parent = None
             self._evictable -= len(node.slots)
-            if self.listener is not None:
-                self.listener.on_removed(node, None)
+            for listener in self.listeners:
+                listener.on_removed(node, None)
             for group in self.groups:
                 group.on_removed(node)
         return torch.from_numpy(np.concatenate([EMPTY, *(n.slots for n in whole)]))

@@ -144,6 +144,13 @@ class StatePool:
         about slots can follow the bytes."""
         self._on_copy.append(hook)
 
+    def named(self) -> list[tuple[str, Tensor]]:
+        """Return everything that a slot has, by name; each [slots, ...]."""
+        names = (
+            ("conv", "folded") if self.matrix is None else ("conv", "matrix", "folded")
+        )
+        return list(zip(names, self._tensors(), strict=True))
+
     def _tensors(self) -> list[Tensor]:
         matrix = [] if self.matrix is None else [self.matrix]
         return [self.conv, *matrix, self.folded]

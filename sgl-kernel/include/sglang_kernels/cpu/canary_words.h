@@ -59,8 +59,11 @@ struct Reason {
     kLogitsNotFinite = 8388608,
     kSampledToken = 16777216,
     kStateFolds = 33554432,
+    kTierBytes = 67108864,
+    kTierIdentity = 134217728,
+    kTierIncomplete = 268435456,
   };
-  static constexpr int64_t kCount = 26;
+  static constexpr int64_t kCount = 29;
 };
 
 struct WriterKind {
@@ -99,8 +102,9 @@ struct Launch {
     kAttention = 7,
     kIdle = 8,
     kDrawn = 9,
+    kTier = 10,
   };
-  static constexpr int64_t kCount = 10;
+  static constexpr int64_t kCount = 11;
 };
 
 struct Counter {

@@ -252,6 +252,17 @@ class GrammarDecision(msgspec.Struct, kw_only=True, omit_defaults=True):
     is_fresh: bool = False
 
 
+class TierDecision(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What the ranks do with KV in other tiers in one step.
+
+    `arrived` has the numbers of loads that rank 0 has seen arrive. At most about
+    `store_bytes` are stored.
+    """
+
+    arrived: list[int] = []
+    store_bytes: int = 0
+
+
 class StepInput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Input of one scheduler step, which rank 0 sends to the other ranks.
 
@@ -262,6 +273,7 @@ class StepInput(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     requests: list[SchedulerRequest] = []
     grammars: list[GrammarDecision] = []
+    tiers: TierDecision | None = None
     history: int = 0
 
 
@@ -354,6 +366,13 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     kv_events_dropped_total: int = 0
     kv_events_replayed_total: int = 0
     kv_events_connections: int = 0
+    # KV in host memory, in tokens; damaged units.
+    hicache_host_used_tokens: int = 0
+    hicache_host_total_tokens: int = 0
+    hicache_stored_tokens_total: int = 0
+    hicache_loaded_tokens_total: int = 0
+    hicache_skipped_tokens_total: int = 0
+    hicache_damaged_units_total: int = 0
     # Pages that are watched or kept out of use.
     kv_canary_quarantined_pages: int = 0
     kv_canary_quarantined_share: float = 0.0

@@ -34,6 +34,7 @@ from sglang.srt.mem_cache.common import release_req
 if TYPE_CHECKING:
     from sglang.srt.managers.batch.req import Req
     from sglang.srt.managers.scheduler.stats import StatsTracker
+    from sglang.srt.managers.scheduler.tier_loads import TierLoads
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class BatchSelector:
             their slots back; returns whether there were any.
         on_dropped: called with a request that was aborted between two chunks of its
             prompt or before a retraction, after its memory is released.
+        loads: KV in other tiers, or None without any.
 
     Attributes:
         waiting: the queue; these requests hold no memory.
@@ -100,7 +102,9 @@ class BatchSelector:
         stats: StatsTracker,
         resolve: Callable[[], bool],
         on_dropped: Callable[[Req], None],
+        loads: TierLoads | None = None,
     ) -> None:
+        self._loads = loads
         assert server_args.chunked_prefill_size is not None
         self._env = env
         self._cache = env.cache
@@ -232,6 +236,7 @@ class BatchSelector:
                 max_new_reqs=self._num_free_rows + (self.chunked is not None),
                 decode_reserve=self._env.decode_reserve,
             ),
+            loads=self._loads,
         )
 
     def _fill_prefill_adder(self) -> PrefillAdder:

@@ -330,6 +330,13 @@ class CanaryGate:
         patterns = (manager.slot_pattern(group) for manager in self._managers)
         return [SharedPattern(p, self._group) for p in patterns if p is not None]
 
+    # -- other tiers ---------------------------------------------------------------
+
+    def settle(self) -> None:
+        """Mark what was freed so far, in stream order."""
+        for manager in self._managers:
+            manager.settle()
+
     def _report(self, managers: list[CanaryManager]) -> None:
         errors, owners = [], self._slot_owners()
         for manager in managers:

@@ -50,7 +50,7 @@ class KvEventFeed:
         self._publisher = publisher
         self._recorder = BlockRecorder(page_size=cache.page_size, bigram=cache.bigram)
         self._recorder.on_cleared()
-        cache.listener = self._recorder
+        cache.listeners.append(self._recorder)
 
     def publish(self) -> None:
         """Publish the events since the last call, if there are any."""

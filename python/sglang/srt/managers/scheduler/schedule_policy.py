@@ -11,7 +11,8 @@ from sglang.srt.mem_cache.common import usable_size
 
 if TYPE_CHECKING:
     from sglang.srt.managers.batch.req import Req
-    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, MatchResult
+    from sglang.srt.managers.scheduler.tier_loads import TierLoads
+    from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache, RadixKey
     from sglang.srt.mem_cache.groups.runs import GroupRuns
 
 # A request is expected to sample at most this many more tokens: without a bound, one
@@ -96,7 +97,7 @@ class Admission(Enum):
     """Outcome of `PrefillAdder.add`."""
 
     ADDED = "added"
-    DEFERRED = "deferred"  # a shared prefix is being computed now
+    DEFERRED = "deferred"  # a shared prefix is being computed or loaded now
     NO_BUDGET = "no budget"
 
 
@@ -143,6 +144,9 @@ class PrefillAdder:
 
     An added request holds a lock on its cached prefix; the caller takes the slots.
 
+    Args:
+        loads: KV in other tiers, or None without any.
+
     Attributes:
         reqs, extend_lens: added requests, and the number of tokens each prefills now.
         chunked: the added request whose prompt does not fit in this batch, if any.
@@ -155,7 +159,9 @@ class PrefillAdder:
         running: Sequence[Req],
         new_token_ratio: float,
         budget: PrefillBudget,
+        loads: TierLoads | None = None,
     ) -> None:
+        self._loads = loads
         self._cache = cache
         self._page_size = cache.page_size
         self._budget = budget
@@ -188,8 +194,11 @@ class PrefillAdder:
         """Admit a waiting request if the budgets allow it."""
         if self._is_full():
             return Admission.NO_BUDGET
+        if self._loads is not None and self._loads.is_loading(req):
+            return Admission.DEFERRED
         limit = req.cacheable_prefix_len()
-        match = self._match(req, limit)
+        key = self._key(req, limit)
+        match = self._cache.match_prefix(key)
         if self._shares_with_batch(req, limit, len(match)):
             return Admission.DEFERRED
         extend_len = len(req.tokens) - len(match)
@@ -205,6 +214,12 @@ class PrefillAdder:
             self._cache.dec_lock_ref(match.last_node)
             self._cache.mark_released(req)
             return Admission.NO_BUDGET
+        if self._loads is not None:
+            if self._loads.begins(req, key, match):
+                self._cache.dec_lock_ref(match.last_node)
+                self._cache.mark_released(req)
+                return Admission.DEFERRED
+            self._loads.on_admitted(req)
         if not req.was_admitted:
             # After a retraction it finds its own KV here.
             req.cached_tokens = len(match)
@@ -213,7 +228,7 @@ class PrefillAdder:
 
     def slot_need(self, req: Req) -> SlotNeed:
         """Return the need that `add` compares for a waiting request; takes nothing."""
-        match = self._match(req, req.cacheable_prefix_len())
+        match = self._cache.match_prefix(self._key(req, req.cacheable_prefix_len()))
         self._cache.inc_lock_ref(match.last_node)
         self._cache.mark_admitted(req, match)
         need = SlotNeed(
@@ -229,11 +244,9 @@ class PrefillAdder:
         self._cache.mark_released(req)
         return need
 
-    def _match(self, req: Req, limit: int) -> MatchResult:
-        """Return the cached prefix of the first `limit` tokens."""
-        return self._cache.match_prefix(
-            self._cache.key(req.tokens[:limit], namespace=req.namespace)
-        )
+    def _key(self, req: Req, limit: int) -> RadixKey:
+        """Return the first `limit` tokens as a key of the cache."""
+        return self._cache.key(req.tokens[:limit], namespace=req.namespace)
 
     def _is_full(self) -> bool:
         return (

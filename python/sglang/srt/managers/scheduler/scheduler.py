@@ -53,6 +53,7 @@ from sglang.srt.managers.scheduler.result_processor import (
 from sglang.srt.managers.scheduler.stall_check import SchedulerStalled, StallCheck
 from sglang.srt.managers.scheduler.stats import StatsTracker, add_runner_stats
 from sglang.srt.managers.scheduler.step_inputs import StepInputs
+from sglang.srt.managers.scheduler.tier_setup import create_tier_loads
 from sglang.srt.managers.scheduler.watchdog import Watchdog
 from sglang.srt.managers.worker.grammar_masks import GrammarMasks
 from sglang.srt.mem_cache.common import check_idle
@@ -82,6 +83,8 @@ IDLE_WAIT_MS = 1000
 MAX_LOST_SHOWN = 16
 # Wait while a grammar is compiled and nothing else runs.
 GRAMMAR_WAIT_MS = 2
+# Wait while KV is loaded from another tier and nothing else runs.
+LOAD_WAIT_MS = 1
 # Wait while a profile runs or is written and nothing else runs.
 PROFILE_WAIT_MS = 50
 
@@ -137,12 +140,16 @@ class Scheduler:
         )
         self._grammars, self._masks = self._create_grammars(tokenizer)
         self._canary = self._create_canary_gate()
+        self.tiers = create_tier_loads(
+            server_args, worker, self.cache, group=self._group, canary=self._canary
+        )
         self.batches = BatchSelector(
             self.env,
             server_args=server_args,
             stats=self._stats,
             resolve=self._free_memory,
             on_dropped=lambda req: self.intake.end(req),
+            loads=self.tiers,
         )
         self._streamer = OutputStreamer(
             io,
@@ -202,6 +209,7 @@ class Scheduler:
             else KvEventFeed(self.cache, event_publisher)
         )
         self._is_shut_down = False
+        self._is_loading_alone = False
         self.idle_checked = True
         self.recorder = create_recorder(self)
         if self.recorder is not None:
@@ -298,6 +306,7 @@ class Scheduler:
         inputs = self._inputs.next(
             wait_ms=self._wait_ms() if may_wait and not decided else 0,
             grammars=decided,
+            tiers=None if self.tiers is None else self.tiers.decide(),
         )
         with self._watchdog.guard():
             return self._run_round(inputs)
@@ -311,8 +320,11 @@ class Scheduler:
             self.intake.apply_grammars(inputs.grammars)
         for message in inputs.requests:
             self._dispatch(message)
+        if self.tiers is not None and inputs.tiers is not None:
+            self.tiers.apply(inputs.tiers)
         if self._must_know_results():
             self._resolve(0)
+        self._is_loading_alone = False
         was_checked, may_run = self.idle_checked, self._may_run()
         batch = None if self._pause.is_on else self.batches.get_next_batch_to_run()
         if batch is not None:
@@ -323,6 +335,8 @@ class Scheduler:
             self._healer.after_step(has_launched=batch is not None)
         if batch is None and not did_process:
             self._on_empty_round(inputs)
+        if self.tiers is not None and inputs.tiers is not None:
+            self.tiers.after_round(inputs.tiers)
         if self._kv_events is not None:
             self._kv_events.publish()
         if self._profiler.is_busy:
@@ -373,6 +387,8 @@ class Scheduler:
 
     def _wait_ms(self) -> int:
         """How long the receive may wait: 0 while there is something to run."""
+        if self._is_loading_alone:
+            return LOAD_WAIT_MS
         if self.in_flight or self._may_run():
             return 0
         if self._grammars:
@@ -384,8 +400,14 @@ class Scheduler:
         return not self._pause.is_on and self.batches.has_requests()
 
     def has_work(self) -> bool:
-        """Whether any request is unfinished."""
-        return bool(self.in_flight or self.batches.has_requests() or self._grammars)
+        """Whether any request is unfinished, or KV is on its way."""
+        is_loading = self.tiers is not None and self.tiers.num_loading > 0
+        return bool(
+            self.in_flight
+            or self.batches.has_requests()
+            or self._grammars
+            or is_loading
+        )
 
     def _launch(self, batch: ScheduleBatch) -> InFlight:
         launched = batch.record()
@@ -454,7 +476,16 @@ class Scheduler:
         """Check what must hold if nothing was launched or processed."""
         if not self.has_work():
             self._on_idle()
-        elif inputs.requests or inputs.grammars or self._grammars or self._pause.is_on:
+        elif (
+            inputs.requests
+            or inputs.grammars
+            or self._grammars
+            or self._pause.is_on
+            or (inputs.tiers is not None and inputs.tiers.arrived)
+        ):
+            self._stall_check.restart()
+        elif self.tiers is not None and self.tiers.num_loading:
+            self._is_loading_alone = True
             self._stall_check.restart()
         else:
             try:
@@ -528,6 +559,8 @@ class Scheduler:
         """Return why a checkpoint would not be enough to continue from, or None if it
         would.
         """
+        if self.tiers is not None:
+            return "KV in host memory is not recorded"
         for group in self.cache.groups:
             if group.slots.unsaved:
                 return group.slots.unsaved
@@ -620,4 +653,6 @@ class Scheduler:
             self._healer.add_stats(stats)
         if self._kv_events is not None:
             self._kv_events.add_stats(stats)
+        if self.tiers is not None:
+            self.tiers.add_stats(stats)
         return stats

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.managers.messages.io_struct import (
     GrammarDecision,
     StepInput,
+    TierDecision,
     decode_step_input,
     encode,
 )
@@ -33,12 +34,18 @@ class StepInputs:
         self._group = group
         self._history = 0
 
-    def next(self, *, wait_ms: int, grammars: list[GrammarDecision]) -> StepInput:
+    def next(
+        self,
+        *,
+        wait_ms: int,
+        grammars: list[GrammarDecision],
+        tiers: TierDecision | None = None,
+    ) -> StepInput:
         """Begin a step. Rank 0 waits at most `wait_ms` for messages, the others wait
         for rank 0.
 
         Args:
-            grammars: rank 0's decisions.
+            grammars, tiers: rank 0's decisions.
 
         Raises:
             RuntimeError: the ranks' earlier steps differ.
@@ -47,6 +54,7 @@ class StepInputs:
             step = StepInput(
                 requests=self._io.recv(wait_ms=wait_ms),
                 grammars=grammars,
+                tiers=tiers,
                 history=self._history,
             )
             if self._group.size > 1:

@@ -91,6 +91,10 @@ class StateRuns(GroupRuns):
             raise RuntimeError(f"{node} has no checkpoint: match again")
         return slot
 
+    def has_checkpoint(self, node: TreeNode) -> bool:
+        """Return whether a run has a checkpoint at its end."""
+        return self._mark(node).slot > 0
+
     def take(self, kept: Collection[int] = ()) -> int:
         """Take a slot for a new checkpoint, an old one's if none is free; 0 if requests
         hold all of them.

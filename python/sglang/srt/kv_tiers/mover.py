@@ -1,0 +1,245 @@
+"""Copies units between slots and host memory, beside the forwards.
+
+```
+store   forward's stream: gather into a buffer   copy stream: buffer --> host
+load    copy stream: host --> buffer, scatter, compare, verdict --> host
+```
+A gather runs in stream order with the forwards, so a slot may be freed and taken again
+at once. A load fills slots that nobody reads before its verdict is known. On the CPU
+every step is done when the call returns.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from sglang.srt.kv_tiers.group import TierGroup
+
+BUFFER_BYTES = 32 << 20
+"""Bytes of units that are moved at once; one unit, if that is larger."""
+MOST_STORED_AT_ONCE = 4 * BUFFER_BYTES
+"""Bytes that may be on their way to the host."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shipment:
+    """Units of one group and where their rows go. n units, k filled slots.
+
+    Fields:
+        group: their group.
+        units: n tensors uint8 [bytes], on the host.
+        slots: int64 [k] on the host. rows: int64 [k], rows of the units, out of
+            n * slots of a unit, that fill them.
+        expected: for each of the group's records int64 [k, 2] on the host.
+    """
+
+    group: TierGroup
+    units: Sequence[Tensor]
+    slots: Tensor
+    rows: Tensor
+    expected: Sequence[Tensor]
+
+
+class Delivery(NamedTuple):
+    """A shipment on its way.
+
+    Fields:
+        slots: int64 [k] on the device.
+        records: for each of the group's records, int64 [k, words] on the device.
+        verdicts: bool [n, 2] on the host, once `Mover.has_arrived`: whether the bytes
+            are those that were sent, and whether the records are those expected.
+    """
+
+    shipment: Shipment
+    slots: Tensor
+    records: list[Tensor]
+    verdicts: Tensor
+
+
+class _Stored(NamedTuple):
+    event: torch.cuda.Event
+    bytes: int
+
+
+class Mover:
+    """Moves units to and from the slots of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stored: deque[_Stored] = deque()
+
+    # -- to the host ---------------------------------------------------------------
+
+    def free_bytes(self) -> int:
+        """Return how many bytes of units may be stored now without piling up."""
+        while self._stored and self._stored[0].event.query():
+            self._stored.popleft()
+        return MOST_STORED_AT_ONCE - sum(one.bytes for one in self._stored)
+
+    def store(self, group: TierGroup, slots: Tensor, targets: Sequence[Tensor]) -> None:
+        """Copy units out of their slots, after everything launched so far.
+
+        Args:
+            slots: int64 [n * slots of a unit] on the host.
+            targets: n tensors uint8 [bytes] on the host.
+        """
+        layout = group.layout
+        on_device = self._upload(slots)
+        for begin, end in _chunks(len(targets), layout.bytes_per_unit):
+            shape = (end - begin, layout.bytes_per_unit)
+            buffer = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            layout.gather(on_device[begin * layout.slots : end * layout.slots], buffer)
+            if self._stream is not None:
+                self._stream.wait_stream(torch.cuda.current_stream())
+                buffer.record_stream(self._stream)
+            with self._copying():
+                for target, unit in zip(targets[begin:end], buffer, strict=True):
+                    target.copy_(unit, non_blocking=True)
+            if self._stream is not None:
+                event = torch.cuda.Event()
+                event.record(self._stream)
+                self._stored.append(_Stored(event, buffer.nbytes))
+
+    def wait_for_stores(self) -> None:
+        """Wait until every copy to the host is there."""
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    # -- to the device -------------------------------------------------------------
+
+    def load(self, shipments: Sequence[Shipment]) -> Load:
+        """Copy units into slots that no later launch reads or writes before the end,
+        and compare what arrived."""
+        if self._stream is not None:
+            # The slots' last readers may still run.
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with self._copying():
+            deliveries = [self._deliver(shipment) for shipment in shipments]
+        event = None
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return Load(deliveries, event)
+
+    def _deliver(self, shipment: Shipment) -> Delivery:
+        layout = shipment.group.layout
+        slots, rows = self._upload(shipment.slots), self._upload(shipment.rows)
+        expected = [self._upload(words) for words in shipment.expected]
+        verdicts, records = [], []
+        bounds = torch.searchsorted(
+            shipment.rows,
+            torch.tensor(
+                [end * layout.slots for end in range(len(shipment.units) + 1)]
+            ),
+        ).tolist()
+        for begin, end in _chunks(len(shipment.units), layout.bytes_per_unit):
+            shape = (end - begin, layout.bytes_per_unit)
+            buffer = torch.empty(shape, dtype=torch.uint8, device=self.device)
+            for unit, source in zip(buffer, shipment.units[begin:end], strict=True):
+                unit.copy_(source, non_blocking=True)
+            own = slice(bounds[begin], bounds[end])
+            own_rows = rows[own] - begin * layout.slots
+            arrived = layout.scatter(buffer, slots[own], own_rows)
+            found = zip(shipment.group.records, arrived.records, expected, strict=True)
+            wrong = [
+                _differs(words, due[own], mask=records_of.identity_mask)
+                for records_of, words, due in found
+            ]
+            is_expected = ~_any_row(wrong, own_rows, shape=(end - begin, layout.slots))
+            verdicts.append(torch.stack((arrived.is_intact, is_expected), dim=1))
+            records.append(arrived.records)
+        return Delivery(
+            shipment=shipment,
+            slots=slots,
+            records=[torch.cat(parts) for parts in zip(*records, strict=True)],
+            verdicts=self._to_host(torch.cat(verdicts)),
+        )
+
+    # -- between host and device ---------------------------------------------------
+
+    def _copying(self) -> AbstractContextManager[Any]:
+        return (
+            nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
+        )
+
+    def _upload(self, host: Tensor) -> Tensor:
+        if self._stream is None:
+            return host
+        return host.pin_memory().to(self.device, non_blocking=True)
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        if self._stream is None:
+            return tensor
+        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return host.copy_(tensor, non_blocking=True)
+
+
+class Load:
+    """Shipments on their way to the device.
+
+    Attributes:
+        deliveries: one per shipment. They may be read once they have arrived.
+    """
+
+    def __init__(
+        self, deliveries: list[Delivery], event: torch.cuda.Event | None
+    ) -> None:
+        self.deliveries = deliveries
+        self._event = event
+
+    def has_arrived(self) -> bool:
+        """Whether the verdicts are there."""
+        return self._event is None or self._event.query()
+
+    def wait(self) -> None:
+        """Wait for the verdicts, and let later launches see what arrived."""
+        if self._event is None:
+            return
+        self._event.synchronize()
+        stream = torch.cuda.current_stream()
+        for delivery in self.deliveries:
+            for tensor in (delivery.slots, *delivery.records):
+                tensor.record_stream(stream)
+
+
+def _differs(words: Tensor, due: Tensor, *, mask: int) -> Tensor:
+    """Return bool [k]: whether records name another token or history than is due.
+
+    Args:
+        words: int64 [k, words of a record]. due: int64 [k, 2], the first two words.
+        mask: bits of the first word that count.
+    """
+    changed = words[:, :2] ^ due
+    return ((changed[:, 0] & mask) != 0) | (changed[:, 1] != 0)
+
+
+def _any_row(
+    wrong: Sequence[Tensor], rows: Tensor, *, shape: tuple[int, int]
+) -> Tensor:
+    """Return bool [units]: whether one of their rows is wrong in one of the lists.
+
+    Args:
+        wrong: bool [k] each, of the rows int64 [k] of units; shape: units, and rows of
+            a unit.
+    """
+    flags = torch.zeros(shape, dtype=torch.bool, device=rows.device)
+    for found in wrong:
+        flags.view(-1)[rows] |= found
+    return flags.any(dim=1)
+
+
+def _chunks(count: int, bytes_per_unit: int) -> list[tuple[int, int]]:
+    """Cut `count` units into ranges that fit a buffer."""
+    size = max(BUFFER_BYTES // bytes_per_unit, 1)
+    return [(begin, min(begin + size, count)) for begin in range(0, count, size)]

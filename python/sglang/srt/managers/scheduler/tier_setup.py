@@ -1,0 +1,228 @@
+"""Creates the tiers of an engine: its groups of slots, host memory, and reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import TYPE_CHECKING
+
+from sglang.srt.arg_groups.tiers_hook import has_tiers
+from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+from sglang.srt.kv_canary.tier_records import create_tier_records
+from sglang.srt.kv_canary.tier_report import TierReporter
+from sglang.srt.kv_tiers.group import TierGroup
+from sglang.srt.kv_tiers.mover import Mover
+from sglang.srt.kv_tiers.places import (
+    Places,
+    PrimaryPlaces,
+    StatePlaces,
+    WindowPlaces,
+)
+from sglang.srt.kv_tiers.tiers import KVTiers
+from sglang.srt.kv_tiers.unit import SlotTensor, unit_tokens
+from sglang.srt.managers.scheduler.tier_loads import TierLoads
+from sglang.srt.mem_cache.groups.state_runs import StateRuns
+from sglang.srt.mem_cache.groups.window_slots import WindowSlots
+from sglang.srt.mem_cache.radix_cache import RadixCache
+from sglang.srt.utils.memory import available_host_bytes
+
+if TYPE_CHECKING:
+    from sglang.srt.distributed.parallel_state import TensorParallelGroup
+    from sglang.srt.kv_tiers.group import SlotRecords
+    from sglang.srt.managers.scheduler.canary_gate import CanaryGate
+    from sglang.srt.managers.worker.interface import Worker
+    from sglang.srt.mem_cache.groups.kv_group import KVGroup
+    from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
+
+# Host memory that stays free for everything else.
+_KEPT_FREE = 1 << 30
+
+
+def create_tier_loads(
+    server_args: ServerArgs,
+    worker: Worker,
+    cache: object,
+    *,
+    group: TensorParallelGroup,
+    canary: CanaryGate | None,
+) -> TierLoads | None:
+    """Create the tiers that the flags ask for, or return None.
+
+    Raises:
+        ValueError: there is too little host memory; names the flag and what fits.
+    """
+    if not has_tiers(server_args):
+        return None
+    assert isinstance(cache, RadixCache)
+    runners = worker.model_runners()
+    groups = _create_groups(runners, cache)
+    reporter = TierReporter(
+        server_args,
+        manager=None if canary is None else canary.manager,
+        page_size=cache.page_size,
+        rank=group.rank,
+    )
+    mover = Mover(runners[0].token_to_kv_pool.device)
+    tiers = KVTiers(
+        cache=cache,
+        groups=groups,
+        mover=mover,
+        host_units=_host_units(server_args, groups, cache, ranks=group.size),
+        identity=_identity(groups, rank=group.rank, size=group.size),
+        before_load=(lambda: None) if canary is None else canary.settle,
+    )
+    loads = TierLoads(
+        tiers,
+        group=group,
+        policy=server_args.hicache_write_policy,
+        report=reporter.report,
+    )
+    cache.listeners.append(loads)
+    tiers.rehearse()
+    logger.info(
+        "KV in host memory: %d tokens in units of %d, %.2f GiB (%s)",
+        tiers.pools[0].size * tiers.unit,
+        tiers.unit,
+        sum(pool.memory.nbytes for pool in tiers.pools) / 2**30,
+        ", ".join(
+            f"{own.name} {pool.size} units"
+            for own, pool in zip(groups, tiers.pools, strict=True)
+        ),
+    )
+    return loads
+
+
+# -- groups ------------------------------------------------------------------------
+
+
+def _create_groups(
+    runners: Sequence[ModelRunner], cache: RadixCache
+) -> list[TierGroup]:
+    """Return the groups of slots with everything that all pools keep there."""
+    size = unit_tokens(cache.page_size)
+    primary = runners[0].token_to_kv_pool.groups[0]
+    groups = [_kv_group(primary, PrimaryPlaces(size), runners)]
+    for index, runs in enumerate(cache.groups):
+        if isinstance(runs.slots, WindowSlots):
+            places: Places = WindowPlaces(size, runs.slots, index=index)
+            kv = next(
+                kv
+                for runner in runners
+                for kv in runner.token_to_kv_pool.groups
+                if kv.slots is runs.slots
+            )
+            groups.append(_kv_group(kv, places, runners))
+        else:
+            assert isinstance(runs, StateRuns)
+            places = StatePlaces(size, runs, index=index)
+            groups.append(_state_group(places, runners[0]))
+    return groups
+
+
+def _kv_group(kv: KVGroup, places: Places, runners: Sequence[ModelRunner]) -> TierGroup:
+    """Return all pools' part of the slots of `kv`."""
+    tensors: list[SlotTensor] = []
+    records: list[SlotRecords] = []
+    for runner in runners:
+        own = [g for g in runner.token_to_kv_pool.groups if g.slots is kv.slots]
+        for group in own:
+            tensors += [
+                SlotTensor(f"{group.name}.{source.name}", source.buffer)
+                for source in group.tensors.canary_sources()
+            ]
+            _add_records(runner, group.name, tensors, records)
+    return TierGroup(kv.name, places, tuple(tensors), tuple(records))
+
+
+def _state_group(places: Places, runner: ModelRunner) -> TierGroup:
+    pool = runner.state_pool
+    assert pool is not None
+    tensors = [
+        SlotTensor(name, tensor, has_layers=False) for name, tensor in pool.named()
+    ]
+    records: list[SlotRecords] = []
+    name = "state"
+    _add_records(runner, name, tensors, records)
+    return TierGroup(name, places, tuple(tensors), tuple(records))
+
+
+def _add_records(
+    runner: ModelRunner,
+    name: str,
+    tensors: list[SlotTensor],
+    records: list[SlotRecords],
+) -> None:
+    """Add what the canary of a runner keeps of a group."""
+    manager = runner.canary_manager
+    own = None
+    if isinstance(manager, CanaryManager):
+        own = create_tier_records(manager, name)
+    if own is None:
+        return
+    records.append(own)
+    if own.sums is not None:
+        tensors.append(SlotTensor(f"{name}.sums", own.sums, has_layers=False))
+
+
+# -- sizes -------------------------------------------------------------------------
+
+
+def _host_units(
+    server_args: ServerArgs,
+    groups: Sequence[TierGroup],
+    cache: RadixCache,
+    *,
+    ranks: int,
+) -> list[int]:
+    """Return the units of host memory of each group: all have the same share of their
+    slots on the device.
+
+    Raises:
+        ValueError: there is too little host memory, or not a unit fits.
+    """
+    slots = [cache.allocator.size, *(runs.slots.size for runs in cache.groups)]
+    on_device = [
+        size / group.places.per_unit * group.layout.bytes_per_unit
+        for group, size in zip(groups, slots, strict=True)
+    ]
+    flag, value = "--hicache-ratio", server_args.hicache_ratio
+    assert value is not None
+    ratio = float(value)
+    if server_args.hicache_size:
+        flag, value = "--hicache-size", server_args.hicache_size
+        ratio = value * 1e9 / sum(on_device)
+    units = [
+        int(size / group.places.per_unit * ratio)
+        for group, size in zip(groups, slots, strict=True)
+    ]
+    needed = ratio * sum(on_device)
+    room = max(available_host_bytes() - _KEPT_FREE, 0) // ranks
+    if needed > room:
+        raise ValueError(
+            f"{flag} {value} takes {needed / 1e9:.1f} GB of host memory for each rank, "
+            f"but {room / 1e9:.1f} GB are available; use at most "
+            f"{value * room / needed:.2g}"
+        )
+    if min(units) < 1:
+        least = groups[units.index(min(units))]
+        raise ValueError(
+            f"{flag} {value}: host memory holds no unit of group {least.name}, which "
+            f"takes {least.layout.bytes_per_unit} bytes; use a larger value"
+        )
+    return units
+
+
+def _identity(groups: Sequence[TierGroup], *, rank: int, size: int) -> bytes:
+    """Return a digest of the layout of units and of this rank's share of them."""
+    digest = blake2b(digest_size=16)
+    for group in groups:
+        digest.update(f"{group.name} {group.layout.slots}".encode())
+        for tensor in (*group.layout.tensors, *group.layout.records):
+            shape = (tensor.name, tensor.words.shape[0], tensor.row_bytes)
+            digest.update(repr(shape).encode())
+    digest.update(f"rank {rank} of {size}".encode())
+    return digest.digest()
