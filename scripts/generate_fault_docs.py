@@ -146,6 +146,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "windows": view(IN_SLOTS, Planted.WINDOW),
     "states": view(IN_SLOTS, Planted.STATE),
     "drafts": view(IN_SLOTS, Planted.DRAFT),
+    "tiers": view(IN_SLOTS, Planted.TIER),
     "steps": view("fault, in, what it does, without, reported as, by", Planted.STEP),
     "start": view("fault, what it does, needs, reported as, seen", Planted.START),
     "plugins": view("what it does, in vLLM, in SGLang, reported as"),

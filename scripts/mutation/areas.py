@@ -231,6 +231,24 @@ AREAS = (
         tests=STATE_TESTS,
     ),
     Area(
+        place=FaultPlace.TIERS,
+        modules=(
+            "kv_tiers.host_pool",
+            "kv_tiers.mover",
+            "kv_tiers.places",
+            "kv_tiers.source",
+            "kv_tiers.tiers",
+            "kv_tiers.unit",
+            "managers.scheduler.tier_loads",
+        ),
+        worlds=Kind.TIERS,
+        tests=(
+            "kv_tiers/test_units.py",
+            "kv_tiers/test_tier_engines.py",
+            "kv_tiers/test_tier_soak.py",
+        ),
+    ),
+    Area(
         place=FaultPlace.LOGITS,
         modules=("forward.batch", "layers.logits_processor"),
         worlds=Kind.PLAIN | Kind.SPEC | Kind.SAMPLING,

@@ -52,7 +52,9 @@ class Asks:
         self._world = world
         self._seed = seed
         rng = random.Random(seed)
-        self._stems = [self._tokens(rng, rng.randrange(20, 110)) for _ in range(4)]
+        self._stems = [
+            self._tokens(rng, rng.randrange(20, world.longest_stem)) for _ in range(4)
+        ]
 
     def __getitem__(self, number: int) -> Ask:
         world, rng = self._world, random.Random(f"{self._seed}/{number}")

@@ -24,6 +24,8 @@ class Kind(Flag):
     """Other pools and caches: windows, latents, a cache of chunks, KV events."""
     STATE = auto()
     """Recurrent states, plain and with drafts."""
+    TIERS = auto()
+    """Cached prefixes in host memory, because the device is too small for them."""
     SAMPLING = auto()
     """Requests with all sampling parameters."""
     GRAMMAR = auto()

@@ -25,6 +25,7 @@ class World:
         model: a key of `MODELS`.
         draft: a key of `DRAFTS`, or empty without speculation.
         tree: top-k, steps and nodes.
+        longest_stem: tokens of the longest prefix that requests share.
         asks: a key of `asks.PARAMS`: what requests ask for.
         damage_every: steps between two damages that the engine has to heal, or 0 to run
             it in mode `raise` without any.
@@ -42,6 +43,7 @@ class World:
     model: str = "mock"
     draft: str = ""
     tree: tuple[int, int, int] = (1, 1, 2)
+    longest_stem: int = 110
     asks: str = "greedy"
     damage_every: int = 0
     has_front: bool = False
@@ -67,7 +69,7 @@ class World:
         """Return the world that shows the right answers: without speculation, damage
         and ranks.
         """
-        options = {k: v for k, v in self.options.items() if k not in EVENTS}
+        options = {k: v for k, v in self.options.items() if k not in EVENTS | TIERS}
         return replace(self, draft="", damage_every=0, ranks=1, options=options)
 
 
@@ -77,6 +79,7 @@ EVENTS = {"kv_events_config": '{"publisher": "zmq", "endpoint": "ipc://%s"}'}
 TREE, SMALL_TREE, CHAIN = (4, 4, 12), (4, 3, 8), (1, 3, 4)
 # More states than rows of requests, so that there are checkpoints, but not for all.
 STATES = {"max_mamba_cache_size": 20, "mamba_track_interval": 16}
+TIERS = {"enable_hierarchical_cache": True, "hicache_ratio": 3.0}
 WORLDS = (
     World(name="plain-1", kind=Kind.PLAIN, page_size=1, slots=420, requests=36),
     World(name="plain-16", kind=Kind.PLAIN, page_size=16, slots=592, requests=36),
@@ -160,6 +163,35 @@ WORLDS = (
         draft="eagle-states",
         tree=TREE,
         options=STATES,
+    ),
+    World(
+        name="tiers-1",
+        kind=Kind.TIERS,
+        page_size=1,
+        slots=560,
+        requests=30,
+        longest_stem=260,
+        options=TIERS,
+    ),
+    World(
+        name="tiers-windows",
+        kind=Kind.TIERS,
+        page_size=16,
+        slots=592,
+        requests=20,
+        model="windows",
+        longest_stem=260,
+        options=WINDOWS | TIERS,
+    ),
+    World(
+        name="tiers-states",
+        kind=Kind.TIERS,
+        page_size=1,
+        slots=560,
+        requests=20,
+        model="states",
+        longest_stem=260,
+        options=STATES | TIERS,
     ),
     World(
         name="latents-eagle",

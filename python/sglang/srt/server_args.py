@@ -241,7 +241,8 @@ class ServerArgs:
     enable_hierarchical_cache: Annotated[
         bool,
         Arg(
-            "Keep cached prefixes in host memory, too, and copy them back on a hit.",
+            "Also keep cached prefixes in host memory, and copy them back on a hit.",
+            aliases=("--enable-hicache",),
         ),
     ] = False
     hicache_ratio: Annotated[
@@ -280,6 +281,30 @@ class ServerArgs:
             ("page_first",),
         ),
     ] = "page_first"
+    hicache_storage_backend: Annotated[
+        str | None,
+        Arg(
+            "Also keep prefixes in files, which other engines of the same model and "
+            "later ones find; needs --enable-hierarchical-cache.",
+            ("file",),
+        ),
+    ] = None
+    hicache_storage_prefetch_policy: Annotated[
+        str,
+        Arg(
+            "How long a request waits for its prefix in files: best_effort, no longer "
+            "than a round; wait_complete; timeout, for a time that grows with the "
+            "prefix.",
+            ("best_effort", "wait_complete", "timeout"),
+        ),
+    ] = "timeout"
+    hicache_storage_backend_extra_config: Annotated[
+        str | None,
+        Arg(
+            "Settings of the files as JSON, such as "
+            '{"dir": "/var/kv", "max_gb": 100, "max_age_days": 7}.'
+        ),
+    ] = None
     mamba_ssm_dtype: Annotated[
         str | None,
         Arg(

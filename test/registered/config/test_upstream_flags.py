@@ -336,6 +336,8 @@ STARTS = [
     "--model-path deepseek-ai/DeepSeek-V3-0324 --speculative-algorithm EAGLE "
     "--speculative-draft-model-path x --trust-remote-code --tp 8",
     "--model-path openai/gpt-oss-120b --tp 8",
+    "--model-path Qwen/Qwen3-30B-A3B --page-size 64 --enable-hierarchical-cache "
+    "--hicache-ratio 4",
     "--model openai/gpt-oss-120b --speculative-algorithm EAGLE3 "
     "--speculative-draft-model-path lmsys/EAGLE3-gpt-oss-120b-bf16 "
     "--speculative-num-steps 3 --speculative-eagle-topk 1 "
@@ -364,8 +366,7 @@ NAMES = {
     "--model-path openai/gpt-oss-120b --tool-server demo --tp 2": "--tool-server demo",
     "--model mistralai/Mistral-7B-Instruct-v0.3 --lora-paths /lora lora1=/lora_1 "
     "--disable-radix --disable-cuda-graph --max-loras-per-batch 4": "--lora-paths",
-    "--model-path Qwen/Qwen3-30B-A3B --page-size 64 --enable-hierarchical-cache "
-    "--hicache-ratio 4": "--enable-hierarchical-cache",
+    "--model-path Qwen/Qwen3-30B-A3B --enable-lmcache": "--enable-lmcache",
     "--model-path google/gemma-3-27b-it --enable-multimodal": "--enable-multimodal",
 }
 

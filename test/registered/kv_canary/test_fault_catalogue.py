@@ -17,6 +17,7 @@ from sglang.faults.fault_points import FAULT_POINTS
 from sglang.faults.pools.planters import PLANTERS as POOLS
 from sglang.faults.settings import FULL, STATE, SWA, VARIABLES
 from sglang.faults.steps.planters import PLANTERS as STEPS
+from sglang.faults.tiers import PLANTERS as TIERS
 from sglang.srt.environ import FAULTS_ROOM, Envs, EnvVar
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -28,6 +29,7 @@ def test_every_fault_has_a_planter_and_every_planter_a_fault() -> None:
     assert set(POOLS[SWA]) == set(catalogue.WINDOW_FAULTS)
     assert set(POOLS[STATE]) == set(catalogue.STATE_FAULTS)
     assert set(STEPS) == set(planted_in(Planted.STEP))
+    assert set(TIERS) == set(catalogue.TIER_FAULTS)
     assert set(FAULT_POINTS) == set(planted_in(Planted.START))
     assert set(sglang_planters.PLANTERS) == set(by_host_name(HostEngine.SGLANG))
     assert set(vllm_planters.PLANTERS) == set(by_host_name(HostEngine.VLLM))

@@ -102,6 +102,7 @@ DRAFT_FAULTS = planted_in(Planted.DRAFT)
 STEP_FAULTS = planted_in(Planted.STEP)
 START_FAULTS = planted_in(Planted.START)
 STATE_FAULTS = planted_in(Planted.STATE)
+TIER_FAULTS = planted_in(Planted.TIER)
 WINDOW_FAULTS = {
     fault.name: fault
     for fault in CATALOGUE

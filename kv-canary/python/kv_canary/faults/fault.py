@@ -26,6 +26,8 @@ class Planted(Enum):
     """In draft steps and moves, like `POOL`."""
     STEP = "step"
     """In what one part of a step hands to the next: `sglang.faults.steps`."""
+    TIER = "tier"
+    """In units that move between tiers: `sglang.faults.tiers`."""
     START = "start"
     """In anything that an engine is built of: `sglang.faults.fault_points`."""
     PLUGIN = "plugin"
@@ -50,6 +52,7 @@ class FaultPlace(Enum):
     SAMPLING = "sampling"
     GRAMMAR = "grammar"
     STREAMING = "streaming"
+    TIERS = "tiers"
     HEALING = "healing"
     CORE = "core"
 

@@ -1,14 +1,47 @@
-"""Checks the flags of the tiers below the device: host memory."""
+"""Checks the flags of the tiers below the device: host memory and files."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
+
+import msgspec
+
+from sglang.srt.utils.quoting import quoted
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 FLAG = "--enable-hierarchical-cache"
+STORAGE_FLAG = "--hicache-storage-backend"
+EXTRA_FLAG = "--hicache-storage-backend-extra-config"
 _DEFAULT_RATIO = 2.0
+_EXAMPLE = '{"dir": "/var/kv", "max_gb": 100}'
+_DEFAULT_DIR = "~/.cache/sglang/hicache"
+
+
+class StorageConfig(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
+    """Settings of the tier of files.
+
+    Fields:
+        dir: folder of the files.
+        max_gb: most gigabytes of all files of one rank and group.
+        max_age_days: days after which an unused file is removed at start, or None.
+        prefetch_timeout_base: seconds that a request waits for files with the policy
+            `timeout`; prefetch_timeout_per_ki_token: and for every 1,024 tokens.
+    """
+
+    dir: str = _DEFAULT_DIR
+    max_gb: float = 32.0
+    max_age_days: float | None = None
+    prefetch_timeout_base: float = 1.0
+    prefetch_timeout_per_ki_token: float = 0.25
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.dir).expanduser()
 
 
 def has_tiers(server_args: ServerArgs) -> bool:
@@ -16,8 +49,37 @@ def has_tiers(server_args: ServerArgs) -> bool:
     return server_args.enable_hierarchical_cache
 
 
+def storage_config(server_args: ServerArgs) -> StorageConfig:
+    """Return the settings of the tier of files.
+
+    Raises:
+        ValueError: names the key, its value and the fix.
+    """
+    text = server_args.hicache_storage_backend_extra_config
+    if text is None:
+        return StorageConfig()
+    try:
+        config = msgspec.json.decode(text, type=StorageConfig)
+    except (msgspec.DecodeError, TypeError, RecursionError) as error:
+        keys = ", ".join(StorageConfig.__struct_fields__)
+        raise ValueError(
+            f"{EXTRA_FLAG} {quoted(text)}: {error}; write JSON such as {_EXAMPLE}, "
+            f"with the keys {keys}"
+        ) from None
+    for key in ("max_gb", "max_age_days"):
+        value = getattr(config, key)
+        if value is not None and not value > 0:
+            raise ValueError(f"{EXTRA_FLAG}: {key} {value} must be above 0")
+    for key in ("prefetch_timeout_base", "prefetch_timeout_per_ki_token"):
+        if getattr(config, key) < 0:
+            raise ValueError(
+                f"{EXTRA_FLAG}: {key} {getattr(config, key)} must not be negative"
+            )
+    return config
+
+
 def handle_tiers(server_args: ServerArgs) -> None:
-    """Resolve the flags of host memory.
+    """Resolve the flags of host memory and files.
 
     Raises:
         ValueError: names the flag, its value and the fix.
@@ -29,10 +91,18 @@ def handle_tiers(server_args: ServerArgs) -> None:
             f"--hicache-ratio {server_args.hicache_ratio}: must be above 0; it is the "
             "size of host memory for KV per size of the device's"
         )
+    storage_config(server_args)
+    backend = server_args.hicache_storage_backend
     if not has_tiers(server_args):
+        if backend is not None:
+            raise ValueError(
+                f"{STORAGE_FLAG} {backend} keeps files below host memory; add {FLAG}"
+            )
         return
     if server_args.disable_radix_cache:
         raise ValueError(
             f"{FLAG} keeps cached prefixes in host memory, but --disable-radix-cache "
             "keeps none; remove one of them"
         )
+    if backend is None and server_args.hicache_storage_backend_extra_config is not None:
+        raise ValueError(f"{EXTRA_FLAG} has no effect without {STORAGE_FLAG}; add it")

@@ -10,7 +10,7 @@ from typing import Final
 _ACCEPTED = {
     "audio": "there are no audio models here",
     "batch_overlap": "batches are not split here; answers are the same",
-    "cache_tuning": "it tunes a second cache, but only the device has one",
+    "cache_tuning": "it tunes a part of a second cache that is not here",
     "communication": "ranks of one machine find and reach each other without it",
     "context_tuning": "it tunes context parallelism, which is not served",
     "data_parallel_tuning": "it tunes data parallelism, and there is one replica",
@@ -54,7 +54,8 @@ _ACCEPTED = {
 _REFUSED = {
     "auto_truncate": "prompts are not cut; send shorter ones, or raise "
     "--context-length",
-    "cache_backend": "KV is kept only on the device; remove the flag",
+    "cache_backend": "other caches are not served; use --enable-hierarchical-cache, with "
+    "--hicache-storage-backend file for files",
     "checksum": "files are not hashed; check them before the start",
     "context_parallel": "context parallelism is not served; use --tp-size",
     "custom_loader": "code from a flag is not run; convert the weights to safetensors",

@@ -28,6 +28,16 @@ _ENGINE_ERRORS = (*CHANGING_ERRORS, 500, 503)
 _MAX_LOG_LEVEL = 1
 
 
+class FlushRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The body of `/flush_cache`: the tiers to empty; an empty body means all."""
+
+    tiers: tuple[Literal["device", "host", "storage"], ...] = (
+        "device",
+        "host",
+        "storage",
+    )
+
+
 class PauseRequest(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The body of `/pause_generation`; an empty body means the default."""
 
@@ -63,6 +73,8 @@ class ControlApi:
                 self.flush_cache,
                 methods=["GET", "POST"],
                 summary="Empty the prefix cache; 400 while requests run or wait",
+                body=FlushRequest,
+                is_body_optional=True,
                 media_type=TEXT,
                 errors=_ENGINE_ERRORS,
             ),
@@ -97,7 +109,10 @@ class ControlApi:
         ]
 
     async def flush_cache(self, request: Request) -> Response:
-        if not await self._manager.flush_cache():
+        body = FlushRequest()
+        if await request.body():
+            body = await read_body(request, FlushRequest)
+        if not await self._manager.flush_cache(body.tiers):
             raise BadRequest(
                 "the cache was not flushed: requests are running or waiting"
             )

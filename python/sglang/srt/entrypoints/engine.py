@@ -12,7 +12,7 @@ import dataclasses
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
 from types import TracebackType
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from sglang.srt.managers.front.engine_core import EngineCore, start_engine
 from sglang.srt.managers.front.scheduler_process import SchedulerDied, available_cores
 from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.messages.errors import BadRequest
+from sglang.srt.managers.messages.io_struct import CACHE_TIERS
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logging import configure_embedded_logging
 from sglang.version import __version__
@@ -160,9 +161,13 @@ class Engine:
 
     # -- control -------------------------------------------------------------------
 
-    def flush_cache(self) -> bool:
-        """Empty the prefix cache; does nothing and returns False while requests run."""
-        return self._host.call(self.tokenizer_manager.flush_cache())
+    def flush_cache(self, tiers: Sequence[str] = CACHE_TIERS) -> bool:
+        """Empty the prefix cache; does nothing and returns False while requests run.
+
+        Args:
+            tiers: those to empty, of device, host and storage.
+        """
+        return self._host.call(self.tokenizer_manager.flush_cache(tiers))
 
     def abort_request(self, rid: str = "", *, abort_all: bool = False) -> None:
         """End requests with the finish reason "abort"; unknown ids are ignored."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from sglang.srt.kv_tiers.unit import with_descendants
 from sglang.srt.utils.memory import host_zeros
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 class _Kept(NamedTuple):
     place: int
     parent: UnitKey
+    stamp: int
 
 
 class HostPool:
@@ -50,6 +52,7 @@ class HostPool:
         self._places: OrderedDict[UnitKey, _Kept] = OrderedDict()
         self._pins: dict[UnitKey, int] = {}
         self._free = list(range(size - 1, -1, -1))
+        self._stamp = 0
         self.evicted = 0
 
     def __len__(self) -> int:
@@ -84,8 +87,15 @@ class HostPool:
         if not self._free and not self._evict():
             return None
         place = self._free.pop()
-        self._places[key] = _Kept(place, parent)
+        self._stamp += 1
+        self._places[key] = _Kept(place, parent, self._stamp)
         return place
+
+    def stamp(self, key: UnitKey) -> int:
+        """Return a number of this stay of a unit, or 0 if it is not kept. As long as it
+        is the same, so are the unit's bytes. Any thread may ask."""
+        kept = self._places.get(key)
+        return 0 if kept is None else kept.stamp
 
     def _evict(self) -> bool:
         oldest = next((key for key in self._places if key not in self._pins), None)
@@ -119,17 +129,8 @@ class HostPool:
 
     def below(self, keys: Iterable[UnitKey]) -> set[UnitKey]:
         """Return `keys` and the keys of all kept units that continue one of them."""
-        children: dict[UnitKey, list[UnitKey]] = {}
-        for key, kept in self._places.items():
-            children.setdefault(kept.parent, []).append(key)
-        found: set[UnitKey] = set()
-        due = list(keys)
-        while due:
-            key = due.pop()
-            if key not in found:
-                found.add(key)
-                due += children.get(key, ())
-        return found
+        parents = {key: kept.parent for key, kept in self._places.items()}
+        return with_descendants(keys, parents)
 
     def clear(self) -> int:
         """Forget every unit that is not pinned; return how many."""

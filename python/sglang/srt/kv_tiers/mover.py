@@ -87,14 +87,17 @@ class Mover:
             self._stored.popleft()
         return MOST_STORED_AT_ONCE - sum(one.bytes for one in self._stored)
 
-    def store(self, group: TierGroup, slots: Tensor, targets: Sequence[Tensor]) -> None:
-        """Copy units out of their slots, after everything launched so far.
+    def store(
+        self, group: TierGroup, slots: Tensor, targets: Sequence[Tensor]
+    ) -> torch.cuda.Event | None:
+        """Copy units out of their slots, after everything launched so far. Returns what
+        marks the end of the copies, or None if they are there.
 
         Args:
             slots: int64 [n * slots of a unit] on the host.
             targets: n tensors uint8 [bytes] on the host.
         """
-        layout = group.layout
+        layout, event = group.layout, None
         on_device = self._upload(slots)
         for begin, end in _chunks(len(targets), layout.bytes_per_unit):
             shape = (end - begin, layout.bytes_per_unit)
@@ -105,11 +108,12 @@ class Mover:
                 buffer.record_stream(self._stream)
             with self._copying():
                 for target, unit in zip(targets[begin:end], buffer, strict=True):
-                    target.copy_(unit, non_blocking=True)
+                    self._copy(target, unit)
             if self._stream is not None:
                 event = torch.cuda.Event()
                 event.record(self._stream)
                 self._stored.append(_Stored(event, buffer.nbytes))
+        return event
 
     def wait_for_stores(self) -> None:
         """Wait until every copy to the host is there."""
@@ -147,7 +151,7 @@ class Mover:
             shape = (end - begin, layout.bytes_per_unit)
             buffer = torch.empty(shape, dtype=torch.uint8, device=self.device)
             for unit, source in zip(buffer, shipment.units[begin:end], strict=True):
-                unit.copy_(source, non_blocking=True)
+                self._copy(unit, source)
             own = slice(bounds[begin], bounds[end])
             own_rows = rows[own] - begin * layout.slots
             arrived = layout.scatter(buffer, slots[own], own_rows)
@@ -172,6 +176,11 @@ class Mover:
         return (
             nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
         )
+
+    @staticmethod
+    def _copy(target: Tensor, source: Tensor) -> None:
+        """Copy a unit between host and device, in stream order."""
+        target.copy_(source, non_blocking=True)
 
     def _upload(self, host: Tensor) -> Tensor:
         if self._stream is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -76,6 +76,15 @@ class GivenUnits:
         self._units = dict(units)
         self.tier = tier
         self.sender = sender
+
+    @property
+    def names(self) -> list[tuple[int, UnitKey]]:
+        """Groups and keys of all units."""
+        return list(self._units)
+
+    def keep(self, names: Collection[tuple[int, UnitKey]]) -> None:
+        """Forget all other units."""
+        self._units = {at: unit for at, unit in self._units.items() if at in names}
 
     def find(self, group: int, key: UnitKey) -> Tensor | None:
         return self._units.get((group, key))

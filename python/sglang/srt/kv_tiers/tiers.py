@@ -27,6 +27,7 @@ from sglang.srt.kv_tiers.host_pool import HostPool
 from sglang.srt.kv_tiers.mover import Shipment
 from sglang.srt.kv_tiers.places import CachedPath, Target
 from sglang.srt.kv_tiers.source import HostUnits, Sources
+from sglang.srt.kv_tiers.storage import NamedUnit
 from sglang.srt.kv_tiers.unit import first_key, unit_keys, unit_tokens
 from sglang.srt.mem_cache.common import ensure_available
 
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.kv_tiers.group import TierGroup, TokenHistory
     from sglang.srt.kv_tiers.mover import Delivery, Load, Mover
     from sglang.srt.kv_tiers.source import UnitSource
+    from sglang.srt.kv_tiers.storage import Reading, Storage
     from sglang.srt.kv_tiers.unit import UnitKey
     from sglang.srt.mem_cache.base_prefix_cache import MatchResult, RadixKey
     from sglang.srt.mem_cache.page_ledger import IntArray
@@ -94,6 +96,13 @@ class PendingLoad:
         return self.start + len(self.slots)
 
 
+class _DueRun(NamedTuple):
+    """A run to store, and where it began: a part before may be split off."""
+
+    node: TreeNode
+    start: int
+
+
 class KVTiers:
     """Host memory as a second tier of one engine's prefix cache.
 
@@ -101,10 +110,13 @@ class KVTiers:
         groups: groups of slots, the primary one first, then those of the cache.
         host_units: units of each group that host memory holds.
         identity: digest of everything besides tokens that KV depends on.
+        storage: files below host memory, or None.
         before_load: called before slots are filled; marks in stream order what was
             freed until then.
 
     Attributes:
+        cache: the prefix cache of the device.
+        groups, mover, identity: as given.
         unit: tokens of a unit.
         pools: host memory, per group.
         stats: what was moved so far.
@@ -118,13 +130,15 @@ class KVTiers:
         mover: Mover,
         host_units: Sequence[int],
         identity: bytes,
+        storage: Storage | None = None,
         before_load: Callable[[], None] = lambda: None,
     ) -> None:
+        self.storage = storage
         self._before_load = before_load
-        self._cache = cache
-        self._groups = list(groups)
-        self._mover = mover
-        self._identity = identity
+        self.cache = cache
+        self.groups = list(groups)
+        self.mover = mover
+        self.identity = identity
         self.unit = unit_tokens(cache.page_size)
         self.pools = [
             HostPool(
@@ -136,16 +150,16 @@ class KVTiers:
         ]
         self._host = HostUnits(self.pools)
         self.stats = TierStats()
-        self._due: list[TreeNode] = []
+        self._due: list[_DueRun] = []
         self._loads: dict[int, PendingLoad] = {}
         self._num_loads = 0
 
     def rehearse(self) -> None:
         """Move a unit of scratch slots both ways, so that no request waits for
         kernels."""
-        for group, pool in zip(self._groups, self.pools, strict=True):
+        for group, pool in zip(self.groups, self.pools, strict=True):
             slots = torch.zeros(group.layout.slots, dtype=torch.int64)
-            self._mover.store(group, slots, [pool.memory[0]])
+            self.mover.store(group, slots, [pool.memory[0]])
             expected = [torch.zeros((1, 2), dtype=torch.int64) for _ in group.records]
             shipment = Shipment(
                 group=group,
@@ -154,17 +168,18 @@ class KVTiers:
                 rows=slots[:1],
                 expected=expected,
             )
-            self._mover.load([shipment]).wait()
+            self.mover.load([shipment]).wait()
 
     def _keys(self, elements: IntArray, namespace: str | None) -> list[UnitKey]:
-        first = first_key(self._identity, namespace)
+        first = first_key(self.identity, namespace)
         return unit_keys(first, elements, self.unit)
 
     # -- to the host ---------------------------------------------------------------
 
-    def add_due(self, node: TreeNode) -> None:
-        """Store a run of the tree with the next `store_due`."""
-        self._due.append(node)
+    def add_due(self, node: TreeNode, start: int) -> None:
+        """Store the positions from `start` to the end of a run of the tree with the
+        next `store_due`."""
+        self._due.append(_DueRun(node, start))
 
     def forget_due(self) -> None:
         """Store nothing of what is due, because the tree was cleared."""
@@ -174,17 +189,17 @@ class KVTiers:
         """Start copies of due runs, oldest first, until they have `budget` bytes. The
         others stay due."""
         due, self._due = self._due, []
-        for number, node in enumerate(due):
+        for number, (node, start) in enumerate(due):
             if budget <= 0:
                 self._due = due[number:]
                 return
             if node.parent is not None:
-                budget -= self.store_run(node, node.end)
+                budget -= self.store_run(node, start)
 
-    def store_run(self, node: TreeNode, end: int) -> int:
-        """Start copies of the units that end inside a run, at most at position `end`,
-        unless they are on the host. Returns their bytes."""
-        first, last = node.start // self.unit, end // self.unit
+    def store_run(self, node: TreeNode, start: int) -> int:
+        """Start copies of the units that end between position `start` and the end of a
+        run, unless they are on the host. Returns their bytes."""
+        first, last = start // self.unit, node.end // self.unit
         if first == last:
             return 0
         nodes = _path(node)
@@ -192,8 +207,10 @@ class KVTiers:
         elements = np.concatenate([run.elements for run in nodes])
         keys = self._keys(elements[: last * self.unit], node.namespace)
         moved = 0
-        for group, pool in zip(self._groups, self.pools, strict=True):
-            sources, targets = [], []
+        for number, (group, pool) in enumerate(
+            zip(self.groups, self.pools, strict=True)
+        ):
+            sources, targets, units = [], [], []
             for unit in range(first, last):
                 slots = None
                 if keys[unit] not in pool:
@@ -206,17 +223,52 @@ class KVTiers:
                     continue
                 sources.append(slots)
                 targets.append(pool.memory[place])
-            if targets:
-                every = torch.from_numpy(np.concatenate(sources))
-                self._mover.store(group, every, targets)
+                units.append(unit)
+            if not targets:
+                continue
+            every = torch.from_numpy(np.concatenate(sources))
+            event = self.mover.store(group, every, targets)
             moved += len(targets) * group.layout.bytes_per_unit
             if group.places.index is None:
                 self.stats.stored += len(targets) * self.unit
+            if self.storage is not None:
+                for unit in units:
+                    begin, end = unit * self.unit, (unit + 1) * self.unit
+                    named = NamedUnit(keys[unit], begin, elements[begin:end])
+                    parent = keys[unit - 1] if unit else b""
+                    self.storage.write(number, named, parent, pool, event)
         return moved
 
     def free_bytes(self) -> int:
         """Return how many bytes may be stored now without delaying loads."""
-        return self._mover.free_bytes()
+        return self.mover.free_bytes()
+
+    # -- from files ----------------------------------------------------------------
+
+    def named_units(self, key: RadixKey, start: int) -> list[NamedUnit]:
+        """Return the whole units of a prefix that contain positions from `start` on."""
+        elements = key.elements()
+        return [
+            NamedUnit(
+                name,
+                number * self.unit,
+                elements[number * self.unit : (number + 1) * self.unit],
+            )
+            for number, name in enumerate(self._keys(elements, key.namespace))
+            if number >= start // self.unit
+        ]
+
+    def is_stored(self, units: Sequence[NamedUnit]) -> bool:
+        """Return whether files continue what host memory has of these units."""
+        for unit in units:
+            if unit.key not in self.pools[0]:
+                return self.storage is not None and self.storage.has(unit.key)
+        return False
+
+    def read(self, units: Sequence[NamedUnit]) -> Reading:
+        """Start to read what host memory lacks of these units."""
+        assert self.storage is not None
+        return self.storage.start(units, lambda group, key: key in self.pools[group])
 
     # -- to the device -------------------------------------------------------------
 
@@ -259,7 +311,7 @@ class KVTiers:
             pool.touch(keys[: end // self.unit])
         # Slots are taken by evicting runs, which may be stored in their place.
         sources.pin(own)
-        cache = self._cache
+        cache = self.cache
         cache.inc_lock_ref(match.last_node)
         slots = self._take_slots(end - start)
         targets = None if slots is None else self._take_targets(slots, start, end)
@@ -280,7 +332,7 @@ class KVTiers:
             keys=own,
             targets=targets,
             sources=sources,
-            load=self._mover.load(shipments),
+            load=self.mover.load(shipments),
         )
         return self._num_loads
 
@@ -293,7 +345,7 @@ class KVTiers:
         for end in range(last, first, -1):
             if all(
                 self._has_needed(sources, number, keys[:end], start)
-                for number in range(1, len(self._groups))
+                for number in range(1, len(self.groups))
             ):
                 return end * self.unit
         return 0
@@ -303,30 +355,30 @@ class KVTiers:
     ) -> bool:
         """Return whether there is what a request needs of a group that goes on after
         these units and has the first `start` positions."""
-        places = self._groups[number].places
+        places = self.groups[number].places
         first = max(places.first_read(len(keys) * self.unit), start)
         return all(sources.has(number, key) for key in keys[first // self.unit :])
 
     def _take_slots(self, count: int) -> IntArray | None:
         """Take primary slots that no forward will write to or read from."""
-        if not ensure_available(self._cache, count):
+        if not ensure_available(self.cache, count):
             return None
-        taken = self._cache.allocator.alloc(count)
+        taken = self.cache.allocator.alloc(count)
         return None if taken is None else taken.numpy()
 
     def _take_targets(
         self, slots: IntArray, start: int, end: int
     ) -> list[Target] | None:
         targets: list[Target] = []
-        for group in self._groups:
+        for group in self.groups:
             target = group.places.take(slots, start, end)
             if target is None:
-                for taken, other in zip(targets, self._groups, strict=False):
+                for taken, other in zip(targets, self.groups, strict=False):
                     other.places.give_back(taken)
-                self._cache.allocator.free(torch.from_numpy(slots))
+                self.cache.allocator.free(torch.from_numpy(slots))
                 return None
             targets.append(target)
-        for secondary in self._cache.allocator.secondary:
+        for secondary in self.cache.allocator.secondary:
             secondary.sync()
         return targets
 
@@ -338,7 +390,7 @@ class KVTiers:
         keys: Sequence[UnitKey],
         history: TokenHistory,
     ) -> Shipment:
-        group = self._groups[number]
+        group = self.groups[number]
         first, last = target.positions[[0, -1]] // self.unit
         if group.places.per_unit == self.unit:
             rows = target.positions - first * self.unit
@@ -378,13 +430,13 @@ class KVTiers:
         if damages:
             # In the other groups, only what the whole prefix needs was loaded.
             first = min(damage.position for damage in damages)
-            is_plain = len(self._groups) == 1
+            is_plain = len(self.groups) == 1
             end = first - first % self.unit if is_plain else pending.start
         return Verdict(max(end, pending.start), damages)
 
     def _damages(self, pending: PendingLoad, delivery: Delivery) -> list[Damage]:
         group = delivery.shipment.group
-        index = self._groups.index(group)
+        index = self.groups.index(group)
         target = pending.targets[index]
         first = int(target.positions[0]) // self.unit
         found = []
@@ -421,14 +473,14 @@ class KVTiers:
         pending.sources.unpin(pending.keys)
         pending.sources.drop(damaged)
         self.stats.damaged += len(damaged)
-        cache, count = self._cache, end - pending.start
+        cache, count = self.cache, end - pending.start
         gained = 0
-        if end == pending.end or (count and len(self._groups) == 1):
+        if end == pending.end or (count and len(self.groups) == 1):
             self._adopt(pending, end)
             gained = end - self._insert(pending, end)
         else:
             count = 0
-            for group, target in zip(self._groups, pending.targets, strict=True):
+            for group, target in zip(self.groups, pending.targets, strict=True):
                 group.places.give_back(target)
         if count < len(pending.slots):
             cache.allocator.free(torch.from_numpy(pending.slots[count:]))
@@ -449,9 +501,9 @@ class KVTiers:
     def _insert(self, pending: PendingLoad, end: int) -> int:
         """Give the tree the positions before `end`; free those that it has got
         meanwhile. Returns the length that it had."""
-        cache, start = self._cache, pending.start
+        cache, start = self.cache, pending.start
         holds = [group.slots.hold(start) for group in cache.groups]
-        for group, target in zip(self._groups, pending.targets, strict=True):
+        for group, target in zip(self.groups, pending.targets, strict=True):
             if group.places.index is not None:
                 group.places.hand_over(holds[group.places.index], target, end)
         tokens = pending.key.tokens[: end + cache.bigram]
@@ -476,16 +528,24 @@ class KVTiers:
             elements = np.concatenate([run.elements for run in runs])
             keys.update(self._keys(elements, node.namespace)[node.start // self.unit :])
         dropped = 0
+        gone = self.pools[0].below(keys)
         for pool in self.pools:
-            dropped += pool.drop(self.pools[0].below(keys) | keys)
+            dropped += pool.drop(gone)
+        if self.storage is not None:
+            self.storage.discard(gone)
         return dropped
 
-    def flush(self) -> bool:
-        """Forget every unit; returns whether that was possible: nothing is loading."""
+    def flush(self, *, host: bool = True, storage: bool = True) -> bool:
+        """Forget every unit of these tiers; returns whether that was possible: nothing
+        is loading."""
         if self._loads:
             return False
-        for pool in self.pools:
-            pool.clear()
+        if host:
+            self.mover.wait_for_stores()
+            for pool in self.pools:
+                pool.clear()
+        if storage and self.storage is not None:
+            self.storage.clear()
         return True
 
 

@@ -16,7 +16,7 @@ are kept.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
@@ -74,6 +74,27 @@ def unit_keys(first: UnitKey, elements: IntArray, size: int) -> list[UnitKey]:
     return keys
 
 
+def with_descendants(
+    keys: Iterable[UnitKey], parents: Mapping[UnitKey, UnitKey]
+) -> set[UnitKey]:
+    """Return `keys` and the keys of all units that continue one of them.
+
+    Args:
+        parents: the key of the unit before each known unit.
+    """
+    children: dict[UnitKey, list[UnitKey]] = {}
+    for key, parent in parents.items():
+        children.setdefault(parent, []).append(key)
+    found: set[UnitKey] = set()
+    due = list(keys)
+    while due:
+        key = due.pop()
+        if key not in found:
+            found.add(key)
+            due += children.get(key, ())
+    return found
+
+
 class SlotTensor:
     """A tensor with one row of bytes per layer and slot, as words.
 
@@ -85,11 +106,13 @@ class SlotTensor:
     Attributes:
         words: the same memory, [layers, slots, words of a slot].
         row_bytes: bytes of a slot in one layer.
+        dtype: name of the elements' type.
     """
 
     def __init__(self, name: str, tensor: Tensor, *, has_layers: bool = True) -> None:
         rows = (tensor if has_layers else tensor.unsqueeze(0)).flatten(2)
         self.name = name
+        self.dtype = str(tensor.dtype)
         self.row_bytes = rows.shape[2] * rows.element_size()
         self.words = rows.view(_word_type(rows))
 

@@ -20,9 +20,6 @@ class CacheListener:
     def on_stored(self, node: TreeNode) -> None:
         """`node` was hung below its parent, which was there before."""
 
-    def on_locked(self, node: TreeNode) -> None:
-        """A request has locked the path to `node`."""
-
     def on_split(self, upper: TreeNode, lower: TreeNode) -> None:
         """`upper` took over the beginning of `lower`, which keeps the rest."""
 

@@ -280,8 +280,6 @@ class RadixCache(BasePrefixCache):
             node = node.parent
         for group in self.groups:
             group.lock(end)
-        for listener in self.listeners:
-            listener.on_locked(end)
 
     def dec_lock_ref(
         self, node: TreeNode, holds: Sequence[GroupHold] | None = None

@@ -66,9 +66,9 @@ class SchedulerCalls:
         self._ids = itertools.count()
         self._open: dict[int, asyncio.Future[Any]] = {}
 
-    async def flush_cache(self) -> bool:
-        """Empty the prefix cache; returns whether it was emptied."""
-        question = FlushCacheReq(call_id=next(self._ids))
+    async def flush_cache(self, tiers: Sequence[str]) -> bool:
+        """Empty tiers of the prefix cache; returns whether they were emptied."""
+        question = FlushCacheReq(call_id=next(self._ids), tiers=tuple(tiers))
         answer: FlushCacheRsp = await self._ask(question, TIMEOUT_SECONDS)
         return answer.success
 

@@ -42,6 +42,7 @@ from sglang.srt.managers.messages.errors import (
     log_failure,
 )
 from sglang.srt.managers.messages.io_struct import (
+    CACHE_TIERS,
     AbortReq,
     BatchOutput,
     EngineFailed,
@@ -397,10 +398,11 @@ class TokenizerManager:
 
     # -- control -------------------------------------------------------------------
 
-    async def flush_cache(self) -> bool:
-        """Empty the prefix cache; does nothing and returns False while requests run."""
+    async def flush_cache(self, tiers: Sequence[str] = CACHE_TIERS) -> bool:
+        """Empty tiers of the prefix cache; does nothing and returns False while
+        requests run."""
         self._check_up()
-        return await self._calls.flush_cache()
+        return await self._calls.flush_cache(tiers)
 
     async def scheduler_stats(self, timeout: float = TIMEOUT_SECONDS) -> SchedulerStats:
         """Return the scheduler's current gauges and counters."""

@@ -166,8 +166,15 @@ class AbortReq(msgspec.Struct, kw_only=True, omit_defaults=True, tag="abort"):
     message: str = "aborted by the client"
 
 
+CACHE_TIERS = ("device", "host", "storage")
+"""The places that keep KV of cached prefixes, the fastest one first."""
+
+
 class FlushCacheReq(msgspec.Struct, kw_only=True, tag="flush_cache"):
+    """`tiers`: the `CACHE_TIERS` to empty."""
+
     call_id: int
+    tiers: tuple[str, ...] = CACHE_TIERS
 
 
 class GetStateReq(msgspec.Struct, kw_only=True, tag="get_state"):
@@ -256,11 +263,14 @@ class TierDecision(msgspec.Struct, kw_only=True, omit_defaults=True):
     """What the ranks do with KV in other tiers in one step.
 
     `arrived` has the numbers of loads that rank 0 has seen arrive. At most about
-    `store_bytes` are stored.
+    `store_bytes` are stored. `reads` and `read` have the serials of requests for which
+    files are to be read, and of those for which that is over.
     """
 
     arrived: list[int] = []
     store_bytes: int = 0
+    reads: list[int] = []
+    read: list[int] = []
 
 
 class StepInput(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -373,6 +383,11 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     hicache_loaded_tokens_total: int = 0
     hicache_skipped_tokens_total: int = 0
     hicache_damaged_units_total: int = 0
+    hicache_storage_tokens: int = 0
+    hicache_storage_bytes: int = 0
+    hicache_storage_written_units_total: int = 0
+    hicache_storage_read_units_total: int = 0
+    hicache_storage_skipped_units_total: int = 0
     # Pages that are watched or kept out of use.
     kv_canary_quarantined_pages: int = 0
     kv_canary_quarantined_share: float = 0.0

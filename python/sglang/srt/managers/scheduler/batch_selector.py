@@ -125,6 +125,12 @@ class BatchSelector:
         # Decided at a prefill, because its requests may all be gone by the next step.
         self._is_decode_due = False
 
+    def queue(self, req: Req) -> None:
+        """Add a new request to the end of the queue."""
+        self.waiting.append(req)
+        if self._loads is not None:
+            self._loads.on_queued(req)
+
     def has_requests(self) -> bool:
         """Whether any request is waiting or in a batch."""
         return bool(

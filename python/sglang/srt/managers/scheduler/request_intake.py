@@ -86,7 +86,7 @@ class RequestIntake:
         self._take_in(request, req)
         grammar_key = req.params.grammar_key
         if grammar_key is None:
-            self._batches.waiting.append(req)
+            self._batches.queue(req)
         elif self._grammars is None:
             req.abort(
                 f"{grammar_key[0]} needs a tokenizer with an EOS token and "
@@ -160,7 +160,8 @@ class RequestIntake:
         """
         assert self._grammars is not None
         ready, failed = self._grammars.apply(decisions)
-        self._batches.waiting += ready
+        for req in ready:
+            self._batches.queue(req)
         for req in failed:
             self.end(req)
 

@@ -219,7 +219,7 @@ class PrefillAdder:
                 self._cache.dec_lock_ref(match.last_node)
                 self._cache.mark_released(req)
                 return Admission.DEFERRED
-            self._loads.on_admitted(req)
+            self._loads.on_admitted(req, match)
         if not req.was_admitted:
             # After a retraction it finds its own KV here.
             req.cached_tokens = len(match)

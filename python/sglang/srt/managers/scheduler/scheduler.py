@@ -11,6 +11,7 @@ import logging
 from collections import deque
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from kv_canary.reporter import CanaryViolation
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
@@ -294,6 +295,8 @@ class Scheduler:
             self._grammars.shutdown()
         if self._kv_events is not None:
             self._kv_events.close()
+        if self.tiers is not None:
+            self.tiers.close()
         self._profiler.close()
 
     def step(self, *, may_wait: bool = False) -> bool:
@@ -309,7 +312,12 @@ class Scheduler:
             tiers=None if self.tiers is None else self.tiers.decide(),
         )
         with self._watchdog.guard():
-            return self._run_round(inputs)
+            try:
+                return self._run_round(inputs)
+            except CanaryViolation:
+                if self.tiers is not None:
+                    self.tiers.on_violation()
+                raise
 
     def _run_round(self, inputs: StepInput) -> bool:
         """Run one round after its messages have been received; see `step`."""
@@ -318,10 +326,10 @@ class Scheduler:
             self._begin_record(recorder, inputs)
         if inputs.grammars:
             self.intake.apply_grammars(inputs.grammars)
-        for message in inputs.requests:
-            self._dispatch(message)
         if self.tiers is not None and inputs.tiers is not None:
             self.tiers.apply(inputs.tiers)
+        for message in inputs.requests:
+            self._dispatch(message)
         if self._must_know_results():
             self._resolve(0)
         self._is_loading_alone = False
@@ -616,9 +624,12 @@ class Scheduler:
             self._pause.is_on
             and not any(req.req_pool_idx for req in self._unfinished.values())
         )
-        if success:
+        if self.tiers is not None:
+            success = success and self.tiers.flush(message.tiers)
+        if success and "device" in message.tiers:
             self.cache.reset()
-            logger.info("Flushed the prefix cache")
+        if success:
+            logger.info("Flushed the prefix cache: %s", ", ".join(message.tiers))
         return FlushCacheRsp(call_id=message.call_id, success=success)
 
     def _incidents(self, message: GetIncidentsReq) -> GetIncidentsRsp:

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from sglang.srt.arg_groups.tiers_hook import has_tiers
+from sglang.srt.arg_groups.tiers_hook import StorageConfig, has_tiers, storage_config
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.tier_records import create_tier_records
 from sglang.srt.kv_canary.tier_report import TierReporter
+from sglang.srt.kv_tiers.files import FileLimits, open_folder
 from sglang.srt.kv_tiers.group import TierGroup
 from sglang.srt.kv_tiers.mover import Mover
 from sglang.srt.kv_tiers.places import (
@@ -19,9 +20,11 @@ from sglang.srt.kv_tiers.places import (
     StatePlaces,
     WindowPlaces,
 )
+from sglang.srt.kv_tiers.storage import Storage
 from sglang.srt.kv_tiers.tiers import KVTiers
 from sglang.srt.kv_tiers.unit import SlotTensor, unit_tokens
-from sglang.srt.managers.scheduler.tier_loads import TierLoads
+from sglang.srt.managers.scheduler.model_digest import DIGEST_BYTES, model_digest
+from sglang.srt.managers.scheduler.tier_loads import ReadPolicy, TierLoads
 from sglang.srt.mem_cache.groups.state_runs import StateRuns
 from sglang.srt.mem_cache.groups.window_slots import WindowSlots
 from sglang.srt.mem_cache.radix_cache import RadixCache
@@ -67,12 +70,18 @@ def create_tier_loads(
         rank=group.rank,
     )
     mover = Mover(runners[0].token_to_kv_pool.device)
+    identity = _layout_digest(groups, rank=group.rank, size=group.size)
+    config, storage = storage_config(server_args), None
+    if server_args.hicache_storage_backend is not None:
+        identity = model_digest(runners, identity)
+        storage = _open_storage(config, groups, cache, identity=identity)
     tiers = KVTiers(
         cache=cache,
         groups=groups,
         mover=mover,
         host_units=_host_units(server_args, groups, cache, ranks=group.size),
-        identity=_identity(groups, rank=group.rank, size=group.size),
+        identity=identity,
+        storage=storage,
         before_load=(lambda: None) if canary is None else canary.settle,
     )
     loads = TierLoads(
@@ -80,6 +89,7 @@ def create_tier_loads(
         group=group,
         policy=server_args.hicache_write_policy,
         report=reporter.report,
+        read_policy=_read_policy(server_args.hicache_storage_prefetch_policy, config),
     )
     cache.listeners.append(loads)
     tiers.rehearse()
@@ -216,13 +226,68 @@ def _host_units(
     return units
 
 
-def _identity(groups: Sequence[TierGroup], *, rank: int, size: int) -> bytes:
+def _layout_digest(groups: Sequence[TierGroup], *, rank: int, size: int) -> bytes:
     """Return a digest of the layout of units and of this rank's share of them."""
-    digest = blake2b(digest_size=16)
+    digest = blake2b(digest_size=DIGEST_BYTES)
     for group in groups:
         digest.update(f"{group.name} {group.layout.slots}".encode())
         for tensor in (*group.layout.tensors, *group.layout.records):
-            shape = (tensor.name, tensor.words.shape[0], tensor.row_bytes)
+            shape = (tensor.name, tensor.dtype, tensor.words.shape[0], tensor.row_bytes)
             digest.update(repr(shape).encode())
     digest.update(f"rank {rank} of {size}".encode())
     return digest.digest()
+
+
+# -- files -------------------------------------------------------------------------
+
+
+def _open_storage(
+    config: StorageConfig,
+    groups: Sequence[TierGroup],
+    cache: RadixCache,
+    *,
+    identity: bytes,
+) -> Storage:
+    """Open the rank's folder.
+
+    Raises:
+        ValueError: it cannot be used; names the flag and the fix.
+    """
+    open_folder(config.folder)
+    days = config.max_age_days
+    folder = config.folder / identity.hex()
+    try:
+        storage = Storage(
+            folder,
+            groups,
+            identity=identity,
+            size=unit_tokens(cache.page_size),
+            limits=FileLimits(
+                max_bytes=int(config.max_gb * 1e9),
+                max_age=None if days is None else days * 86_400,
+            ),
+        )
+    except OSError as error:
+        raise ValueError(
+            f"--hicache-storage-backend file: {folder}: {error.strerror}; name another "
+            "dir in --hicache-storage-backend-extra-config"
+        ) from None
+    logger.info(
+        "KV in files: %s holds %d units, %.2f GiB",
+        folder,
+        len(storage.stores[0]),
+        storage.total_bytes / 2**30,
+    )
+    return storage
+
+
+def _read_policy(name: str, config: StorageConfig) -> ReadPolicy:
+    """Return how long requests wait for files."""
+    if name == "best_effort":
+        return ReadPolicy(base=0.0, per_ki_token=0.0)
+    if name == "wait_complete":
+        return ReadPolicy(base=float("inf"), per_ki_token=0.0)
+    return ReadPolicy(
+        base=config.prefetch_timeout_base,
+        per_ki_token=config.prefetch_timeout_per_ki_token,
+    )

@@ -1,0 +1,128 @@
+"""Tiers of whole engines: healing, flushing, aborts, several ranks' decisions."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sglang.srt.managers.messages.io_struct import FlushCacheReq, FlushCacheRsp
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+from sglang.test.tier_traffic import VOCAB, tiered, tiers_of
+
+register_cpu_ci(est_time=5, suite="cpu")
+register_cuda_ci(est_time=20, suite="cuda")
+
+
+def prompt_of(seed, length=300):
+    rng = random.Random(seed)
+    return [rng.randrange(VOCAB) for _ in range(length)]
+
+
+def generate(harness, tokens):
+    return harness.generate(tokens, max_new_tokens=4, ignore_eos=True)
+
+
+def test_a_hit_in_host_memory_counts_as_cached(tmp_path):
+    harness = tiered(tmp_path, "plain")
+    first = generate(harness, prompt_of(1))
+    harness.scheduler.cache.reset()
+    again = generate(harness, prompt_of(1))
+    assert first.cached_tokens == 0
+    assert again.cached_tokens == 256
+    assert again.output_ids == first.output_ids
+    stats = harness.scheduler.stats_snapshot()
+    assert stats.hicache_loaded_tokens_total == 256
+    assert stats.hicache_host_used_tokens == 256
+
+
+def test_namespaces_do_not_share(tmp_path):
+    harness = tiered(tmp_path, "plain")
+    rid = harness.submit(prompt_of(1), max_new_tokens=2, extra_key="one")
+    harness.run()
+    harness.scheduler.cache.reset()
+    rid = harness.submit(prompt_of(1), max_new_tokens=2, extra_key="other")
+    assert harness.run()[rid].cached_tokens == 0
+    harness.scheduler.cache.reset()
+    rid = harness.submit(prompt_of(1), max_new_tokens=2, extra_key="one")
+    assert harness.run()[rid].cached_tokens == 256
+
+
+def test_what_a_healing_cuts_leaves_every_tier(tmp_path):
+    harness = tiered(tmp_path, "plain", kv_canary="heal")
+    tiers, cache = tiers_of(harness), harness.scheduler.cache
+    first = generate(harness, prompt_of(1))
+    # Another request goes on from the same prefix, and a third shares nothing.
+    generate(harness, prompt_of(1)[:200] + prompt_of(2))
+    generate(harness, prompt_of(3, 70))
+    assert len(tiers.pools[0]) >= 8
+    run = next(iter(cache.iter_cached_runs()))
+    tensor = tiers.groups[0].layout.tensors[0]
+    # The first slots of the shared prefix change after they were stored.
+    tensor.words[:, run.slots[:8]] = (
+        tensor.words[:, run.slots[:8]].flip(2).bitwise_not()
+    )
+    again = generate(harness, prompt_of(1))
+    assert again.output_ids == first.output_ids
+    assert harness.scheduler.own_incidents()
+    cache.reset()
+    # Only what was computed again may come back.
+    third = generate(harness, prompt_of(3, 70))
+    assert third.cached_tokens == 64
+    generate(harness, prompt_of(1)[:200] + prompt_of(2))
+    assert tiers.stats.damaged == 0
+
+
+def test_flushing_chooses_tiers(tmp_path):
+    harness = tiered(tmp_path, "plain")
+    generate(harness, prompt_of(1))
+
+    def flush(*names):
+        harness.io.requests.append(FlushCacheReq(call_id=1, tiers=names))
+        harness.run()
+        (answer,) = [m for m in harness.io.responses if isinstance(m, FlushCacheRsp)]
+        harness.io.responses.clear()
+        assert answer.success
+
+    harness.io.requests.append(FlushCacheReq(call_id=1, tiers=("device",)))
+    harness.scheduler.step()
+    assert generate(harness, prompt_of(1)).cached_tokens == 256
+    harness.io.requests.append(FlushCacheReq(call_id=2, tiers=("host",)))
+    harness.scheduler.step()
+    assert len(tiers_of(harness).pools[0]) == 0
+    assert generate(harness, prompt_of(1)).cached_tokens >= 256
+    harness.io.requests.append(FlushCacheReq(call_id=3))
+    harness.scheduler.step()
+    assert generate(harness, prompt_of(1)).cached_tokens == 0
+
+
+def test_an_aborted_request_leaves_its_prefix_in_the_tree(tmp_path):
+    harness = tiered(tmp_path, "plain")
+    generate(harness, prompt_of(1))
+    harness.scheduler.cache.reset()
+    rid = harness.submit(prompt_of(1), max_new_tokens=4)
+    harness.scheduler.step()
+    assert tiers_of(harness).num_loading == 1
+    harness.abort(rid)
+    answer = harness.run()[rid]
+    assert answer.finish_reason is not None
+    assert answer.finish_reason.type == "abort"
+    assert harness.scheduler.cache.total_size() == 256
+    assert tiers_of(harness).num_loading == 0
+
+
+@pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])
+def test_policies_store_later(tmp_path, policy):
+    harness = tiered(tmp_path, "plain", hicache_write_policy=policy)
+    tiers = tiers_of(harness)
+    generate(harness, prompt_of(1))
+    assert tiers.stats.stored == 0
+    if policy == "write_back":
+        harness.scheduler.cache.evict(1_000_000)
+    else:
+        generate(harness, prompt_of(1))
+    assert tiers.stats.stored == 256
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
