@@ -71,12 +71,21 @@ class ControlApi:
             Endpoint(
                 "/flush_cache",
                 self.flush_cache,
-                methods=["GET", "POST"],
+                methods=["GET"],
                 summary="Empty the prefix cache; 400 while requests run or wait",
+                media_type=TEXT,
+                errors=_ENGINE_ERRORS,
+            ),
+            Endpoint(
+                "/flush_cache",
+                self.flush_cache,
+                methods=["POST"],
+                summary="Empty tiers of the prefix cache; 400 while requests run or wait",
                 body=FlushRequest,
                 is_body_optional=True,
                 media_type=TEXT,
                 errors=_ENGINE_ERRORS,
+                examples={"host memory alone": {"tiers": ["host"]}},
             ),
             Endpoint(
                 "/pause_generation",
