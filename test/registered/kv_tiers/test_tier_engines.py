@@ -4,8 +4,16 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
+from sglang.srt.kv_events.block_recorder import (
+    BlockRecorder,
+    hash_blocks,
+    namespace_seed,
+)
+from sglang.srt.kv_events.host_blocks import HostBlocks
+from sglang.srt.kv_events.messages import MEDIUM_CPU, BlockStored
 from sglang.srt.managers.messages.io_struct import FlushCacheReq, FlushCacheRsp
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.tier_traffic import VOCAB, tiered, tiers_of
@@ -109,6 +117,41 @@ def test_an_aborted_request_leaves_its_prefix_in_the_tree(tmp_path):
     assert answer.finish_reason.type == "abort"
     assert harness.scheduler.cache.total_size() == 256
     assert tiers_of(harness).num_loading == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_events_name_the_blocks_in_host_memory(tmp_path, page_size):
+    harness = tiered(tmp_path, "plain", page_size=page_size)
+    tiers, cache = tiers_of(harness), harness.scheduler.cache
+    recorder = BlockRecorder(page_size=page_size, bigram=False)
+    cache.listeners.append(recorder)
+    tiers.watch_host(HostBlocks(recorder.add, page_size=page_size, bigram=False))
+    rid = harness.submit(prompt_of(1), max_new_tokens=2, extra_key="one")
+    harness.run()
+    due = hash_blocks(namespace_seed("one"), np.array(prompt_of(1)), page_size)
+    due = due[: 256 // page_size].tolist()
+    held: list[int] = []
+    for event in recorder.take():
+        if event.medium == MEDIUM_CPU:
+            assert isinstance(event, BlockStored)
+            assert event.parent_block_hash == (held[-1] if held else None)
+            held += event.block_hashes
+            assert (
+                event.token_ids
+                == prompt_of(1)[
+                    (len(held) - len(event.block_hashes)) * page_size : len(held)
+                    * page_size
+                ]
+            )
+    assert held == due, rid
+    # The first block of another sequence that begins alike is there already.
+    harness.submit(prompt_of(1)[:150] + prompt_of(2), max_new_tokens=2, extra_key="one")
+    harness.run()
+    again = [e for e in recorder.take() if e.medium == MEDIUM_CPU]
+    assert not set(due) & {h for event in again for h in event.block_hashes}
+    tiers.flush()
+    gone = {h for event in recorder.take() for h in event.block_hashes}
+    assert set(due) <= gone
 
 
 @pytest.mark.parametrize("policy", ["write_through_selective", "write_back"])

@@ -54,8 +54,8 @@ _ACCEPTED = {
 _REFUSED = {
     "auto_truncate": "prompts are not cut; send shorter ones, or raise "
     "--context-length",
-    "cache_backend": "other caches are not served; use --enable-hierarchical-cache, with "
-    "--hicache-storage-backend file for files",
+    "cache_backend": "other caches are not served; use --enable-hierarchical-cache, "
+    "with --hicache-storage-backend file for files",
     "checksum": "files are not hashed; check them before the start",
     "context_parallel": "context parallelism is not served; use --tp-size",
     "custom_loader": "code from a flag is not run; convert the weights to safetensors",

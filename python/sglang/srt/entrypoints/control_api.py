@@ -80,7 +80,7 @@ class ControlApi:
                 "/flush_cache",
                 self.flush_cache,
                 methods=["POST"],
-                summary="Empty tiers of the prefix cache; 400 while requests run or wait",
+                summary="Empty tiers of the prefix cache; 400 while requests run",
                 body=FlushRequest,
                 is_body_optional=True,
                 media_type=TEXT,

@@ -59,7 +59,7 @@ def hash_blocks(before: bytes, tokens: IntArray, block_size: int) -> HashArray:
     return np.frombuffer(b"".join(digests), dtype=">u8").astype(np.uint64)
 
 
-def _in_namespace(stored: BlockStored, namespace: str) -> NamespacedBlockStored:
+def in_namespace(stored: BlockStored, namespace: str) -> NamespacedBlockStored:
     """Return the same event for a sequence that begins in `namespace`."""
     return NamespacedBlockStored(
         **msgspec.structs.asdict(stored),
@@ -93,6 +93,10 @@ class BlockRecorder(CacheListener):
         events, self._events = self._events, []
         return events
 
+    def add(self, event: KVEvent) -> None:
+        """Add an event of another tier."""
+        self._events.append(event)
+
     # -- of the cache --------------------------------------------------------------
 
     def on_stored(self, node: TreeNode) -> None:
@@ -114,7 +118,7 @@ class BlockRecorder(CacheListener):
         if hashes:
             stored = self._stored(hashes, parent, tokens.tolist())
             self._events.append(
-                stored if namespace is None else _in_namespace(stored, namespace)
+                stored if namespace is None else in_namespace(stored, namespace)
             )
 
     def _stored(
@@ -143,7 +147,7 @@ class BlockRecorder(CacheListener):
         if self._bigram:
             gone = self._without_copies(gone)
         last = self._events[-1] if self._events else None
-        if isinstance(last, BlockRemoved):
+        if isinstance(last, BlockRemoved) and last.medium == MEDIUM_GPU:
             last.block_hashes += gone
         elif gone:
             self._events.append(BlockRemoved(block_hashes=gone, medium=MEDIUM_GPU))

@@ -11,6 +11,8 @@ import msgspec
 
 # Routers' name for the tier that attention reads from, whatever the device.
 MEDIUM_GPU = "GPU"
+# Their name for host memory.
+MEDIUM_CPU = "CPU_PINNED"
 
 # Format of the frame with the sequence number.
 SEQ_BYTES = 8

@@ -10,7 +10,7 @@ stream order. Knows keys and bytes, but nothing about tokens or slots.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -38,6 +38,7 @@ class HostPool:
     Attributes:
         memory: uint8 [size, bytes_per_unit].
         evicted: units that had to go for others, so far.
+        on_drop: called with the key of every unit that leaves.
 
     Raises:
         OSError: there is not enough memory.
@@ -54,6 +55,7 @@ class HostPool:
         self._free = list(range(size - 1, -1, -1))
         self._stamp = 0
         self.evicted = 0
+        self.on_drop: Callable[[UnitKey], None] | None = None
 
     def __len__(self) -> int:
         """Units kept."""
@@ -125,6 +127,8 @@ class HostPool:
             if key in self._places and key not in self._pins:
                 self._free.append(self._places.pop(key).place)
                 dropped += 1
+                if self.on_drop is not None:
+                    self.on_drop(key)
         return dropped
 
     def below(self, keys: Iterable[UnitKey]) -> set[UnitKey]:

@@ -54,7 +54,8 @@ class NamedUnit(NamedTuple):
 
 @dataclass(slots=True, kw_only=True)
 class StorageStats:
-    """Units since the start: written, not written, and read."""
+    """Units of primary slots since the start: written, not written, and read. Failures
+    count in every group."""
 
     written: int = 0
     skipped: int = 0
@@ -171,7 +172,7 @@ class Storage:
                 elements=unit.elements,
                 unit=copy,
             )
-            self.stats.written += 1
+            self.stats.written += group == 0
             self._touched.add(unit.key)
         except OSError as error:
             self.stats.skipped += 1
@@ -274,7 +275,7 @@ class Storage:
         if data is not None:
             reading.units[group, unit.key] = data
             self._touched.add(unit.key)
-            self.stats.read += 1
+            self.stats.read += group == 0
 
     def collect(self, reading: Reading) -> GivenUnits:
         """Stop reading; return what there is."""

@@ -32,6 +32,7 @@ from sglang.srt.kv_tiers.unit import first_key, unit_keys, unit_tokens
 from sglang.srt.mem_cache.common import ensure_available
 
 if TYPE_CHECKING:
+    from sglang.srt.kv_events.host_blocks import HostBlocks
     from sglang.srt.kv_tiers.group import TierGroup, TokenHistory
     from sglang.srt.kv_tiers.mover import Delivery, Load, Mover
     from sglang.srt.kv_tiers.source import UnitSource
@@ -151,6 +152,7 @@ class KVTiers:
         self._host = HostUnits(self.pools)
         self.stats = TierStats()
         self._due: list[_DueRun] = []
+        self._host_blocks: HostBlocks | None = None
         self._loads: dict[int, PendingLoad] = {}
         self._num_loads = 0
 
@@ -231,6 +233,7 @@ class KVTiers:
             moved += len(targets) * group.layout.bytes_per_unit
             if group.places.index is None:
                 self.stats.stored += len(targets) * self.unit
+                self._tell_host(path, elements, keys, units)
             if self.storage is not None:
                 for unit in units:
                     begin, end = unit * self.unit, (unit + 1) * self.unit
@@ -238,6 +241,34 @@ class KVTiers:
                     parent = keys[unit - 1] if unit else b""
                     self.storage.write(number, named, parent, pool, event)
         return moved
+
+    def watch_host(self, blocks: HostBlocks) -> None:
+        """Report what enters and leaves host memory from now on."""
+        self._host_blocks = blocks
+        self.cache.listeners.append(blocks)
+        self.pools[0].on_drop = blocks.unit_dropped
+
+    def _tell_host(
+        self,
+        path: CachedPath,
+        elements: IntArray,
+        keys: Sequence[UnitKey],
+        units: Sequence[int],
+    ) -> None:
+        """Report units that entered host memory."""
+        if self._host_blocks is None:
+            return
+        hashes = np.concatenate([run.block_hashes for run in path.nodes]).tolist()
+        pages = self.unit // self.cache.page_size
+        for unit in units:
+            first = unit * pages
+            self._host_blocks.unit_stored(
+                keys[unit],
+                before=hashes[first - 1] if first else None,
+                hashes=hashes[first : first + pages],
+                elements=elements[unit * self.unit : (unit + 1) * self.unit],
+                namespace=path.nodes[0].namespace,
+            )
 
     def free_bytes(self) -> int:
         """Return how many bytes may be stored now without delaying loads."""

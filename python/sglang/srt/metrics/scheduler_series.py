@@ -46,6 +46,22 @@ GAUGES: dict[str, tuple[str, str]] = {
         "sglang:kv_events_connections",
         "Open connections to the sockets of KV events.",
     ),
+    "hicache_host_used_tokens": (
+        "sglang:hicache_host_used_tokens",
+        "Tokens whose KV is in host memory.",
+    ),
+    "hicache_host_total_tokens": (
+        "sglang:hicache_host_total_tokens",
+        "Tokens whose KV fits host memory.",
+    ),
+    "hicache_storage_tokens": (
+        "sglang:hicache_storage_tokens",
+        "Tokens whose KV is in files.",
+    ),
+    "hicache_storage_bytes": (
+        "sglang:hicache_storage_bytes",
+        "Bytes of the files with KV.",
+    ),
     "num_retracted_reqs": (
         "sglang:num_retracted_reqs",
         "Requests that lost their KV slots and are run again.",
@@ -112,6 +128,34 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "kv_canary_healed_tokens_total": (
         "sglang:kv_canary_healed_tokens",
         "Tokens of requests that were recomputed after their KV was damaged.",
+    ),
+    "hicache_stored_tokens_total": (
+        "sglang:hicache_stored_tokens",
+        "Tokens whose KV was copied to host memory.",
+    ),
+    "hicache_loaded_tokens_total": (
+        "sglang:load_back_tokens",
+        "Tokens whose KV was copied back to the device.",
+    ),
+    "hicache_skipped_tokens_total": (
+        "sglang:hicache_skipped_tokens",
+        "Tokens whose KV found no place in host memory, because all were in use.",
+    ),
+    "hicache_damaged_units_total": (
+        "sglang:hicache_damaged_units",
+        "Units of KV that were dropped because they did not arrive intact.",
+    ),
+    "hicache_written_tokens_total": (
+        "sglang:backuped_tokens",
+        "Tokens whose KV was written to files.",
+    ),
+    "hicache_read_tokens_total": (
+        "sglang:prefetched_tokens",
+        "Tokens whose KV was read from files.",
+    ),
+    "hicache_unwritten_tokens_total": (
+        "sglang:hicache_unwritten_tokens",
+        "Tokens whose KV was not written to files, which were too slow or failed.",
     ),
     "kv_events_published_total": (
         "sglang:kv_events_published",

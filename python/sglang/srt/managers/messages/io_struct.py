@@ -385,9 +385,9 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     hicache_damaged_units_total: int = 0
     hicache_storage_tokens: int = 0
     hicache_storage_bytes: int = 0
-    hicache_storage_written_units_total: int = 0
-    hicache_storage_read_units_total: int = 0
-    hicache_storage_skipped_units_total: int = 0
+    hicache_written_tokens_total: int = 0
+    hicache_read_tokens_total: int = 0
+    hicache_unwritten_tokens_total: int = 0
     # Pages that are watched or kept out of use.
     kv_canary_quarantined_pages: int = 0
     kv_canary_quarantined_share: float = 0.0

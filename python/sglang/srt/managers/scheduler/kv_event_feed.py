@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 from sglang.srt.arg_groups.kv_events_hook import kv_events_config
 from sglang.srt.kv_events.block_recorder import BlockRecorder
 from sglang.srt.kv_events.event_publisher import ZmqEventPublisher
+from sglang.srt.kv_events.host_blocks import HostBlocks
 
 if TYPE_CHECKING:
+    from sglang.srt.kv_tiers.tiers import KVTiers
     from sglang.srt.managers.messages.io_struct import SchedulerStats
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.server_args import ServerArgs
@@ -51,6 +53,15 @@ class KvEventFeed:
         self._recorder = BlockRecorder(page_size=cache.page_size, bigram=cache.bigram)
         self._recorder.on_cleared()
         cache.listeners.append(self._recorder)
+
+    def watch(self, tiers: KVTiers) -> None:
+        """Also report blocks in host memory."""
+        blocks = HostBlocks(
+            self._recorder.add,
+            page_size=tiers.cache.page_size,
+            bigram=tiers.cache.bigram,
+        )
+        tiers.watch_host(blocks)
 
     def publish(self) -> None:
         """Publish the events since the last call, if there are any."""

@@ -209,6 +209,8 @@ class Scheduler:
             if event_publisher is None
             else KvEventFeed(self.cache, event_publisher)
         )
+        if self._kv_events is not None and self.tiers is not None:
+            self._kv_events.watch(self.tiers.tiers)
         self._is_shut_down = False
         self._is_loading_alone = False
         self.idle_checked = True

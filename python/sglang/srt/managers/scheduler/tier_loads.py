@@ -254,6 +254,6 @@ class TierLoads(CacheListener):
             unit = self.tiers.unit
             stats.hicache_storage_tokens = len(storage.stores[0]) * unit
             stats.hicache_storage_bytes = storage.total_bytes
-            stats.hicache_storage_written_units_total = storage.stats.written
-            stats.hicache_storage_read_units_total = storage.stats.read
-            stats.hicache_storage_skipped_units_total = storage.stats.skipped
+            stats.hicache_written_tokens_total = storage.stats.written * unit
+            stats.hicache_read_tokens_total = storage.stats.read * unit
+            stats.hicache_unwritten_tokens_total = storage.stats.skipped * unit
