@@ -159,18 +159,29 @@ class KVTiers:
     def rehearse(self) -> None:
         """Move a unit of scratch slots both ways, so that no request waits for
         kernels."""
-        for group, pool in zip(self.groups, self.pools, strict=True):
+        for number, (group, pool) in enumerate(
+            zip(self.groups, self.pools, strict=True)
+        ):
             slots = torch.zeros(group.layout.slots, dtype=torch.int64)
             self.mover.store(group, slots, [pool.memory[0]])
-            expected = [torch.zeros((1, 2), dtype=torch.int64) for _ in group.records]
-            shipment = Shipment(
-                group=group,
-                units=[pool.memory[0]],
-                slots=slots[:1],
-                rows=slots[:1],
-                expected=expected,
-            )
+            shipment = self.shipment_of(number, slots[:1], [pool.memory[0]])
             self.mover.load([shipment]).wait()
+
+    def shipment_of(
+        self, number: int, slots: torch.Tensor, units: Sequence[torch.Tensor]
+    ) -> Shipment:
+        """Return units of group `number` whose first rows go to `slots`, int64 [k] on
+        the host, whatever tokens they are of."""
+        group = self.groups[number]
+        return Shipment(
+            group=group,
+            units=units,
+            slots=slots,
+            rows=torch.arange(len(slots)),
+            expected=[
+                torch.zeros((len(slots), 2), dtype=torch.int64) for _ in group.records
+            ],
+        )
 
     def _keys(self, elements: IntArray, namespace: str | None) -> list[UnitKey]:
         first = first_key(self.identity, namespace)
