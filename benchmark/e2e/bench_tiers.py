@@ -196,7 +196,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Json:
     if args.shape == "tiny":
         write_tiny_model(model, "LlamaForCausalLM", max_position_embeddings=16384)
     else:
-        write_shape(model, args.shape)
+        write_shape(args.shape, model)
     bandwidth = copy_bandwidth(args.device, args.repeats)
     engine = Engine(args, model, folder)
     report: Json = {"copies_gb_s": bandwidth, "moves": moves(engine)}

@@ -41,6 +41,7 @@ _slots_tail_copies = builtin("slots_tail_copies")
 _slots_accepted_moves = builtin("slots_accepted_moves")
 _slots_branch_table = builtin("slots_branch_table")
 _slots_branch_indices = builtin("slots_branch_indices")
+_slot_sums = builtin("slot_sums")
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -725,3 +726,13 @@ def slots_branch_indices(
         indptr: [steps, b * K + 1] int32; out: [steps, capacity] int32.
     """
     _slots_branch_indices(table, indices, lens, layout, indptr, out)
+
+
+def slot_sums(sums: Tensor, words: Tensor, slots: Tensor, first_layer: int) -> None:
+    """sums [n] int64 += hashes of all words of slots [n] int64.
+
+    Args:
+        words: [layers, slots, width] int64, rows contiguous.
+        first_layer: number of the first layer in the keys of the hashes.
+    """
+    _slot_sums(sums, words, slots, first_layer)

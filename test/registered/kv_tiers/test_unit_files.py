@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from kv_canary.reporter import CanaryViolation
+from sglang.srt.kv_tiers import files as unit_files
 from sglang.srt.kv_tiers.damage import DamageKind
 from sglang.srt.kv_tiers.files import BadUnit, FileLimits, FileStore, open_folder
 from sglang.srt.server_args import ServerArgs
@@ -226,7 +227,7 @@ class TestEngine:
 
     def test_a_folder_that_fails_costs_hits_alone(self, tmp_path, monkeypatch, caplog):
         harness = tiered(tmp_path / "a", "plain", **self.options(tmp_path / "kv"))
-        monkeypatch.setattr(os, "replace", _no_space)
+        monkeypatch.setattr(unit_files, "os", FullDisk())
         serve(harness, "plain", total=12, seed=3)
         storage = tiers_of(harness).storage
         assert storage is not None
@@ -239,8 +240,14 @@ class TestEngine:
         harness.scheduler.tiers.close()
 
 
-def _no_space(*_):
-    raise OSError(28, "No space left on device")
+class FullDisk:
+    """The module `os` of a disk without space."""
+
+    def __getattr__(self, name):
+        return getattr(os, name)
+
+    def replace(self, *_):
+        raise OSError(28, "No space left on device")
 
 
 @pytest.mark.parametrize(
@@ -252,6 +259,13 @@ def _no_space(*_):
         (
             ["--enable-hicache", "--hicache-storage-backend-extra-config", "{}"],
             "--hicache-storage-backend",
+        ),
+        (
+            [
+                *("--enable-hicache", "--kv-canary", "raise"),
+                *("--kv-canary-report-dir", "/tmp", "--kv-canary-record", "10"),
+            ],
+            "--kv-canary-record 10",
         ),
         (
             ["--hicache-storage-backend-extra-config", '{"folder": "/x"}'],

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.kv_tiers.host_pool import HostPool
+from sglang.srt.kv_tiers.ops.slot_sums.op import add_slot_sums, add_slot_sums_ref
 from sglang.srt.kv_tiers.unit import (
     SlotTensor,
     UnitLayout,
@@ -112,6 +113,21 @@ def test_a_changed_byte_shows(case, data):
     place = data.draw(st.sampled_from(used))
     memory[1, place] ^= data.draw(st.integers(1, 255))
     assert target.scatter(memory, every, every).is_intact.tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    ("layers", "slots", "width"), [(1, 9, 1), (3, 70, 7), (2, 1100, 130), (5, 40, 1025)]
+)
+def test_sums_equal_the_reference(dtype, layers, slots, width):
+    words = random_like((layers, slots, width), dtype, 3)
+    generator = torch.Generator().manual_seed(1)
+    chosen = torch.randperm(slots, generator=generator)[: slots // 2 + 1].to(DEVICE)
+    sums = torch.arange(len(chosen), device=DEVICE)
+    due = sums.clone()
+    add_slot_sums(sums, words, chosen, first_layer=2)
+    add_slot_sums_ref(due, words, chosen, first_layer=2)
+    assert torch.equal(sums, due)
 
 
 def test_swapped_slots_and_layers_show():

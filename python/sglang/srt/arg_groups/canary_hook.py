@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from sglang.srt.arg_groups.tiers_hook import FLAG as TIERS_FLAG
+from sglang.srt.arg_groups.tiers_hook import has_tiers
 from sglang.srt.environ import envs
 
 if TYPE_CHECKING:
@@ -58,12 +60,18 @@ def _handle_record(server_args: ServerArgs) -> None:
         and not server_args.kv_canary_report_tokens
     )
     if asked is None:
-        is_on = folder is not None and not needs_tokens
+        is_on = not (folder is None or needs_tokens or has_tiers(server_args))
         server_args.kv_canary_record = DEFAULT_RECORD if is_on else 0
     elif asked and folder is None:
         raise ValueError(
             f"--kv-canary-record {asked} goes beside the files of incidents; set "
             "--kv-canary-report-dir too, or remove it"
+        )
+    elif asked and has_tiers(server_args):
+        raise ValueError(
+            f"--kv-canary-record {asked}: when KV comes from host memory is not "
+            "recorded, so nothing could be replayed; remove it, or "
+            f"{TIERS_FLAG}"
         )
     elif asked and needs_tokens:
         raise ValueError(

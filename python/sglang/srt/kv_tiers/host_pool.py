@@ -9,6 +9,7 @@ stream order. Knows keys and bytes, but nothing about tokens or slots.
 
 from __future__ import annotations
 
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from sglang.srt.kv_tiers.unit import with_descendants
-from sglang.srt.utils.memory import host_zeros
+from sglang.srt.utils.memory import HUGE_PAGE_BYTES, host_zeros
 
 if TYPE_CHECKING:
     from sglang.srt.kv_tiers.unit import UnitKey
@@ -47,9 +48,12 @@ class HostPool:
 
     def __init__(self, *, size: int, bytes_per_unit: int, is_pinned: bool) -> None:
         self.size = size
-        self.memory = host_zeros((size, bytes_per_unit), torch.uint8)
+        # Pages of its own, because a page cannot be pinned twice.
+        whole = host_zeros((_whole_pages(size * bytes_per_unit),), torch.uint8)
         if is_pinned:
-            _pin(self.memory)
+            _pin(whole)
+            weakref.finalize(self, _unpin, whole)
+        self.memory = whole[: size * bytes_per_unit].view(size, bytes_per_unit)
         self._places: OrderedDict[UnitKey, _Kept] = OrderedDict()
         self._pins: dict[UnitKey, int] = {}
         self._free = list(range(size - 1, -1, -1))
@@ -139,6 +143,17 @@ class HostPool:
     def clear(self) -> int:
         """Forget every unit that is not pinned; return how many."""
         return self.drop(list(self._places))
+
+
+def _whole_pages(size: int) -> int:
+    """Return the size of whole huge pages that hold `size` bytes."""
+    return max(-(-size // HUGE_PAGE_BYTES), 1) * HUGE_PAGE_BYTES
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    """Unlock memory before it is given back: otherwise whoever gets its addresses next
+    would share them with the GPU's copies of the old pages."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
 
 
 def _pin(memory: torch.Tensor) -> None:

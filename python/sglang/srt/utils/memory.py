@@ -13,7 +13,7 @@ import torch
 _MEMINFO = Path("/proc/meminfo")
 _CGROUP_MAX = Path("/sys/fs/cgroup/memory.max")
 _CGROUP_CURRENT = Path("/sys/fs/cgroup/memory.current")
-_HUGE_PAGE_BYTES = 2 << 20
+HUGE_PAGE_BYTES = 2 << 20
 # Advice for `madvise`; has no name before Python 3.14.
 _POPULATE_WRITE = 23
 # Bytes that `HostBlocks` allocates at once; while it copies, there are two of each
@@ -50,15 +50,15 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     """
     size = math.prod(shape) * dtype.itemsize
     advice = getattr(mmap, "MADV_HUGEPAGE", None)
-    if size < _HUGE_PAGE_BYTES or advice is None:
+    if size < HUGE_PAGE_BYTES or advice is None:
         return torch.zeros(shape, dtype=dtype)
     # The tensor keeps the zeroed mapping alive, which need not begin at a huge page.
     private = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-    mapping = mmap.mmap(-1, size + _HUGE_PAGE_BYTES, flags=private)
+    mapping = mmap.mmap(-1, size + HUGE_PAGE_BYTES, flags=private)
     with suppress(OSError):  # A kernel without huge pages uses ordinary ones.
         mapping.madvise(advice)
     memory = torch.frombuffer(mapping, dtype=torch.uint8)
-    begin = -memory.data_ptr() % _HUGE_PAGE_BYTES
+    begin = -memory.data_ptr() % HUGE_PAGE_BYTES
     tensor = memory[begin : begin + size].view(dtype).view(shape)
     # Take all of it now, so that a lack of memory shows immediately.
     try:

@@ -569,8 +569,6 @@ class Scheduler:
         """Return why a checkpoint would not be enough to continue from, or None if it
         would.
         """
-        if self.tiers is not None:
-            return "KV in host memory is not recorded"
         for group in self.cache.groups:
             if group.slots.unsaved:
                 return group.slots.unsaved

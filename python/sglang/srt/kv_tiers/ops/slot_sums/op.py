@@ -41,4 +41,5 @@ def add_slot_sums_ref(
 add_slot_sums = Op(
     reference=add_slot_sums_ref,
     triton="sglang.srt.kv_tiers.ops.slot_sums.triton:add_slot_sums",
+    native="sglang.srt.kv_tiers.ops.slot_sums.native:add_slot_sums",
 )
