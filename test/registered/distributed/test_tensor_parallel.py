@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -145,7 +146,13 @@ def test_two_ranks_equal_one(tmp_path: Path, name: str) -> None:
     "options",
     sampled(
         [
-            {"page_size": 1, "dtype": "float32", "attention_backend": "cpu_native"},
+            {
+                "page_size": 1,
+                "dtype": "float32",
+                "attention_backend": "cpu_native",
+                "enable_hierarchical_cache": True,
+                "hicache_storage_backend": "file",
+            },
             {"page_size": 4, "dtype": "bfloat16", "attention_backend": "torch_native"},
             {"page_size": 16, "tp_size": 4},  # each KV head on two ranks
         ],
@@ -156,7 +163,10 @@ def test_two_ranks_equal_one(tmp_path: Path, name: str) -> None:
 )
 def test_oracle(tmp_path: Path, options: dict[str, Any]) -> None:
     """Random requests, some aborted, in a pool so small that page size 1 and 4
-    retract."""
+    retract; prefixes that it cannot hold come back from host memory and files."""
+    if options.get("hicache_storage_backend") is not None:
+        folder = json.dumps({"dir": str(tmp_path / "kv")})
+        options = options | {"hicache_storage_backend_extra_config": folder}
     model = write_mock_model(tmp_path, vocab_size=1000, max_position_embeddings=400)
     rng = random.Random(options["page_size"])
     number = count(ci=80, full=1000) // options.get("tp_size", 1)
@@ -191,6 +201,9 @@ def test_oracle(tmp_path: Path, options: dict[str, Any]) -> None:
         (stats,) = engine.get_server_info()["internal_states"]
         assert stats["num_retracted_reqs"] > 0 or options["page_size"] == 16
         assert stats["num_used_tokens"] == 0
+        if "hicache_storage_backend" in options:
+            assert stats["hicache_loaded_tokens_total"] > 0
+            assert stats["hicache_damaged_units_total"] == 0
     for rid, prompt, wanted, answer in zip(
         rids, prompts, lengths, answers, strict=True
     ):
