@@ -7,7 +7,8 @@ One scheduler in this process, with dummy weights. First copies of pinned memory
 which is the floor. Then units of one prompt are stored and loaded, with their
 comparison; a prompt of --input-len tokens is served computed, from host memory, from
 files, and from the device; and --rows requests decode while units are stored at full
-speed. Medians of --repeats. The last line is one JSON document.
+speed. Medians of --repeats. Last, --users talk in turns with three times as much KV as
+the device holds, with host memory and without. The last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 import torch
 from model_shapes import SHAPES, write_shape
+from served import free_memory
 
 from sglang.bench_utils.launch import run_report
 from sglang.bench_utils.report import Json, format_table, provenance
@@ -191,6 +193,47 @@ def decode_step(engine: Engine, store: bool) -> float:
     return statistics.median(seconds[8 : 8 + args.steps])
 
 
+def chat(args: argparse.Namespace, model: Path, *, has_host: bool) -> Json:
+    """Return the share of prompt tokens that were cached, and seconds of a turn of all
+    users; the first turn, in which nothing can be cached, does not count."""
+    length = args.turns * (args.turn_len + args.turn_new)
+    options: dict[str, Any] = {"enable_hierarchical_cache": False}
+    if has_host:
+        options = {"enable_hierarchical_cache": True, "hicache_ratio": 4.0}
+    harness = EngineHarness(
+        model,
+        load_format="auto" if args.shape == "tiny" else "dummy",
+        device=args.device,
+        skip_tokenizer_init=True,
+        max_total_tokens=args.users * length // 3,
+        context_length=args.context_length,
+        kv_canary=args.kv_canary,
+        **options,
+    )
+    generator = torch.Generator().manual_seed(2)
+    vocab = harness.scheduler.model_config.vocab_size
+    histories: list[list[int]] = [[] for _ in range(args.users)]
+    cached = total = 0
+    seconds = []
+    for turn in range(args.turns):
+        begin = time.perf_counter()
+        rids = []
+        for history in histories:
+            shape = (args.turn_len,)
+            history += torch.randint(0, vocab, shape, generator=generator).tolist()
+            rids.append(
+                harness.submit(history, max_new_tokens=args.turn_new, ignore_eos=True)
+            )
+        answers = harness.run()
+        seconds.append(time.perf_counter() - begin)
+        for rid, history in zip(rids, histories, strict=True):
+            if turn:
+                cached += answers[rid].cached_tokens
+                total += len(history)
+            history += answers[rid].output_ids
+    return {"hit_rate": cached / total, "turn_s": statistics.mean(seconds[1:])}
+
+
 def measure(args: argparse.Namespace, folder: Path) -> Json:
     model = folder / "model"
     if args.shape == "tiny":
@@ -206,6 +249,12 @@ def measure(args: argparse.Namespace, folder: Path) -> Json:
         "alone": decode_step(engine, store=False),
         "storing": decode_step(engine, store=True),
     }
+    del engine
+    free_memory()
+    report["chat"] = {}
+    for name, has_host in (("device alone", False), ("with host memory", True)):
+        report["chat"][name] = chat(args, model, has_host=has_host)
+        free_memory()
     return report
 
 
@@ -217,6 +266,7 @@ def run(args: argparse.Namespace) -> Json:
         "shape": args.shape,
         "input_len": args.input_len,
         "kv_canary": args.kv_canary,
+        "users": args.users,
         **figures,
         **provenance(),
     }
@@ -242,6 +292,12 @@ def print_table(report: Json) -> None:
     more = 100 * (steps["storing"] / steps["alone"] - 1)
     rows = [[1e3 * steps["alone"], 1e3 * steps["storing"], more]]
     print(format_table(("decode step, ms", "while storing", "more, %"), rows))
+    print()
+    rows = [
+        [name, 100 * found["hit_rate"], found["turn_s"]]
+        for name, found in report["chat"].items()
+    ]
+    print(format_table((f"{report['users']} users", "cached, %", "s a turn"), rows))
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -257,6 +313,10 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--steps", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--users", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turn-len", type=int, default=512)
+    parser.add_argument("--turn-new", type=int, default=32)
     parser.add_argument("--kv-canary", default="raise")
     parser.add_argument("--output-file")
     parser.set_defaults(shape="Llama-3.1-8B")
