@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import random
 
 import numpy as np
 import pytest
+import torch
 
 from sglang.srt.kv_events.block_recorder import (
     BlockRecorder,
@@ -117,6 +119,29 @@ def test_an_aborted_request_leaves_its_prefix_in_the_tree(tmp_path):
     assert answer.finish_reason.type == "abort"
     assert harness.scheduler.cache.total_size() == 256
     assert tiers_of(harness).num_loading == 0
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="only GPUs warm up")
+def test_a_warm_up_leaves_nothing(tmp_path):
+    """Its requests are made up, and those before the kernels are compiled have no KV
+    at all: an engine on an H100 read their files and dropped them as damaged."""
+    harness = tiered(
+        tmp_path / "model",
+        "plain",
+        skip_server_warmup=False,
+        hicache_storage_backend="file",
+        hicache_storage_backend_extra_config=json.dumps({"dir": str(tmp_path / "kv")}),
+    )
+    tiers = tiers_of(harness)
+    assert tiers.storage is not None
+    assert len(tiers.pools[0]) == len(tiers.storage.stores[0]) == 0
+    first = generate(harness, prompt_of(1))
+    tiers.storage.wait_for_writes()
+    harness.scheduler.cache.reset()
+    tiers.flush(storage=False)
+    again = generate(harness, prompt_of(1))
+    assert (first.cached_tokens, again.cached_tokens) == (0, 256)
+    assert not harness.scheduler.own_incidents()
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

@@ -26,7 +26,12 @@ ENGINES: dict[str, dict[str, Any]] = {
     "plain": {},
     "canary": CANARY,
     "all bytes": {**CANARY, "kv_canary_real_data": "all"},
-    "pages": {**CANARY, "page_size": 16},
+    "pages and tiers": {
+        **CANARY,
+        "page_size": 16,
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 0.5,
+    },
     "no graphs": {
         **CANARY,
         "disable_cuda_graph": True,

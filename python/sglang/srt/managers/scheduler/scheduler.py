@@ -108,6 +108,7 @@ class Scheduler:
         tokenizer: for stop strings and grammars; None with --skip-tokenizer-init.
         io: where messages come from and go to.
         event_publisher: publisher of KV events, or None.
+        is_warm_up: whether its requests are made up, and nothing may outlive it.
 
     Attributes:
         batches: the queue and the batches between two steps.
@@ -125,6 +126,7 @@ class Scheduler:
         tokenizer: Tokenizer | None,
         io: SchedulerIO,
         event_publisher: ZmqEventPublisher | None = None,
+        is_warm_up: bool = False,
     ) -> None:
         self.server_args = server_args
         self.io = io
@@ -142,7 +144,12 @@ class Scheduler:
         self._grammars, self._masks = self._create_grammars(tokenizer)
         self._canary = self._create_canary_gate()
         self.tiers = create_tier_loads(
-            server_args, worker, self.cache, group=self._group, canary=self._canary
+            server_args,
+            worker,
+            self.cache,
+            group=self._group,
+            canary=self._canary,
+            is_warm_up=is_warm_up,
         )
         self.batches = BatchSelector(
             self.env,

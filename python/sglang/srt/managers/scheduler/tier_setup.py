@@ -52,8 +52,13 @@ def create_tier_loads(
     *,
     group: TensorParallelGroup,
     canary: CanaryGate | None,
+    is_warm_up: bool = False,
 ) -> TierLoads | None:
     """Create the tiers that the flags ask for, or return None.
+
+    Args:
+        is_warm_up: whether requests are made up. Then nothing is kept, because their KV
+            may not be computed, and only the kernels are prepared.
 
     Raises:
         ValueError: there is too little host memory; names the flag and what fits.
@@ -63,6 +68,9 @@ def create_tier_loads(
     assert isinstance(cache, RadixCache)
     runners = worker.model_runners()
     groups = _create_groups(runners, cache)
+    if is_warm_up:
+        _rehearse(groups, cache)
+        return None
     reporter = TierReporter(
         server_args,
         manager=None if canary is None else canary.manager,
@@ -92,7 +100,6 @@ def create_tier_loads(
         read_policy=_read_policy(server_args.hicache_storage_prefetch_policy, config),
     )
     cache.listeners.append(loads)
-    tiers.rehearse()
     logger.info(
         "KV in host memory: %d tokens in units of %d, %.2f GiB (%s)",
         tiers.pools[0].size * tiers.unit,
@@ -104,6 +111,17 @@ def create_tier_loads(
         ),
     )
     return loads
+
+
+def _rehearse(groups: Sequence[TierGroup], cache: RadixCache) -> None:
+    """Move a unit of each group both ways, so that no request waits for kernels."""
+    KVTiers(
+        cache=cache,
+        groups=groups,
+        mover=Mover(groups[0].tensors[0].words.device),
+        host_units=[1] * len(groups),
+        identity=b"",
+    ).rehearse()
 
 
 # -- groups ------------------------------------------------------------------------

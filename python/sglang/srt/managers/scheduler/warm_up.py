@@ -118,7 +118,11 @@ def _serve_all(
     """Serve all scenes in a separate scheduler; returns the number of requests."""
     io = ListIO()
     scheduler = Scheduler(
-        server_args=server_args, worker=worker, tokenizer=tokenizer, io=io
+        server_args=server_args,
+        worker=worker,
+        tokenizer=tokenizer,
+        io=io,
+        is_warm_up=True,
     )
     scheduler.intake.num_created = FIRST_SERIAL
     count = 0
