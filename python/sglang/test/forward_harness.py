@@ -20,6 +20,7 @@ from sglang.srt.kv_canary.api import (
     watcher_bytes_per_head,
     watcher_bytes_per_slot,
 )
+from sglang.srt.kv_canary.runner.details import HostBooks
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.mem_cache.common import extend_rows, release_unread
@@ -154,6 +155,10 @@ class ForwardHarness:
     def tokens(self, row: int) -> list[int]:
         return self._rows[row].tokens.tolist()
 
+    def books(self) -> HostBooks:
+        """What the host knows of the requests, for reports."""
+        return HostBooks(reader_of=self._rows.get)
+
     def append(self, row: int, token: int) -> None:
         self._rows[row].tokens.append(token)
 
@@ -188,13 +193,9 @@ class ForwardHarness:
         if manager is not None and manager.take(manager.finish_step(batch).tolist()):
             manager.report(
                 owner_of=lambda slot: Owner("unknown"),
-                tokens_of=self._tokens_of,
+                books=self.books(),
             )
         return output
-
-    def _tokens_of(self, serial: int) -> array[int] | None:
-        row = self._rows.get(serial)
-        return None if row is None else row.tokens
 
     def prepare(
         self, mode: ForwardMode, spans: Sequence[tuple[int, int | None]]

@@ -159,27 +159,49 @@ def test_two_clients_may_use_one_rid(key_file: Path, flags: dict[str, Any]) -> N
     run(work())
 
 
+async def tenants(key_file: Path, **flags: Any) -> list[str | None]:
+    """Of CLIENT and OTHER without a key of their requests, then with one."""
+    wire = Wire(api_key_file=str(key_file), **flags)
+    async with client(wire, CLIENT) as http, client(wire, OTHER) as other:
+        for key in (None, "tenant"):
+            for each in (http, other):
+                count = len(wire.generated()) + 1
+                body = {"input_ids": [1], "extra_key": key}
+                asked = asyncio.create_task(each.post("/generate", json=body))
+                await eventually(lambda n=count: len(wire.generated()) == n)
+                wire.answer(wire.generated()[-1].rid, [5])
+                assert (await asked).status_code == 200
+    return [request.extra_key for request in wire.generated()]
+
+
+@pytest.mark.parametrize("is_per_key", [False, True])
+def test_keys_with_one_salt_are_one_tenant(key_file: Path, is_per_key: bool) -> None:
+    """Whether or not all other keys are kept apart."""
+
+    async def of(*salts: str) -> list[str | None]:
+        lines = zip((CLIENT, OTHER), salts, strict=True)
+        key_file.write_text("".join(f"{key}  {salt}\n" for key, salt in lines))
+        return await tenants(key_file, cache_namespace_per_key=is_per_key)
+
+    async def work() -> None:
+        same = await of("cache_salt=a", "cache_salt=a")
+        assert same[0] == same[1] != same[2] == same[3] and None not in same
+        assert len(set(await of("cache_salt=a", "cache_salt=b"))) == 4
+        mixed = await of("cache_salt=a", "")
+        assert len(set(mixed)) == 4
+        assert (None in mixed) is not is_per_key
+
+    run(work())
+
+
 def test_prefixes_are_kept_apart_by_key_where_the_operator_wants_it(
     key_file: Path,
 ) -> None:
-    async def namespaces(**flags: Any) -> list[str | None]:
-        wire = Wire(api_key_file=str(key_file), **flags)
-        async with client(wire, CLIENT) as http, client(wire, OTHER) as other:
-            for key in (None, "tenant"):
-                for each in (http, other):
-                    count = len(wire.generated()) + 1
-                    body = {"input_ids": [1], "extra_key": key}
-                    asked = asyncio.create_task(each.post("/generate", json=body))
-                    await eventually(lambda n=count: len(wire.generated()) == n)
-                    wire.answer(wire.generated()[-1].rid, [5])
-                    assert (await asked).status_code == 200
-        return [request.extra_key for request in wire.generated()]
-
     async def work() -> None:
-        assert len(set(await namespaces())) == 2
-        apart = await namespaces(cache_namespace_per_key=True)
+        assert len(set(await tenants(key_file))) == 2
+        apart = await tenants(key_file, cache_namespace_per_key=True)
         assert len(set(apart)) == 4 and None not in apart
-        again = await namespaces(cache_namespace_per_key=True)
+        again = await tenants(key_file, cache_namespace_per_key=True)
         assert apart == again, "a restart changes nothing"
 
     run(work())
@@ -268,7 +290,10 @@ def test_a_file_that_everybody_can_read(
         (None, "No such file"),
         ("\n# only\n", "holds 0 keys"),
         ("k\n" * (MAX_KEYS + 1), "holds 1001 keys"),
-        ("good\nwith space\n", "line 2"),
+        ("good\nwith space\n", "line 2 holds a space"),
+        ("good cache_salt=\n", "line 1 holds a space"),
+        ("good cache_salt=a b\n", "line 1 holds a space"),
+        ("k cache_salt=a\nk\n", "line 2 repeats a key with another cache_salt"),
         ("x" * 2_000_000, "not a file of at most"),
         (ADMIN, "every client an administrator"),
     ],

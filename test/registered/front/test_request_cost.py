@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 from manager_world import Wire, prompt, run
 
-from sglang.srt.managers.front.prompt_request import PromptRequest, cache_namespace
+from sglang.srt.managers.front.prompt_request import PromptRequest
 from sglang.srt.managers.messages.errors import BadRequest, Unavailable
 from sglang.srt.managers.messages.io_struct import GenerateBatch, decode_request, encode
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.salt_chain import tenant_of
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="cpu")
@@ -218,10 +219,10 @@ def test_a_packed_request_is_the_request() -> None:
 
 def test_a_key_is_told_apart_whatever_its_length() -> None:
     keys = ["a", "b", "a" * 1000, "a" * 1001, "\ud800"]
-    names = {cache_namespace(key=key) for key in keys}
+    names = {tenant_of(key=key) for key in keys}
     assert len(names) == len(keys) and {len(name or "") for name in names} == {32}
-    assert cache_namespace(key=None) is cache_namespace(key="") is None
-    assert cache_namespace() is cache_namespace(salt="", key="", owner="") is None
+    assert tenant_of(key=None) is tenant_of(key="") is None
+    assert tenant_of() is tenant_of(salt="", key="", owner="") is None
 
 
 def test_no_two_pairs_of_salt_and_key_share_prefixes() -> None:
@@ -240,7 +241,7 @@ def test_no_two_pairs_of_salt_and_key_share_prefixes() -> None:
         "tenant10",
     ]
     triples = [(s, k, o) for s in texts for k in texts for o in texts]
-    names = {cache_namespace(salt=s, key=k, owner=o) for s, k, o in triples}
+    names = {tenant_of(salt=s, key=k, owner=o) for s, k, o in triples}
     assert len(names) == len(triples)
 
 

@@ -272,9 +272,14 @@ def test_the_cache_is_reported_and_flushed(server: Server) -> None:
         assert response.status_code == 200, response.text
         assert server.generate(ids)["meta_info"]["cached_tokens"] == 0
         server.wait_idle()
-    keyed = {"input_ids": ids, "sampling_params": greedy(), "extra_key": "tenant"}
-    answer = server.post("/generate", keyed).json()
-    assert answer["meta_info"]["cached_tokens"] == 0
+    key, salt = {"extra_key": "a"}, {"cache_salt": "a"}
+    for tenant in (key, salt, key | salt):
+        keyed = {"input_ids": ids, "sampling_params": greedy(), **tenant}
+        answer = server.post("/generate", keyed).json()
+        assert answer["meta_info"]["cached_tokens"] == 0, tenant
+    lists = {"input_ids": [ids, ids], "sampling_params": greedy(), "extra_key": "a"}
+    both = server.post("/generate", lists | {"cache_salt": ["a", "b"]}).json()
+    assert [bool(each["meta_info"]["cached_tokens"]) for each in both] == [True, False]
 
 
 @pytest.mark.parametrize("whom", [{"rid": "doomed"}, {"rid": None, "abort_all": True}])

@@ -18,6 +18,7 @@ from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.forward.graph_capture import BreakableGraph, SideStream
 from sglang.srt.kv_canary.perturb import driver_of
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+from sglang.srt.kv_canary.runner.details import HostBooks
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
@@ -219,7 +220,7 @@ def test_the_check_is_made_although_the_graph_fails(
     with pytest.raises(KeyError, match="replay"):
         world.harness.runner.forward(batch)
     found = world.manager.drain(
-        owner_of=lambda slot: Owner("unknown"), tokens_of=lambda serial: None
+        owner_of=lambda slot: Owner("unknown"), books=HostBooks()
     )
     assert len(found) == 8
     assert all("verify_freed" in violation.labels for violation in found)

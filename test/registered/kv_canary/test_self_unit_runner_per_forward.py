@@ -178,7 +178,7 @@ class TestManagerPerForward:
             found = details(
                 violation,
                 target=canary_of(harness).target,
-                tokens_of=harness.tokens,
+                books=harness.books(),
             )
             assert found == {"first_wrong_position": position}
 

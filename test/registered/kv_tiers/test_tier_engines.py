@@ -12,11 +12,11 @@ import torch
 from sglang.srt.kv_events.block_recorder import (
     BlockRecorder,
     hash_blocks,
-    namespace_seed,
 )
 from sglang.srt.kv_events.host_blocks import HostBlocks
 from sglang.srt.kv_events.messages import MEDIUM_CPU, BlockStored
 from sglang.srt.managers.messages.io_struct import FlushCacheReq, FlushCacheRsp
+from sglang.srt.utils.salt_chain import event_seed
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.tier_traffic import VOCAB, tiered, tiers_of
 
@@ -153,7 +153,7 @@ def test_events_name_the_blocks_in_host_memory(tmp_path, page_size):
     tiers.watch_host(HostBlocks(recorder.add, page_size=page_size, bigram=False))
     rid = harness.submit(prompt_of(1), max_new_tokens=2, extra_key="one")
     harness.run()
-    due = hash_blocks(namespace_seed("one"), np.array(prompt_of(1)), page_size)
+    due = hash_blocks(event_seed("one"), np.array(prompt_of(1)), page_size)
     due = due[: 256 // page_size].tolist()
     held: list[int] = []
     for event in recorder.take():

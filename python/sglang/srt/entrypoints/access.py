@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from sglang.srt.entrypoints.api_keys import ApiKeys, Role
 from sglang.srt.entrypoints.http_io import error_response, wait_disconnect
 from sglang.srt.entrypoints.page_files import wants_page
-from sglang.srt.managers.front.caller import CALLER, LEAVING, PEER
+from sglang.srt.managers.front.caller import CALLER, CALLER_SALT, LEAVING, PEER
 from sglang.srt.managers.messages.errors import ApiError, BadRequest
 from sglang.srt.utils.quoting import quoted
 
@@ -75,7 +75,7 @@ class AccessMiddleware:
 
     def _check(self, scope: Scope) -> None:
         headers = dict(scope["headers"])
-        role, caller = self._keys.identify(*_given_keys(headers))
+        role, caller, salt = self._keys.identify(*_given_keys(headers))
         if role is Role.NOBODY:
             raise BadRequest(
                 "the API key is missing or wrong",
@@ -85,6 +85,7 @@ class AccessMiddleware:
             )
         scope[_ROLE] = role
         CALLER.set(caller)
+        CALLER_SALT.set(salt)
         PEER.set((scope.get("client") or ("",))[0])
         if scope["path"] in ADMIN_PATHS:
             _require(Role.ADMIN, role, scope["path"])

@@ -19,6 +19,7 @@ MAX_FILE_BYTES = 1024 * 1024
 # Each request's key is compared with all of them.
 MAX_KEYS = 1000
 NAME_CHARS = 16
+_SALT_FIELD = "cache_salt"
 
 
 class Role(IntEnum):
@@ -35,10 +36,12 @@ class Role(IntEnum):
 
 
 class Caller(NamedTuple):
-    """The caller of a route; `name` identifies a client without revealing its key."""
+    """The caller of a route; `name` identifies a client without revealing its key, and
+    `salt` is the `cache_salt` of its line in the key file."""
 
     role: Role
     name: str
+    salt: str = ""
 
 
 class ApiKeys:
@@ -54,7 +57,8 @@ class ApiKeys:
         self._file = server_args.api_key_file
         self._given = [] if given is None else [_digest(given)]
         self._admin = None if admin is None else _digest(admin)
-        self._clients: list[bytes] = []
+        # Salts by the digests of the keys.
+        self._clients: dict[bytes, str] = {}
         self._load()
 
     @property
@@ -69,12 +73,13 @@ class ApiKeys:
         """
         digests = [hashlib.sha256(key).digest() for key in keys]
         is_admin = bool(_matches(digests, [] if self._admin is None else [self._admin]))
-        clients = _matches(digests, self._clients)
+        clients = _matches(digests, list(self._clients))
         if is_admin:
             return Caller(Role.OPERATOR, "")
         if clients:
             role = Role.ADMIN if self._admin is None else Role.CLIENT
-            return Caller(role, clients[0].hex()[:NAME_CHARS])
+            key = clients[0]
+            return Caller(role, key.hex()[:NAME_CHARS], self._clients[key])
         if not self._clients:
             return Caller(Role.OPERATOR if self._admin is None else Role.CLIENT, "")
         return Caller(Role.NOBODY, "")
@@ -92,14 +97,28 @@ class ApiKeys:
             logger.info("read %s: %d key(s)", self._file, len(self._clients))
 
     def _load(self) -> None:
-        from_file = [] if self._file is None else _read_keys(Path(self._file))
-        clients = [*self._given, *map(_digest, from_file)]
+        from_file = {} if self._file is None else _read_keys(Path(self._file))
+        clients = dict.fromkeys(self._given, "")
+        clients |= {_digest(key): salt for key, salt in from_file.items()}
         if self._admin in clients:
             raise ValueError(
                 "--admin-api-key is also a client's key, which would make every client "
                 "an administrator; choose another"
             )
         self._clients = clients
+
+
+def _read_line(line: str, where: str) -> tuple[str, str]:
+    """Return the key of a line and its salt, which is empty if the line has none."""
+    key, _, rest = line.partition(" ")
+    field, _, salt = rest.strip().partition("=")
+    if rest and (field != _SALT_FIELD or not salt):
+        raise ValueError(
+            f"{where} holds a space, after which it may only have {_SALT_FIELD}=NAME; "
+            "a key has no spaces"
+        )
+    check_key(key + salt, where)
+    return key, salt
 
 
 def _digest(key: str) -> bytes:
@@ -111,8 +130,9 @@ def _matches(digests: list[bytes], known: list[bytes]) -> list[bytes]:
     return [a for a in known for b in digests if hmac.compare_digest(a, b)]
 
 
-def _read_keys(path: Path) -> list[str]:
-    """Read keys from a file, one per line, skipping empty lines and comments (#)."""
+def _read_keys(path: Path) -> dict[str, str]:
+    """Read keys and their salts from a file, one key per line, skipping empty lines and
+    comments (#)."""
     try:
         status = path.stat()
         if not stat.S_ISREG(status.st_mode) or status.st_size > MAX_FILE_BYTES:
@@ -126,16 +146,19 @@ def _read_keys(path: Path) -> list[str]:
         raise ValueError(f"--api-key-file {path}: not UTF-8") from error
     if status.st_mode & stat.S_IROTH:
         logger.warning("%s can be read by every user of this host; chmod 600 it", path)
-    keys = []
+    keys: dict[str, str] = {}
+    count = 0
     for number, line in enumerate(text.splitlines(), start=1):
-        key = line.strip()
-        if not key or key.startswith("#"):
+        if not line.strip() or line.lstrip().startswith("#"):
             continue
-        check_key(key, f"--api-key-file {path}: line {number}")
-        keys.append(key)
-    if not 1 <= len(keys) <= MAX_KEYS:
+        where = f"--api-key-file {path}: line {number}"
+        key, salt = _read_line(line.strip(), where)
+        count += 1
+        if keys.setdefault(key, salt) != salt:
+            raise ValueError(f"{where} repeats a key with another {_SALT_FIELD}")
+    if not 1 <= count <= MAX_KEYS:
         raise ValueError(
-            f"--api-key-file {path}: holds {len(keys)} keys; write 1 to {MAX_KEYS}, "
+            f"--api-key-file {path}: holds {count} keys; write 1 to {MAX_KEYS}, "
             "one per line"
         )
     return keys

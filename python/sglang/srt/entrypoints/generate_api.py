@@ -17,7 +17,6 @@ from sglang.srt.entrypoints.neutral_fields import (
 from sglang.srt.managers.front.output_check import check_shown, output_fault
 from sglang.srt.managers.front.prompt_request import (
     PromptRequest,
-    cache_namespace,
     prompt_rids,
     sampling_error,
 )
@@ -26,6 +25,7 @@ from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.managers.messages.io_struct import FinishReason, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_tokenizer import Tokenizer
+from sglang.srt.utils.salt_chain import tenant_of
 
 # (logprob, token id, text or None), as shown in the answer.
 ShownLogprob = tuple[float | None, int, str | None]
@@ -55,6 +55,7 @@ class GenerateRequest(_Generate, kw_only=True, forbid_unknown_fields=True):
     stream: bool | None = False
     rid: str | list[str] | None = None
     extra_key: str | list[str] | None = None
+    cache_salt: str | list[str] | None = None
     return_hidden_states: bool | list[bool] | None = False
     priority: int | None = None
     model: str | None = None
@@ -109,7 +110,14 @@ def parse_generate(
         if is_shared
         else None
     )
-    shared_key = cache_namespace(key=nth("extra_key", 0, None))
+    # Large keys are hashed once where all prompts share them.
+    salts = (request.extra_key, request.cache_salt)
+    has_own_salts = any(isinstance(salt, list) for salt in salts)
+
+    def tenant(i: int) -> str | None:
+        return tenant_of(key=nth("extra_key", i, None), salt=nth("cache_salt", i, None))
+
+    shared_tenant = None if has_own_salts else tenant(0)
     parsed = []
     for i, prompt in enumerate(prompts):
         raw = nth("sampling_params", i, {})
@@ -126,9 +134,7 @@ def parse_generate(
                 token_ids_logprob=nth("token_ids_logprob", i, ()),
                 rid=rids[i][0],
                 list_rid=rids[i][1],
-                extra_key=cache_namespace(key=nth("extra_key", i, None))
-                if isinstance(request.extra_key, list)
-                else shared_key,
+                extra_key=tenant(i) if has_own_salts else shared_tenant,
                 return_hidden_states=nth("return_hidden_states", i, False),
                 priority=request.priority,
             )
@@ -165,6 +171,7 @@ _OPTIONS = {
     "top_logprobs_num": lambda r: r.top_logprobs_num,
     "token_ids_logprob": lambda r: r.token_ids_logprob,
     "extra_key": lambda r: r.extra_key,
+    "cache_salt": lambda r: r.cache_salt,
     "return_hidden_states": lambda r: r.return_hidden_states,
 }
 

@@ -26,6 +26,7 @@ from sglang.srt.kv_events.messages import (
     NamespacedBlockStored,
 )
 from sglang.srt.mem_cache.cache_listener import CacheListener
+from sglang.srt.utils.salt_chain import SEED_BYTES, Namespace, event_seed
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.page_ledger import IntArray
@@ -33,22 +34,14 @@ if TYPE_CHECKING:
 
 KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
-HASH_BYTES = 8
-_SEED = b"kv-events namespace\0"
-
-
-def namespace_seed(namespace: str | None) -> bytes:
-    """Return the seed that replaces the hash before the first block."""
-    if namespace is None:
-        return b""
-    return sha256(_SEED + namespace.encode()).digest()[:HASH_BYTES]
+HASH_BYTES = SEED_BYTES
 
 
 def hash_blocks(before: bytes, tokens: IntArray, block_size: int) -> HashArray:
     """Hash whole blocks of `tokens`, int64 [n * block_size]; returns uint64 [n].
 
     Args:
-        before: hash of the previous block, or `namespace_seed`.
+        before: hash of the previous block, or `event_seed`.
     """
     data = tokens.astype("<u4").tobytes()
     stride = 4 * block_size
@@ -63,7 +56,7 @@ def in_namespace(stored: BlockStored, namespace: str) -> NamespacedBlockStored:
     """Return the same event for a sequence that begins in `namespace`."""
     return NamespacedBlockStored(
         **msgspec.structs.asdict(stored),
-        lora_name=None,
+        lora_name=Namespace.of(namespace).adapter,
         extra_keys=[(namespace,), *[None] * (len(stored.block_hashes) - 1)],
     )
 
@@ -104,7 +97,7 @@ class BlockRecorder(CacheListener):
         tokens = node.elements >> 32 if self._bigram else node.elements
         parent = int(node.parent.block_hashes[-1]) if node.start else None
         if parent is None:
-            before = namespace_seed(node.namespace)
+            before = event_seed(node.namespace)
         else:
             before = parent.to_bytes(HASH_BYTES, "big")
         node.block_hashes = hash_blocks(before, tokens, self._page_size)

@@ -45,12 +45,12 @@ class BlockStored(KVCacheEvent):
 
 
 class NamespacedBlockStored(BlockStored, tag="BlockStored"):
-    """The first blocks of a sequence in a namespace (`cache_salt`, `extra_key`).
+    """The first blocks of a sequence in a namespace (`salt_chain`).
 
     Decodes as a `BlockStored` without the last fields.
 
     Fields:
-        lora_name: always None.
+        lora_name: name of the adapter, or None.
         extra_keys: [n]; the first one contains the name of the namespace.
     """
 

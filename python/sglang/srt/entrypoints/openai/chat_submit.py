@@ -178,7 +178,7 @@ def _prompt_request(
         return_logprob=bool(body.logprobs),
         top_logprobs_num=body.top_logprobs or 0,
         rid=body.rid or None,
-        extra_key=body.namespace(),
+        extra_key=body.tenant(),
         priority=body.priority,
         keeps_prompt_ids=bool(body.return_token_ids),
         return_hidden_states=bool(body.return_hidden_states),

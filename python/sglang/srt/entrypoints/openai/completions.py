@@ -197,7 +197,7 @@ def _prompt_requests(
         defaults=sampling_defaults,
     )
     prompts = _prompts(body.prompt)
-    namespace = body.namespace()
+    tenant = body.tenant()
     rids = prompt_rids(body.rid, len(prompts), is_list=_is_list(body.prompt))
     return [
         PromptRequest(
@@ -211,7 +211,7 @@ def _prompt_requests(
             top_logprobs_num=body.logprobs or 0,
             rid=rid,
             list_rid=list_rid,
-            extra_key=namespace,
+            extra_key=tenant,
             priority=body.priority,
             keeps_prompt_ids=bool(body.return_token_ids),
             return_hidden_states=bool(body.return_hidden_states),

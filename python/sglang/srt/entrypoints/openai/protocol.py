@@ -17,7 +17,7 @@ from sglang.srt.entrypoints.neutral_fields import (
     UNSET,
     with_neutral,
 )
-from sglang.srt.managers.front.prompt_request import cache_namespace
+from sglang.srt.utils.salt_chain import tenant_of
 
 # Field of the body -> name in SamplingParams, for fields with the same meaning.
 SAMPLING_FIELDS: dict[str, str] = {
@@ -124,9 +124,9 @@ class Sampled(ChatOptions, kw_only=True):
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
 
-    def namespace(self) -> str | None:
-        """Return the prefix-cache namespace of the request."""
-        return cache_namespace(salt=self.cache_salt, key=self.extra_key)
+    def tenant(self) -> str | None:
+        """Return the request's `tenant_of`."""
+        return tenant_of(salt=self.cache_salt, key=self.extra_key)
 
 
 if TYPE_CHECKING:

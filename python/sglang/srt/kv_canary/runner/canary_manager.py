@@ -45,7 +45,7 @@ from sglang.srt.kv_canary.attention_calls import AttentionCalls
 from sglang.srt.kv_canary.draft_state import DraftState
 from sglang.srt.kv_canary.draws import DrawCheck, announced_words
 from sglang.srt.kv_canary.lineages import PrefixLineages
-from sglang.srt.kv_canary.runner.details import TokensOf, details
+from sglang.srt.kv_canary.runner.details import HostBooks, details
 from sglang.srt.kv_canary.runner.health_checker import HealthChecker
 from sglang.srt.kv_canary.runner.launch_log import LaunchLog
 from sglang.srt.kv_canary.runner.launch_order import LaunchOrder
@@ -79,7 +79,7 @@ if TYPE_CHECKING:
     # Gets a forward and what its attention is about to read.
     Probe = Callable[[ForwardBatch, Sequence[KVReadView]], None]
 
-__all__ = ["CanaryManager", "Examined", "SavedCanary", "TokensOf", "context_tuple"]
+__all__ = ["CanaryManager", "Examined", "SavedCanary", "context_tuple"]
 
 ENGINE = HostCapabilities(modes=tuple(Mode))
 """It does not count captured launches itself: counters travel with its tokens."""
@@ -511,22 +511,20 @@ class CanaryManager:
         self,
         *,
         owner_of: OwnerOf,
-        tokens_of: TokensOf,
+        books: HostBooks,
         host_entries: Sequence[Sequence[int]] = (),
     ) -> None:
         """Report the findings that `take` saw, and those of the host.
 
         Args:
             owner_of: the owner of a slot by the host's records.
-            tokens_of: the tokens of a request by serial, None: not running.
+            books: what the host knows of requests.
             host_entries: findings of the host, as entries of the ring.
 
         Raises:
             CanaryViolation: the mode is not `log`.
         """
-        found = self.examine(
-            owner_of=owner_of, tokens_of=tokens_of, host_entries=host_entries
-        )
+        found = self.examine(owner_of=owner_of, books=books, host_entries=host_entries)
         violations = self.runtime.publish(found)
         if self.runtime.mode is not Mode.LOG:
             raise self.runtime.as_error(violations)
@@ -535,7 +533,7 @@ class CanaryManager:
         self,
         *,
         owner_of: OwnerOf,
-        tokens_of: TokensOf,
+        books: HostBooks,
         host_entries: Sequence[Sequence[int]] = (),
     ) -> Examined:
         """The findings so far, for the caller to act on and to publish
@@ -544,16 +542,16 @@ class CanaryManager:
             owner_of=lambda group: group.owner_of(owner_of),
             mode_of=self._launches.mode_of,
             branch_of=self._launches.branch_of,
-            details=partial(details, target=self.target, tokens_of=tokens_of),
+            details=partial(details, target=self.target, books=books),
         )
         return self.runtime.examine(testimony, host_entries)
 
-    def drain(self, *, owner_of: OwnerOf, tokens_of: TokensOf) -> list[Violation]:
+    def drain(self, *, owner_of: OwnerOf, books: HostBooks) -> list[Violation]:
         """Report the findings in the ring now, even in the middle of a failed forward;
         waits for the device, and for no other rank."""
         if self.order.side is not None:
             self.order.side.join()
-        found = self.examine(owner_of=owner_of, tokens_of=tokens_of)
+        found = self.examine(owner_of=owner_of, books=books)
         return self.runtime.publish(found)
 
     def read_heads(self, slots: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

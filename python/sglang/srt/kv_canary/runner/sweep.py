@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kv_canary.records import draft_seed
 from kv_canary.sweep import SweepLauncher, SweepRun
-from sglang.srt.utils.hashing import hash_string
+from sglang.srt.utils.salt_chain import lineage_salt
 
 if TYPE_CHECKING:
     from sglang.srt.kv_canary.groups import PoolGroup
@@ -95,7 +95,7 @@ def _run(
     *,
     token_offset: int,
 ) -> SweepRun:
-    salt = 0 if not node.namespace else hash_string(node.namespace)
+    salt = lineage_salt(node.namespace)
     start, seed = node.start + offset, 0
     if token_offset and start == 0:
         # An element is the pair of a token and the next one.

@@ -23,6 +23,7 @@ from sglang.srt.managers.messages.io_struct import FinishReason, GenerateReq
 from sglang.srt.managers.messages.output_digest import first_digest
 from sglang.srt.sampling.sampling_batch_info import SamplingRow
 from sglang.srt.utils.hashing import hash_string
+from sglang.srt.utils.salt_chain import Namespace, lineage_salt
 
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar import Grammar
@@ -100,10 +101,11 @@ class Req:
             stop_ids=stop_ids,
         )
         self.rid_hash = hash_string(self.rid)
-        self.salt = hash_string(request.extra_key) if request.extra_key else 0
+        self.namespace = Namespace(request.extra_key).name
+
+        self.salt = lineage_salt(self.namespace)
 
         # Read and written by the prefix cache (see CacheableReq).
-        self.namespace = request.extra_key
         self.req_pool_idx = 0
         self.no_cache = input_embeds is not None
         self.committed_len = 0

@@ -11,6 +11,9 @@ from typing import Any
 CALLER: ContextVar[str] = ContextVar("caller", default="")
 """A name derived from the client's key; empty if there are no keys."""
 
+CALLER_SALT: ContextVar[str] = ContextVar("caller_salt", default="")
+"""The `cache_salt` that the key file gives the client's key; empty without one."""
+
 PEER: ContextVar[str] = ContextVar("peer", default="")
 """The address the request came from; empty for the offline engine."""
 

@@ -38,7 +38,7 @@ class PromptRequest:
             ids then only count the rows.
         token_ids_logprob: token ids whose log probabilities are shown at every
             position.
-        extra_key: the client's key as a `cache_namespace`.
+        extra_key: a `tenant_of`.
         priority: priority with --enable-priority-scheduling, or None for the lowest.
         keeps_prompt_ids: whether updates contain the prompt's token ids.
     """
@@ -184,21 +184,6 @@ class Limits:
     def room_after(self, prompt_len: int) -> int:
         """Number of output tokens that fit; the longest prompt leaves room for one."""
         return self.max_req_input_len + 1 - prompt_len
-
-
-def cache_namespace(
-    *, salt: str | None = None, key: str | None = None, owner: str = ""
-) -> str | None:
-    """Return the name of a prefix-cache namespace, or None for the shared one. The name
-    is a digest, because keys may be large and every cached prefix stores it.
-
-    Requests share prefixes only if all three arguments are equal.
-    """
-    parts = (salt or "", key or "", owner)
-    if not any(parts):
-        return None
-    # The length before each part makes the text of each triple unique.
-    return digest("".join(f"{len(part)}:{part}" for part in parts))
 
 
 def prompt_rids(

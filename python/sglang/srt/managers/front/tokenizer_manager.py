@@ -16,7 +16,7 @@ from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.managers.front.caller import CALLER, client_tag
+from sglang.srt.managers.front.caller import CALLER, CALLER_SALT, client_tag
 from sglang.srt.managers.front.crash_dump import CrashDump
 from sglang.srt.managers.front.heartbeat import Heartbeat
 from sglang.srt.managers.front.output_check import OutputCheck
@@ -24,7 +24,6 @@ from sglang.srt.managers.front.output_text import OutputText
 from sglang.srt.managers.front.prompt_request import (
     Limits,
     PromptRequest,
-    cache_namespace,
     check_options,
     to_wire,
     within_vocab,
@@ -58,6 +57,7 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.managers.messages.occupancy import Occupancy
 from sglang.srt.utils.quoting import quoted
+from sglang.srt.utils.salt_chain import tenant_of
 
 if TYPE_CHECKING:
     from sglang.srt.metrics.front_metrics import FrontMetrics
@@ -245,7 +245,7 @@ class TokenizerManager:
         for i, (prompt, tokens) in enumerate(zip(prompts, ids, strict=True)):
             leader: RequestState | None = None
             for request in to_wire(
-                self._kept_apart(prompt, group.owner),
+                self._kept_apart(prompt, group.owner, CALLER_SALT.get()),
                 tokens,
                 limits,
                 is_strict=self.server_args.strict_max_tokens,
@@ -506,14 +506,21 @@ class TokenizerManager:
             self._occupancy.check_requests(count, client=client_tag())
         return self.limits
 
-    def _kept_apart(self, prompt: PromptRequest, owner: str) -> PromptRequest:
-        """Return `prompt` with a prefix-cache namespace private to its owner, if the
-        operator enabled that.
+    def _kept_apart(
+        self, prompt: PromptRequest, owner: str, salt: str
+    ) -> PromptRequest:
+        """Return `prompt` as one of a tenant of its own, if the operator gave the key a
+        `salt` or separates all keys.
+
+        Keys with the same salt belong to one tenant.
         """
-        if not owner or not self.server_args.cache_namespace_per_key:
+        if salt:
+            tenant = tenant_of(key=prompt.extra_key, salt=salt)
+        elif owner and self.server_args.cache_namespace_per_key:
+            tenant = tenant_of(key=prompt.extra_key, owner=owner)
+        else:
             return prompt
-        namespace = cache_namespace(key=prompt.extra_key, owner=owner)
-        return dataclasses.replace(prompt, extra_key=namespace)
+        return dataclasses.replace(prompt, extra_key=tenant)
 
     def _output_text(self, request: GenerateReq) -> OutputText | None:
         params = request.sampling_params

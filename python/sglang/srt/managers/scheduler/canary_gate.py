@@ -19,6 +19,7 @@ from kv_canary.records import Counter, Ring
 from kv_canary.reporter import CanaryViolation, as_error
 from kv_canary.violation import POOLS
 from sglang.srt.kv_canary.config import CanaryMode
+from sglang.srt.kv_canary.runner.details import MAX_NAMESPACES, HostBooks
 from sglang.srt.managers.scheduler.blame import Fact, StepDamage
 from sglang.srt.managers.scheduler.heal_stats import heal_outcome
 from sglang.srt.managers.scheduler.result_faults import (
@@ -100,12 +101,18 @@ class CanaryGate:
         self._cache = cache
         self._requests = requests
         self._group = group
+        # The newest last. Every engine has KV that everybody shares.
+        self._namespaces: dict[str | None, None] = {None: None}
         for manager in managers:
             manager.attach_radix_cache(cache)
 
     def admit(self, req: Req) -> None:
         """Register a request so that a report can name it."""
         self.manager.serials.add(req.serial, req.rid)
+        self._namespaces.pop(req.namespace, None)
+        self._namespaces[req.namespace] = None
+        if len(self._namespaces) > MAX_NAMESPACES:
+            del self._namespaces[next(iter(self._namespaces))]
 
     @property
     def heals(self) -> bool:
@@ -241,7 +248,7 @@ class CanaryGate:
         owners = self._slot_owners()
         self.manager.report(
             owner_of=owners.owner_of,
-            tokens_of=self._tokens_of,
+            books=self._books(),
             host_entries=entries,
         )
         # The mode is `log`: half a result must not be served.
@@ -277,7 +284,7 @@ class CanaryGate:
         for manager in self._managers:
             examined = manager.examine(
                 owner_of=owners.owner_of,
-                tokens_of=self._tokens_of,
+                books=self._books(),
                 host_entries=host_entries if manager is self.manager else (),
             )
             found += examined.found
@@ -341,7 +348,7 @@ class CanaryGate:
         errors, owners = [], self._slot_owners()
         for manager in managers:
             try:
-                manager.report(owner_of=owners.owner_of, tokens_of=self._tokens_of)
+                manager.report(owner_of=owners.owner_of, books=self._books())
             except CanaryViolation as error:
                 # The findings in the other pool must also be reported.
                 errors.append(error)
@@ -371,9 +378,7 @@ class CanaryGate:
         owners = self._slot_owners()
         for manager in self._managers:
             try:
-                found += manager.drain(
-                    owner_of=owners.owner_of, tokens_of=self._tokens_of
-                )
+                found += manager.drain(owner_of=owners.owner_of, books=self._books())
             except Exception as lost:
                 # The failure itself must be shown, and the other pool must still be
                 # read.
@@ -425,7 +430,8 @@ class CanaryGate:
     def _slot_owners(self) -> SlotOwners:
         return SlotOwners(self._cache, self._requests)
 
-    def _tokens_of(self, serial: int) -> Sequence[int] | None:
-        return next(
-            (req.tokens for req in self._requests() if req.serial == serial), None
-        )
+    def _books(self) -> HostBooks:
+        return HostBooks(reader_of=self._reader_of, namespaces=tuple(self._namespaces))
+
+    def _reader_of(self, serial: int) -> Req | None:
+        return next((req for req in self._requests() if req.serial == serial), None)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kv_canary.hashing import mix64_array
-from sglang.srt.utils.hashing import hash_string
+from sglang.srt.utils.salt_chain import lineage_salt
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.page_ledger import IntArray
@@ -42,7 +42,7 @@ class Pseudonyms:
         """Return the state before the first token of a sequence in a cache
         namespace.
         """
-        salt = np.uint64(hash_string(namespace or "") & ((1 << 64) - 1))
+        salt = np.uint64(lineage_salt(namespace) & ((1 << 64) - 1))
         mixed: np.uint64 = mix64_array(np.array([salt ^ self._key]))[0]
         return mixed
 
