@@ -23,6 +23,7 @@ from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.salt_chain import content_ids
 from sglang.test.scale import POOL_TOKENS, with_canary
 
 SHARED_GPU_TOKENS = 65536
@@ -88,6 +89,9 @@ class EngineHarness:
     ) -> str:
         """Queue a request, greedy unless `params` change it; return its rid."""
         rid = rid or f"r{self._next}"
+        if input_embeds is not None:
+            # As the front does.
+            input_ids = content_ids(input_embeds, len(input_ids))
         self._next += 1
         self.io.requests.append(
             GenerateReq(

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from os.path import commonprefix
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang.srt.utils.salt_chain import (
+    FIRST_CONTENT_ID,
+    TOKEN_MASK,
     Namespace,
+    content_ids,
     event_seed,
     lineage_salt,
     tenant_of,
@@ -57,6 +62,30 @@ def test_a_difference_names_the_parts(parts: Namespace, said: str) -> None:
 def test_revisions_of_one_adapter_differ() -> None:
     old, new = Namespace(None, "fr", "aa"), Namespace(None, "fr", "bb")
     assert old.difference(new) == "revision aa of adapter fr, not bb"
+
+
+rows = st.lists(st.binary(min_size=8, max_size=8), min_size=1, max_size=6)
+
+
+@given(first=rows, second=rows)
+def test_content_ids_are_equal_as_far_as_the_contents(
+    first: list[bytes], second: list[bytes]
+) -> None:
+    ids = [content_ids(b"".join(each), len(each)) for each in (first, second)]
+    assert [len(each) for each in ids] == [len(first), len(second)]
+    common = len(commonprefix([first, second]))  # type: ignore[type-var]
+    for mask in (-1, TOKEN_MASK):
+        a, b = ([word & mask for word in each] for each in ids)
+        assert a[:common] == b[:common]
+        assert not set(a[common:]) & set(b[common:])
+        assert all(FIRST_CONTENT_ID <= word < 1 << 63 for word in a + b)
+    assert all(word & 0xFFFF_FFFF == word & TOKEN_MASK for word in ids[0])
+
+
+@pytest.mark.parametrize(("data", "count"), [(b"", 0), (b"1234", 3), (b"12", -1)])
+def test_rows_of_unequal_size_have_no_ids(data: bytes, count: int) -> None:
+    with pytest.raises(ValueError, match="not .* embeddings of equal size"):
+        content_ids(data, count)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Prompts of embeddings: the embeddings of tokens mean those tokens, and such a prompt
-shares no prefix with anybody."""
+"""Prompts of embeddings: the embeddings of tokens mean those tokens, and prompts share
+KV exactly as far as their embeddings are equal."""
 
 from __future__ import annotations
 
@@ -12,6 +12,13 @@ from safetensors.torch import load_file
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
+from sglang.test.replay_traffic import (
+    check_same,
+    record_of,
+    recorded_engine,
+    replayed,
+)
+from sglang.test.scale import count
 from sglang.test.tiny_models import write_mock_model, write_tiny_model
 
 register_cpu_ci(est_time=8, suite="cpu")
@@ -68,20 +75,98 @@ def test_embeddings_of_tokens_mean_the_tokens(llama, embed, page_size, chunk, ov
     assert found == [ids for ids in expected for _ in range(2)]
 
 
-def test_prefixes_are_neither_shared_nor_kept(llama, embed):
-    """Two prompts of embeddings have the same placeholder ids and other contents."""
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_prefixes_are_shared_as_far_as_the_contents_are_equal(
+    llama, embed, page_size, overlap
+):
+    """Mixed with the same prompts as tokens, over tenants, in a small pool."""
+    rng = random.Random(1)
+    (stem,) = prompts_of(rng, [40])
+    prompts = [
+        stem[: rng.choice((20, 33, 40))] + tail
+        for tail in prompts_of(rng, [rng.randrange(1, 20) for _ in range(12)])
+    ]
+    options = {"max_new_tokens": 4, "ignore_eos": True}
+    plain = engine(llama, disable_radix_cache=True)
+    expected = [plain.generate(p, **options).output_ids for p in prompts]
+    harness = engine(
+        llama,
+        overlap=overlap,
+        page_size=page_size,
+        kv_canary="raise",
+        kv_canary_real_data="all",
+        kv_canary_sweep_interval=1,
+        max_total_tokens=512,
+    )
+    rids = []
+    for i in rng.choices(range(len(prompts)), k=count(ci=36, full=500)):
+        form = {"input_embeds": embed(prompts[i])} if rng.random() < 0.7 else {}
+        tenant = rng.choice((None, None, "tenant"))
+        rids.append(
+            (i, harness.submit(prompts[i], extra_key=tenant, **form, **options))
+        )
+        if rng.random() < 0.3:
+            rids.append((i, submit(harness, prompts[i], embed, max_new_tokens=4)))
+    answers = harness.run()
+    assert all(answers[rid].output_ids == expected[i] for i, rid in rids)
+
+
+def test_only_equal_embeddings_are_cached(llama, embed):
     first, second = prompts_of(random.Random(1), [48, 48])
+    second[:20] = first[:20]
     harness = engine(llama, kv_canary="raise", kv_canary_real_data="all")
-    expected = harness.generate(second, max_new_tokens=4, ignore_eos=True).output_ids
-    cached = harness.scheduler.cache.total_size()
-    for prompt in (first, second):
-        rid = submit(harness, prompt, embed, max_new_tokens=4)
-        answer = harness.run()[rid]
-        assert answer.cached_tokens == 0
-    assert answer.output_ids == expected
-    assert harness.scheduler.cache.total_size() == cached
-    zeros = harness.generate([0] * 48, max_new_tokens=1)
-    assert zeros.cached_tokens == 0
+
+    def cached(prompt, **form):
+        return harness.generate(
+            prompt, max_new_tokens=4, ignore_eos=True, **form
+        ).cached_tokens
+
+    assert cached(first) == 0
+    assert cached(first, input_embeds=embed(first)) == 0, "of tokens, not of contents"
+    assert cached(first, input_embeds=embed(first)) == 47
+    assert cached(second, input_embeds=embed(second)) == 20
+    assert cached(first) == 47
+    # One bit of one embedding, and a sign that no product shows.
+    flipped = np.frombuffer(embed(first), np.float32).copy()
+    flipped[30 * HIDDEN] = np.nextafter(flipped[30 * HIDDEN], np.float32(9))
+    assert cached(first, input_embeds=flipped.tobytes()) == 30
+
+
+@pytest.mark.parametrize("has_tokens", [True, False])
+def test_recorded_decisions_replay(llama, embed, tmp_path, has_tokens):
+    """From a checkpoint whose cache holds embeddings, with and without contents."""
+    rng = random.Random(3)
+    (stem,) = prompts_of(rng, [30])
+    prompts = [stem[:20] + tail for tail in prompts_of(rng, [5, 12, 12])]
+    harness = recorded_engine(
+        llama,
+        tmp_path,
+        dtype="float32",
+        page_size=4,
+        kv_canary_record=8,
+        kv_canary_report_tokens=has_tokens,
+    )
+    for prompt in rng.choices(prompts, k=12):
+        submit(harness, prompt, embed, max_new_tokens=4)
+        harness.submit(prompt, max_new_tokens=3, ignore_eos=True)
+        harness.run()
+    record = record_of(harness)
+    assert record.checkpoint is not None
+    check_same(replayed(record), record)
+
+
+def test_a_penalty_beside_a_prompt_of_embeddings(llama, embed):
+    """Ids of contents are beyond the vocabulary, and no penalty counts them."""
+    (prompt,) = prompts_of(random.Random(4), [30])
+    harness = engine(llama, kv_canary="raise")
+    options = {"max_new_tokens": 12, "frequency_penalty": 1.5, "ignore_eos": True}
+    due = harness.generate(prompt, **options).output_ids
+    rids = [
+        harness.submit(prompt, input_embeds=embed(prompt), **options),
+        harness.submit(prompt, repetition_penalty=1.3, **options),
+    ]
+    assert harness.run()[rids[0]].output_ids == due
 
 
 def test_a_retracted_request_is_embedded_again(llama, embed):

@@ -25,7 +25,7 @@ from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.managers.messages.io_struct import FinishReason, TokenLogprob
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hf_tokenizer import Tokenizer
-from sglang.srt.utils.salt_chain import tenant_of
+from sglang.srt.utils.salt_chain import content_ids, tenant_of
 
 # (logprob, token id, text or None), as shown in the answer.
 ShownLogprob = tuple[float | None, int, str | None]
@@ -193,7 +193,7 @@ def _are_ids(value: list[Any]) -> bool:
 
 
 class _Prompt(NamedTuple):
-    """A prompt. With `embeds` (float32 rows), the ids only count the rows."""
+    """A prompt. With `embeds` (float32 rows), the ids are their `content_ids`."""
 
     ids: str | list[int]
     embeds: bytes | None = None
@@ -237,7 +237,7 @@ def _embedded_prompt(rows: Sequence[Sequence[float]]) -> _Prompt:
             param="input_embeds",
         )
     packed = array("f", chain.from_iterable(rows)).tobytes()
-    return _Prompt([0] * len(rows), packed)
+    return _Prompt(content_ids(packed, len(rows)), packed)
 
 
 def _prompts(request: GenerateRequest) -> tuple[list[str | list[int]], bool]:

@@ -84,6 +84,10 @@ class InputEmbeds:
     rows: torch.Tensor
     values: torch.Tensor
 
+    def tokens_to_look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return `input_ids` with a token in place of each content id."""
+        return input_ids.index_fill(0, self.rows, 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
@@ -91,7 +95,8 @@ class ForwardBatch:
     tokens. `batch_size` is R.
 
     Fields:
-        input_ids, positions, out_cache_loc: int64 [T]; row after row.
+        input_ids, positions, out_cache_loc: int64 [T]; row after row. Where
+            `input_embeds` are given, the ids stand for their content.
         req_pool_indices: int64 [R]; row of `req_to_token`, or 0 for padding.
         prefix_lens, extend_lens: int64 [R]; tokens already in KV, tokens written now;
             `seq_lens` is their sum in every mode.

@@ -245,7 +245,8 @@ class EditTable:
             tokens.scatter_(1, where, edited.gained)
             tokens = edited.of_tokens(tokens)
         known = columns < edited.lens.view(-1, 1)
-        tokens.masked_fill_(~known, 0)
+        # Ids of contents are beyond the vocabulary; no penalty counts them.
+        tokens.masked_fill_(~known, 0).clamp_(max=values.shape[1] - 1)
         numbers = float_bits(edited.words[:, _PENALTIES])
         repetition, frequency, presence = edited.of_tokens(numbers).split(1, dim=1)
 

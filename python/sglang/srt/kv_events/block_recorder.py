@@ -26,6 +26,7 @@ from sglang.srt.kv_events.messages import (
     NamespacedBlockStored,
 )
 from sglang.srt.mem_cache.cache_listener import CacheListener
+from sglang.srt.mem_cache.base_prefix_cache import element_tokens
 from sglang.srt.utils.salt_chain import SEED_BYTES, Namespace, event_seed
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ class BlockRecorder(CacheListener):
 
     def on_stored(self, node: TreeNode) -> None:
         assert node.parent is not None
-        tokens = node.elements >> 32 if self._bigram else node.elements
+        tokens = element_tokens(node.elements, bigram=self._bigram)
         parent = int(node.parent.block_hashes[-1]) if node.start else None
         if parent is None:
             before = event_seed(node.namespace)

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from sglang.srt.mem_cache.page_ledger import IntArray
+from sglang.srt.utils.salt_chain import TOKEN_MASK
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.allocator import BaseAllocator
@@ -36,6 +37,11 @@ def _int64(tokens: TokenSeq) -> IntArray:
     # array('q') converts a list twice as fast as numpy does.
     source = tokens if isinstance(tokens, array) else array("q", tokens)
     return np.array(memoryview(source), dtype=np.int64)
+
+
+def element_tokens(elements: IntArray, *, bigram: bool) -> IntArray:
+    """Return the token of each element of a `RadixKey`, as the device has it."""
+    return elements >> 32 if bigram else elements & TOKEN_MASK
 
 
 @dataclass(frozen=True, slots=True)

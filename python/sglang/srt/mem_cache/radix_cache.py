@@ -21,6 +21,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     CachedRun,
     MatchResult,
     RadixKey,
+    element_tokens,
 )
 from sglang.srt.mem_cache.saved_tree import SavedTree, build_runs, save_runs
 from sglang.srt.mem_cache.tree_check import check_tree
@@ -506,7 +507,7 @@ class RadixCache(BasePrefixCache):
             elements = node.elements
             yield CachedRun(
                 slots=node.slots,
-                tokens=elements >> 32 if self.bigram else elements,
+                tokens=element_tokens(elements, bigram=self.bigram),
                 start=node.start,
                 parent_slot=int(parent.slots[-1]) if node.start else -1,
                 namespace=node.namespace,

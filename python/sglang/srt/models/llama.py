@@ -324,9 +324,11 @@ class DecoderModel(Module):
     ) -> tuple[Tensor, list[Tensor]]:
         """Return normalised hidden states [T, H] and the captured inputs [T, H]; see
         `StackedModel.shallow`."""
-        x = self.embed_tokens(input_ids)
         given = forward_batch.input_embeds
-        if given is not None:
+        if given is None:
+            x = self.embed_tokens(input_ids)
+        else:
+            x = self.embed_tokens(given.tokens_to_look_up(input_ids))
             x.index_copy_(0, given.rows, given.values.to(x.dtype))
         return self.forward_layers(x, forward_batch, is_shallow=is_shallow)
 

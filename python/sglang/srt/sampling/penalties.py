@@ -120,5 +120,7 @@ def _count(
     tokens: torch.Tensor, valid: torch.Tensor, *, like: torch.Tensor
 ) -> torch.Tensor:
     """Return [P, V] float32: how often each id occurs among the valid `tokens` [P,
-    W]."""
-    return torch.zeros_like(like).scatter_add_(1, tokens, valid.to(like.dtype))
+    W]. Ids of contents are beyond the vocabulary and count as its last token: only
+    outputs count where a prompt has them."""
+    ids = tokens.clamp(max=like.shape[1] - 1)
+    return torch.zeros_like(like).scatter_add_(1, ids, valid.to(like.dtype))

@@ -8,16 +8,25 @@
 
 All of these are derived here and nowhere else, so requests share cached KV exactly if
 the KV canary expects the same KV of them.
+
+Where a prompt has embeddings in place of tokens, `content_ids` stand for its tokens.
 """
 
 from __future__ import annotations
 
-from hashlib import sha256
+from hashlib import blake2b, sha256
 from typing import NamedTuple
 
 from sglang.srt.utils.hashing import digest, hash_string
 
 SEED_BYTES = 8
+TOKEN_MASK = (1 << 31) - 1
+"""The part of a content id that the device and the records of the KV canary keep."""
+
+FIRST_CONTENT_ID = 1 << 30
+"""Above every vocabulary, so that no content is taken for a token."""
+
+_DIGEST_MASK = ((1 << 63) - 1) & ~(1 << 31)
 _SEED = b"kv-events namespace\0"
 # Neither a digest nor a revision contains them.
 _BEFORE_ADAPTER = "+"
@@ -95,6 +104,25 @@ def event_seed(namespace: str | None) -> bytes:
     if namespace is None:
         return b""
     return sha256(_SEED + namespace.encode()).digest()[:SEED_BYTES]
+
+
+def content_ids(data: bytes, count: int) -> list[int]:
+    """Return ids that stand for `count` embeddings of equal size in the key of the
+    prefix cache and in lineages.
+
+    An id is 61 bits of the hash of its embedding and all before it, so prompts have
+    common ids as far as their embeddings are equal, bit by bit.
+    """
+    if count < 1 or len(data) % count:
+        raise ValueError(f"{len(data)} bytes are not {count} embeddings of equal size")
+    size = len(data) // count
+    hashed = blake2b(digest_size=8)
+    ids = []
+    for begin in range(0, len(data), size):
+        hashed.update(data[begin : begin + size])
+        word = int.from_bytes(hashed.copy().digest(), "little")
+        ids.append((word & _DIGEST_MASK) | FIRST_CONTENT_ID)
+    return ids
 
 
 def _short(text: str | None) -> str:

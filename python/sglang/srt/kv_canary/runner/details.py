@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from kv_canary.records import POISON_WORD, prefix_lineages, unpack_word0
-from sglang.srt.utils.salt_chain import Namespace, lineage_salt
+from sglang.srt.utils.salt_chain import TOKEN_MASK, Namespace, lineage_salt
 
 if TYPE_CHECKING:
     from kv_canary.violation import Violation
@@ -109,6 +109,7 @@ def _first_wrong_position(
     is_inside = (slots >= 0) & (slots < len(tail))
     words = torch.where(is_inside, tail[slots * is_inside, 0], POISON_WORD)
     for position, (word, token) in enumerate(zip(words.tolist(), tokens, strict=False)):
-        if word == POISON_WORD or unpack_word0(word) != (token, position):
+        is_own = unpack_word0(word) == (token & TOKEN_MASK, position)
+        if word == POISON_WORD or not is_own:
             return {"first_wrong_position": position}
     return {}

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from sglang.srt.managers.batch.req_parts import (
     Heals,
+    PromptEmbeds,
     ReqHiddenStates,
     ReqLogprobs,
     Sent,
@@ -28,6 +28,7 @@ from sglang.srt.utils.salt_chain import Namespace, lineage_salt
 if TYPE_CHECKING:
     from sglang.srt.constrained.base_grammar import Grammar
     from sglang.srt.mem_cache.groups.slots import GroupHold
+    from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.mem_cache.tree_node import TreeNode
     from sglang.srt.utils.stop_matcher import EndMatcher
 
@@ -59,8 +60,8 @@ class Req:
         finished_len: number of output tokens that count; set with `finish_reason`.
         stop_ids: tokens that end the output; one set for all copies of a prompt.
         max_total_len: maximum of prompt plus output tokens.
-        input_embeds: float32 [prompt_len, hidden_size] in place of the prompt's tokens,
-            which are then all 0. Such a prompt shares its prefix with no other request.
+        input_embeds: embeddings in place of the first tokens, or None; these tokens are
+            then their `content_ids`.
         is_chunked: whether the current prefill stops before the end of `tokens`.
         grammar_failure: why the request lost its grammar, until it has another one. Of
             the step in which that happened it keeps nothing, or the first tokens.
@@ -75,7 +76,7 @@ class Req:
         seed: int,
         max_total_len: int,
         stop_matcher: EndMatcher | None,
-        input_embeds: npt.NDArray[np.float32] | None = None,
+        input_embeds: PromptEmbeds | None = None,
     ) -> None:
         params = request.sampling_params
         self.rid = request.rid
@@ -107,7 +108,7 @@ class Req:
 
         # Read and written by the prefix cache (see CacheableReq).
         self.req_pool_idx = 0
-        self.no_cache = input_embeds is not None
+        self.no_cache = False
         self.committed_len = 0
         self.allocated_len = 0
         self.cache_protected_len = 0
@@ -139,6 +140,14 @@ class Req:
         """All tokens so far."""
         return self.tokens
 
+    def device_tokens(self, start: int, end: int) -> IntArray:
+        """Tokens [start, end) as the device has them, int64."""
+        tokens: IntArray = np.array(self.tokens[start:end], dtype=np.int64)
+        if self.input_embeds is not None:
+            given = self.input_embeds.ids[start:end]
+            tokens[: len(given)] = given
+        return tokens
+
     def output_tokens(self) -> list[int]:
         """The sampled tokens so far."""
         return self.tokens[self.prompt_len :].tolist()
@@ -168,11 +177,8 @@ class Req:
         """Number of tokens that a prefix match may cover.
 
         Excludes the last token, because its logits are needed, and any token whose
-        logits score a prompt token or whose hidden state is still owed. Zero for a
-        prompt of embeddings.
+        logits score a prompt token or whose hidden state is still owed.
         """
-        if self.input_embeds is not None:
-            return 0
         limits = (
             len(self.tokens) - 1,
             self.hidden.cacheable_until,
@@ -261,7 +267,7 @@ class Req:
         """
         self.num_restarts += 1
         self.is_chunked = False
-        self.no_cache = self.input_embeds is not None
+        self.no_cache = False
 
     @property
     def is_healed_in_vain(self) -> bool:

@@ -12,10 +12,15 @@ Verifications   | result processor; only shown
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
+
+from sglang.srt.utils.salt_chain import TOKEN_MASK
 
 if TYPE_CHECKING:
     from sglang.srt.managers.messages.io_struct import GenerateReq
@@ -124,6 +129,25 @@ class Sent:
     tokens: int = 0
     input_logprobs: bool = False
     hidden_states: int = 0
+
+
+class PromptEmbeds(NamedTuple):
+    """Embeddings in place of the first tokens of a prompt.
+
+    Fields:
+        ids: int64 [n], the part of their `content_ids` that the device keeps.
+        values: float32 [n, hidden_size].
+    """
+
+    ids: npt.NDArray[np.int64]
+    values: npt.NDArray[np.float32]
+
+    @classmethod
+    def of(
+        cls, content: Sequence[int], values: npt.NDArray[np.float32]
+    ) -> PromptEmbeds:
+        """Pair values with the `content_ids` that stand for them."""
+        return cls(np.array(content, dtype=np.int64) & TOKEN_MASK, values)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -283,7 +283,9 @@ class ScheduleBatch:
             for req in new:
                 req.req_pool_idx = 0
             return None
-        pool.write_token_rows(rows, [np.array(req.tokens) for req in new])
+        pool.write_token_rows(
+            rows, [req.device_tokens(0, len(req.tokens)) for req in new]
+        )
         batch._advance(slots, ends)
         batch._plan_prefill(new)
         return batch
@@ -479,10 +481,7 @@ class ScheduleBatch:
         spans = list(zip(self.reqs, starts, ends, strict=True))
         # [input ids | positions] in one upload.
         tokens = np.concatenate(
-            [
-                np.array(req.tokens[start:end], dtype=np.int64)
-                for req, start, end in spans
-            ]
+            [req.device_tokens(start, end) for req, start, end in spans]
             + [np.arange(start, end, dtype=np.int64) for _, start, end in spans]
         )
         ids, positions = self._upload_vectors(tokens.reshape(2, -1)).unbind()
@@ -521,8 +520,9 @@ class ScheduleBatch:
         """
         rows, values, offset = [], [], 0
         for req, start, end in spans:
-            if req.input_embeds is not None and start < req.prompt_len:
-                given = req.input_embeds[start:end]
+            embeds = req.input_embeds
+            if embeds is not None and start < len(embeds.values):
+                given = embeds.values[start:end]
                 values.append(given)
                 rows.append(np.arange(offset, offset + len(given), dtype=np.int64))
             offset += end - start

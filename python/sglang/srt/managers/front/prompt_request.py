@@ -35,7 +35,7 @@ class PromptRequest:
         rid: the request id, or None to generate one.
         list_rid: shared name of a list of prompts, each of which has its own `rid`.
         input_embeds: float32 [tokens, hidden_size] in place of the prompt; the prompt's
-            ids then only count the rows.
+            ids are then the `content_ids` of the rows.
         token_ids_logprob: token ids whose log probabilities are shown at every
             position.
         extra_key: a `tenant_of`.
@@ -105,7 +105,9 @@ class Limits:
             hidden_size=ready.hidden_size,
         )
 
-    def check_prompt(self, ids: Sequence[int], *, field: str) -> None:
+    def check_prompt(
+        self, ids: Sequence[int], *, field: str, are_tokens: bool = True
+    ) -> None:
         """Reject a prompt that is empty, too long, or contains unknown tokens."""
         if not ids:
             raise BadRequest(
@@ -113,7 +115,8 @@ class Limits:
             )
         if len(ids) > self.max_req_input_len:
             raise self.too_long(len(ids), field=field)
-        self.check_vocab(ids, field="input_ids")
+        if are_tokens:
+            self.check_vocab(ids, field="input_ids")
 
     def check_vocab(self, ids: Sequence[int], *, field: str) -> None:
         """Reject ids outside the model's vocabulary."""
@@ -278,7 +281,9 @@ def to_wire(
         is_strict: reject an output length that does not fit after the prompt.
         owner: owner of the request; two owners may use the same rid.
     """
-    limits.check_prompt(ids, field=request.field)
+    limits.check_prompt(
+        ids, field=request.field, are_tokens=request.input_embeds is None
+    )
     limits.check_vocab(request.token_ids_logprob, field="token_ids_logprob")
     limits.check_length(request, len(ids), is_strict=is_strict)
     if not -1 <= request.logprob_start_len < len(ids):

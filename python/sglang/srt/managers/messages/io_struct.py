@@ -90,7 +90,7 @@ class GenerateReq(RequestOptions, kw_only=True, tag="generate"):
     """One tokenized request.
 
     `input_embeds` is float32 [len(input_ids), hidden_size], row after row; the ids are
-    then all 0.
+    then their `content_ids`.
     """
 
     input_ids: list[int]

@@ -344,8 +344,6 @@ def _cached_since(
     have left there.
     """
     req, start = launched.reqs[row], int(launched.starts[row])
-    if req.input_embeds is not None:
-        return []
     _split(req, start, cache)
     key = cache.key(req.tokens, namespace=req.namespace)
     path = _path(cache.cached_end(key))

@@ -9,11 +9,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kv_canary.hashing import mix64_int
 from sglang.srt.arg_groups.draft_slots import decode_reserve
 from sglang.srt.managers.batch.req import Req
+from sglang.srt.managers.batch.req_parts import PromptEmbeds
 from sglang.srt.managers.messages.output_digest import TOKEN_TYPE
 from sglang.srt.sampling.sampling_params import (
     GRAMMAR_FIELDS,
@@ -159,7 +159,8 @@ class RequestFactory:
                 f"the prompt has {len(request.input_ids)} tokens, but at most "
                 f"{limits.max_req_input_len} fit"
             )
-        tokens = self._checked_tokens(request.input_ids)
+        embeds = self._embeds(request)
+        tokens = self._checked_tokens(request.input_ids, are_known=embeds is not None)
         if request.return_hidden_states and not limits.allow_hidden_states:
             raise ValueError(
                 "return_hidden_states needs a server started with "
@@ -174,7 +175,6 @@ class RequestFactory:
                 f"max_new_tokens is {params.max_new_tokens}, but a server started with "
                 f"--disaggregation-mode prefill serves at most {limits.max_new_tokens}"
             )
-        embeds = self._embeds(request)
         self.num_created += 1
         drawn = mix64_int(self._random_seed + self.num_created) & MAX_SEED
         return Req(
@@ -187,13 +187,14 @@ class RequestFactory:
             input_embeds=embeds,
         )
 
-    def _checked_tokens(self, input_ids: list[int]) -> array[int]:
-        """Return the tokens of a prompt, packed once.
+    def _checked_tokens(self, input_ids: list[int], *, are_known: bool) -> array[int]:
+        """Return the tokens of a prompt, packed once; `are_known` if the model does not
+        look them up.
 
         Raises:
             ValueError: a token is outside the vocabulary.
         """
-        vocab_size = self.limits.vocab_size
+        vocab_size = 1 << 63 if are_known else self.limits.vocab_size
         try:
             tokens = array(TOKEN_TYPE, input_ids)
             values = np.frombuffer(tokens, dtype=np.int64)
@@ -223,10 +224,8 @@ class RequestFactory:
             self._shared = params, frozenset((*eos, *params.stop_token_ids))
         return self._shared[1]
 
-    def _embeds(self, request: GenerateReq) -> npt.NDArray[np.float32] | None:
-        """Return the embeddings [tokens, hidden_size] of a request that supplies
-        them.
-        """
+    def _embeds(self, request: GenerateReq) -> PromptEmbeds | None:
+        """Return the embeddings of a request that supplies them."""
         if request.input_embeds is None:
             return None
         limits, params = self.limits, request.sampling_params
@@ -253,7 +252,8 @@ class RequestFactory:
             )
         if not np.isfinite(values).all():
             raise ValueError("input_embeds holds a number beyond float32")
-        return values.reshape(num_tokens, limits.hidden_size)
+        rows = values.reshape(num_tokens, limits.hidden_size)
+        return PromptEmbeds.of(request.input_ids, rows)
 
     def _stop_matcher(self, request: GenerateReq) -> StopMatcher | None:
         params = request.sampling_params

@@ -16,10 +16,12 @@ import numpy as np
 import torch
 
 from sglang.srt.managers.batch.req import Req
+from sglang.srt.managers.batch.req_parts import PromptEmbeds
 from sglang.srt.managers.batch.saved_req import SavedReq, load_req
 from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
 from sglang.srt.managers.messages.io_struct import GenerateReq
 from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.utils.salt_chain import FIRST_CONTENT_ID
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.scheduler import Scheduler
@@ -128,9 +130,21 @@ class _Refill:
             seed=0,
             max_total_len=len(tokens) + 1,
             stop_matcher=None,
+            input_embeds=self._lost_embeds(elements),
         )
         self._place(req, _SCRATCH_ROW, slots)
         self._run(req, begin, len(slots), is_last_chunk=False)
+
+    def _lost_embeds(self, elements: IntArray) -> PromptEmbeds | None:
+        """Return zeros in place of embeddings, which only running requests keep. What
+        is sampled after them is forced."""
+        count = 0 if self._bigram else int((elements >= FIRST_CONTENT_ID).sum())
+        if not count:
+            return None
+        width = self._scheduler.model_config.hidden_size
+        return PromptEmbeds.of(
+            elements[:count].tolist(), np.zeros((count, width), dtype=np.float32)
+        )
 
     def request(self, req: Req, saved: SavedReq) -> None:
         """Refill the row of a request, whose beginning may be in the tree.
@@ -147,7 +161,7 @@ class _Refill:
     def _place(self, req: Req, row: int, slots: IntArray) -> None:
         req.req_pool_idx, req.allocated_len = row, len(slots)
         self._rows.write(row, 0, torch.from_numpy(slots))
-        tokens = torch.from_numpy(np.array(req.tokens, dtype=np.int64))
+        tokens = torch.from_numpy(req.device_tokens(0, len(req.tokens)))
         self._rows.write_tokens([row], [0], [len(tokens)], tokens)
 
     def _forget(self, slots: IntArray) -> None:
