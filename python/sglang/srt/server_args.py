@@ -34,6 +34,11 @@ from sglang.srt.arg_groups.cuda_graph_hook import (
 )
 from sglang.srt.arg_groups.http_hook import handle_http
 from sglang.srt.arg_groups.kv_events_hook import handle_kv_events
+from sglang.srt.arg_groups.lora_hook import (
+    LORA_BACKENDS,
+    handle_lora,
+    settle_lora_paths,
+)
 from sglang.srt.arg_groups.memory_hook import (
     handle_attention_backend,
     handle_memory,
@@ -407,6 +412,56 @@ class ServerArgs:
         ),
     ] = None
 
+    enable_lora: Annotated[
+        bool,
+        Arg(
+            "Serve LoRA adapters beside the model; on with --lora-paths.",
+            begins="Adapters",
+        ),
+    ] = False
+    lora_paths: Annotated[
+        list[str] | None,
+        Arg("Adapters to load at start, each NAME=PATH or a path, which is its name."),
+    ] = None
+    max_lora_rank: Annotated[
+        int | None,
+        Arg(
+            "Largest rank of an adapter; unset: that of --lora-paths.", low=1, high=4096
+        ),
+    ] = None
+    lora_target_modules: Annotated[
+        list[str] | None,
+        Arg(
+            "Modules that adapters may adapt, such as q_proj; all: every one the model "
+            "has; unset: those of --lora-paths, or all."
+        ),
+    ] = None
+    max_loras_per_batch: Annotated[
+        int,
+        Arg(
+            "Adapters that running requests use at once; each takes memory of the "
+            "device.",
+            low=1,
+            high=1024,
+        ),
+    ] = 8
+    max_loaded_loras: Annotated[
+        int | None,
+        Arg("Adapters kept in the host's memory; unset: any number.", low=1),
+    ] = None
+    lora_eviction_policy: Annotated[
+        str,
+        Arg(
+            "Which idle adapter leaves the device first: the least recently used, or "
+            "the first that came.",
+            ("lru", "fifo"),
+        ),
+    ] = "lru"
+    lora_backend: Annotated[
+        str,
+        Arg("Kernels of adapters.", ("triton",), synonyms=LORA_BACKENDS),
+    ] = "triton"
+
     strict_fields: Annotated[
         bool,
         Arg(
@@ -778,6 +833,7 @@ class ServerArgs:
     ] = False
 
     def __post_init__(self) -> None:
+        settle_lora_paths(self)
         check_token_oracle(self)
         settle_choices(self)
         self._handle_refused()
@@ -795,6 +851,7 @@ class ServerArgs:
         handle_http(self)
         handle_kv_events(self)
         handle_tiers(self)
+        handle_lora(self)
         self._is_resolved = True
 
     def __setattr__(self, name: str, value: Any) -> None:

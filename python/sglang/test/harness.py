@@ -16,6 +16,9 @@ from sglang.srt.managers.messages.io_struct import (
     FinishReason,
     GenerateReq,
     LogprobDelta,
+    LoraRef,
+    SchedulerRequest,
+    SchedulerResponse,
 )
 from sglang.srt.managers.messages.output_digest import extend_digest, first_digest
 from sglang.srt.managers.scheduler.build import build_scheduler
@@ -85,6 +88,7 @@ class EngineHarness:
         input_embeds: bytes | None = None,
         priority: int | None = None,
         client: str = "",
+        lora: LoraRef | str | None = None,
         **params: Any,
     ) -> str:
         """Queue a request, greedy unless `params` change it; return its rid."""
@@ -109,9 +113,22 @@ class EngineHarness:
                 input_embeds=input_embeds,
                 priority=priority,
                 client=client,
+                lora=self.lora(lora) if isinstance(lora, str) else lora,
             )
         )
         return rid
+
+    def lora(self, name: str) -> LoraRef:
+        """A loaded adapter by its name."""
+        loaded = self.scheduler.ready_message().loras
+        return next(ref for ref in loaded if ref.name == name)
+
+    def ask(self, message: SchedulerRequest) -> SchedulerResponse:
+        """Return the scheduler's answer to a question."""
+        self.io.requests.append(message)
+        while message in self.io.requests:
+            self.scheduler.step()
+        return self.io.responses.pop()
 
     def abort(self, rid: str) -> None:
         self.io.requests.append(AbortReq(rid=rid))

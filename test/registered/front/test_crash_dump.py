@@ -23,10 +23,12 @@ from sglang.srt.managers.messages.errors import EngineFailure
 from sglang.srt.managers.messages.io_struct import (
     FinishReason,
     GenerateReq,
+    LoraRef,
     RequestOutput,
 )
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.salt_chain import content_ids
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 
@@ -114,7 +116,10 @@ def test_a_dump_holds_requests_as_they_were_and_no_key(tmp_path: Path) -> None:
     dump = CrashDump(tmp_path)
     digest = "ab" * 20
     dump.on_sent(request("a", 3, extra_key=digest, client="client digest", copy=2))
-    dump.on_sent(request("b", 2, extra_key=digest, input_embeds=b"1234"))
+    embedded = request("b", 2, extra_key=digest, input_embeds=b"12345678")
+    embedded.input_ids = content_ids(b"12345678", 2)
+    embedded.lora = LoraRef(name="fr", path="/adapters/fr", revision="ab")
+    dump.on_sent(embedded)
     dump.on_output(output("a", 4, None))
     path = dump.write("reason")
     assert path is not None
@@ -122,6 +127,8 @@ def test_a_dump_holds_requests_as_they_were_and_no_key(tmp_path: Path) -> None:
     assert lines_of(path)[0]["reason"] == "reason"
     first, second = requests_of(path)
     assert first["output_tokens"] == 4
+    assert "lora_path" not in first["request"]
+    assert second["request"]["lora_path"] == "fr"
     keys = [entry["request"]["extra_key"] for entry in (first, second)]
     assert keys == ["namespace 1"] * 2
     text = path.read_text()

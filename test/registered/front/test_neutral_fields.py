@@ -59,7 +59,7 @@ def test_what_cannot_be_read_is_no_neutral_value(value: bytes) -> None:
 
 
 def test_keyword_arguments() -> None:
-    options = {"stream": True, "lora_path": None, "log_metrics": True}
+    options = {"stream": True, "image_data": None, "log_metrics": True}
     assert without_neutral(options, GENERATE) == {"stream": True}
     assert without_neutral({"data_parallel_rank": 0.0, "no_logs": 0}, GENERATE) == {}
     with pytest.raises(BadRequest, match="data_parallel_rank is not supported"):

@@ -330,7 +330,11 @@ def test_fields_that_ask_for_nothing_are_accepted(server: Server) -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("image_data", ["x"]), ("background", True), ("lora_path", "a" * 500)],
+    [
+        ("image_data", ["x"]),
+        ("background", True),
+        ("session_params", ["a" * 500]),
+    ],
 )
 def test_fields_that_ask_for_more_are_refused_by_name(
     server: Server, name: str, value: object

@@ -107,7 +107,7 @@ def front_mistakes(folder: Path, port: int) -> list[Mistake]:
         Mistake(flags=["--config", "/none"], words=["--config /none: no such file"]),
         Mistake(flags=["--max-runing-requests", "3"], words=["max-running-requests?"]),
         Mistake(flags=["--page", "3"], words=["is the beginning of --page-size, "]),
-        Mistake(flags=["--enable-lora"], words=["not served; merge the adapter"]),
+        Mistake(flags=["--enable-lora"], words=["add --max-lora-rank"]),
         Mistake(flags=["--enable-nothing"], words=["does not have", "--help lists"]),
         Mistake(flags=["--port", "http"], words=["invalid int value: 'http'"]),
         Mistake(flags=["--tp", "0"], words=["--tp-size 0 must be at least 1"]),

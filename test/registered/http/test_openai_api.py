@@ -212,7 +212,7 @@ def test_fields_that_ask_for_nothing_are_accepted(
 @pytest.mark.parametrize(
     "change",
     [
-        {"lora_path": "adapter"},
+        {"use_beam_search": True},
         {"data_parallel_rank": 3},
         {"custom_params": {"a": 1}},
         {"session_params": {"id": "x" * 100}},

@@ -22,7 +22,9 @@ def test_a_large_grammar_is_held_once() -> None:
     limits = RequestLimits(
         max_total_len=100, vocab_size=50, eos_token_ids=(0,), allow_hidden_states=False
     )
-    factory = RequestFactory(limits, tokenizer=None, random_seed=0)
+    factory = RequestFactory(
+        limits, tokenizer=None, random_seed=0, check_lora=lambda request: None
+    )
 
     def held(source: str) -> str | None:
         params = SamplingParams(max_new_tokens=1, json_schema=source)

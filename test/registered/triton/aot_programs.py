@@ -20,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from sglang.srt.distributed import peer_memory, peer_triton
+from sglang.srt.forward.adapter_tiles import TILE
 from sglang.srt.layers.ops.activation import triton as activation
 from sglang.srt.layers.ops.attention.tables.page_indices import page_indices_kernel
 from sglang.srt.layers.ops.attention.tables.tree_mask import pack_tree_mask_kernel
@@ -34,6 +35,7 @@ from sglang.srt.layers.ops.linear.triton_kernels import (
     gemv_kernel,
 )
 from sglang.srt.layers.ops.linear.triton_table import MAX_GATED_ROWS, lookup
+from sglang.srt.layers.ops.lora import triton as lora
 from sglang.srt.layers.ops.moe import triton_sort as moe_sort
 from sglang.srt.layers.ops.moe.triton_kernels import (
     GroupedProduct,
@@ -476,6 +478,43 @@ def compile_variant(variant: Variant) -> Any:
     return triton.compile(source, target=TARGET, options=options)
 
 
+def adapters(dtype: str) -> Iterator[Variant]:
+    """Of Llama-3.1-8B: q, k and v; gate and up; down."""
+    p = POINTERS[dtype]
+    pointers = {"ranks": "*i32", "words": "*i32", "inner": "*fp32"}
+    strides = {"x_stride": "i32", "a_stride": "i32"}
+    for k, sizes in (
+        (4096, (4096, 1024, 1024)),
+        (4096, (14336, 14336, 0)),
+        (14336, (4096, 0, 0)),
+    ):
+        shards = 3 - sizes.count(0)
+        for split in (1, lora.SPLIT_K):
+            common = {
+                "RANK": 64,
+                "SHARDS": shards,
+                "SPLIT": split,
+                "TILE_ROWS": TILE,
+                "R_BLOCK": lora.BLOCK_R,
+                "PDL": True,
+            }
+            yield Variant(
+                f"lora shrink {k} {shards}",
+                lora.shrink_kernel,
+                {"x": p, "a": p, **pointers, **strides},
+                {**common, "K": k, "K_BLOCK": lora.BLOCK_K},
+                4,
+            )
+            n = dict(zip(("N0", "N1", "N2"), sizes, strict=True))
+            yield Variant(
+                f"lora expand {sizes}",
+                lora.expand_kernel,
+                {"y": p, "b": p, **pointers, "y_stride": "i32", "b_stride": "i32"},
+                {**common, **n, "N_BLOCK": lora.BLOCK_N},
+                4,
+            )
+
+
 def main() -> None:
     variants = [v for dtype in POINTERS for v in pointwise(dtype)]
     variants += [
@@ -487,6 +526,7 @@ def main() -> None:
         *gathers(),
     ]
     variants += [*routings(), *experts(), *head_products()]
+    variants += [*adapters("bf16"), *adapters("fp32")]
     variants = sampled(variants, key=lambda v: v.kernel, ci=2)
     for variant in variants:
         compiled = compile_variant(variant)

@@ -28,7 +28,7 @@ _ACCEPTED = {
     "layer_split": "every layer is split over all ranks of --tp-size",
     "loader": "weights are mapped from safetensors or GGUF files",
     "log_http": "lines about requests follow --log-level and --log-requests",
-    "lora_tuning": "it tunes LoRA adapters, which are not served",
+    "lora_tuning": "adapters are loaded and multiplied in one way here",
     "mamba": "it tunes kernels of recurrent state; this engine has its own",
     "metrics_extra": "metrics have fixed names and buckets",
     "multimodal_tuning": "it tunes images, audio or video; only text is served",
@@ -87,7 +87,7 @@ _REFUSED = {
     "log_requests": "--log-requests logs lengths, times and ids as text lines, never "
     "what clients wrote; remove the flag",
     "logit_processor": "code from a request is never run; use logit_bias or a grammar",
-    "lora": "LoRA adapters are not served; merge the adapter into the weights",
+    "lora": "adapters of this kind are not served; use --lora-paths for those of peft",
     "memory_saver": "memory stays with the server; stop it to give the GPU back",
     "metrics_labels": "series have fixed labels and are served only at /metrics; add "
     "labels when scraping",

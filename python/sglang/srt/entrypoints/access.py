@@ -31,14 +31,20 @@ ADMIN_PATHS = frozenset(
         *("/canary/events", "/canary/incidents"),
     }
 )
-# These slow the server down for all clients, or change what it writes.
-OPERATOR_PATHS = frozenset({"/start_profile", "/stop_profile", "/configure_logging"})
+# These slow the server down for all clients, or change what it reads or writes.
+OPERATOR_PATHS = frozenset(
+    {
+        *("/start_profile", "/stop_profile", "/configure_logging"),
+        *("/load_lora_adapter", "/unload_lora_adapter"),
+    }
+)
 # These change something without needing a body that a page could not send.
 CHANGING_PATHS = frozenset(
     {
         *("/flush_cache", "/abort_request", "/configure_logging"),
         *("/pause_generation", "/continue_generation"),
         *("/start_profile", "/stop_profile"),
+        *("/load_lora_adapter", "/unload_lora_adapter"),
     }
 )
 # What a browser sends with a request that was not caused by another site's page.

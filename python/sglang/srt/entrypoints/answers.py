@@ -208,6 +208,7 @@ class ModelCard(Shape):
     created: int
     owned_by: str
     root: str | None
+    parent: str | None
     max_model_len: int | None
 
 

@@ -169,6 +169,26 @@ class Engine:
         """
         return self._host.call(self.tokenizer_manager.flush_cache(tiers))
 
+    def load_lora_adapter(self, lora_name: str, lora_path: str) -> dict[str, str]:
+        """Load the adapter in a folder; returns all adapters by name, with their paths.
+
+        Raises:
+            ValueError: it cannot be served, or the name is in use.
+        """
+        manager = self.tokenizer_manager
+        self._host.call(manager.load_lora(lora_name, lora_path))
+        return {ref.name: ref.path for ref in manager.loras.loaded}
+
+    def unload_lora_adapter(self, lora_name: str) -> dict[str, str]:
+        """Unload an adapter once its requests have ended; returns the others.
+
+        Raises:
+            ValueError: it is not loaded.
+        """
+        manager = self.tokenizer_manager
+        self._host.call(manager.unload_lora(lora_name))
+        return {ref.name: ref.path for ref in manager.loras.loaded}
+
     def abort_request(self, rid: str = "", *, abort_all: bool = False) -> None:
         """End requests with the finish reason "abort"; unknown ids are ignored."""
 
@@ -234,8 +254,11 @@ class Engine:
             request = msgspec.convert(fields, GenerateRequest, strict=False)
         except msgspec.ValidationError as error:
             raise BadRequest(str(error)) from error
+        manager = self.tokenizer_manager
         return parse_generate(
-            request, sampling_defaults=self.tokenizer_manager.sampling_defaults
+            request,
+            sampling_defaults=manager.sampling_defaults,
+            loras=manager.loras,
         )
 
     def _sync_stream(self, answers: AsyncIterator[Answer]) -> Iterator[Answer]:
@@ -336,7 +359,7 @@ class _EngineHost:
 
     async def score(self, request: ScoreRequest) -> list[list[float]]:
         manager = self.core.manager
-        group = await manager.submit(request.prompts(), wait_for_room=True)
+        group = await manager.submit(request.prompts(manager.loras), wait_for_room=True)
         return request.scores(await manager.results(group))
 
     async def stream(self, parsed: ParsedGenerate) -> AsyncIterator[Answer]:

@@ -36,11 +36,13 @@ class Front:
 
     def check_model(self, asked: str | None, *, is_strict: bool = False) -> None:
         """Reject a model that is not served, if required by the caller or a strict
-        flag; a request may omit the name.
+        flag; a request may omit the name. An adapter of the model may be named too.
 
         Raises:
-            NotFound: names both models.
+            NotFound: names both models, or the adapter.
         """
+        if self.manager.loras.of_model(asked) is not None:
+            return
         is_strict = is_strict or self.server_args.strict_model_name
         if is_strict and asked is not None and asked != self.model_name:
             raise NotFound(

@@ -14,6 +14,7 @@ from sglang.srt.entrypoints.neutral_fields import (
     refuse_others,
     with_neutral,
 )
+from sglang.srt.managers.front.lora_registry import LoraRegistry
 from sglang.srt.managers.front.output_check import check_shown, output_fault
 from sglang.srt.managers.front.prompt_request import (
     PromptRequest,
@@ -57,6 +58,7 @@ class GenerateRequest(_Generate, kw_only=True, forbid_unknown_fields=True):
     extra_key: str | list[str] | None = None
     cache_salt: str | list[str] | None = None
     return_hidden_states: bool | list[bool] | None = False
+    lora_path: str | list[str | None] | None = None
     priority: int | None = None
     model: str | None = None
 
@@ -74,15 +76,19 @@ class ParsedGenerate(msgspec.Struct, kw_only=True, frozen=True):
 
 
 def parse_generate(
-    request: GenerateRequest, *, sampling_defaults: Mapping[str, Any]
+    request: GenerateRequest,
+    *,
+    sampling_defaults: Mapping[str, Any],
+    loras: LoraRegistry,
 ) -> ParsedGenerate:
     """Check a request and split it into one `PromptRequest` per prompt.
 
     Args:
         sampling_defaults: values for sampling parameters that are left out.
+        loras: the adapters.
 
     Raises:
-        BadRequest: names the field and the problem.
+        ApiError: names the field and the problem.
     """
     refuse_others(request, GENERATE)
     prompts, is_batch = _any_prompts(request)
@@ -135,6 +141,7 @@ def parse_generate(
                 rid=rids[i][0],
                 list_rid=rids[i][1],
                 extra_key=tenant(i) if has_own_salts else shared_tenant,
+                lora=loras.asked(request.model, nth("lora_path", i, None)),
                 return_hidden_states=nth("return_hidden_states", i, False),
                 priority=request.priority,
             )
@@ -173,6 +180,7 @@ _OPTIONS = {
     "extra_key": lambda r: r.extra_key,
     "cache_salt": lambda r: r.cache_salt,
     "return_hidden_states": lambda r: r.return_hidden_states,
+    "lora_path": lambda r: r.lora_path,
 }
 
 

@@ -40,6 +40,7 @@ from sglang.srt.entrypoints.http_io import error_response
 from sglang.srt.entrypoints.inspector_api import InspectorApi
 from sglang.srt.entrypoints.listener import listen, max_connections
 from sglang.srt.entrypoints.loads_api import LoadsApi
+from sglang.srt.entrypoints.lora_api import LoraApi
 from sglang.srt.entrypoints.middleware import BodyLimitMiddleware, ErrorMiddleware
 from sglang.srt.entrypoints.native_routes import NativeRoutes
 from sglang.srt.entrypoints.openai.routes import OpenAIRoutes
@@ -121,6 +122,7 @@ def all_routes(front: Front) -> list[BaseRoute]:
         *ScoreApi(front).routes(),
         *ControlApi(front).routes(),
         *LoadsApi(front).routes(),
+        *LoraApi(front).routes(),
         *ProfileApi(front).routes(),
         *ChatPage(front).routes(),
         *InspectorApi(front).routes(),

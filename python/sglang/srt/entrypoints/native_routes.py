@@ -198,6 +198,7 @@ class NativeRoutes:
             parse_generate,
             body,
             sampling_defaults=self._manager.sampling_defaults,
+            loras=self._manager.loras,
         )
         group = await self._manager.submit(parsed.prompts)
         if parsed.stream:

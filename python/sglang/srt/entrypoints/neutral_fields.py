@@ -67,7 +67,6 @@ EMPTY = Neutral("", [], {})
 
 # Fields of all requests.
 _COMMON: dict[str, Neutral] = {
-    "lora_path": EMPTY,
     "custom_logit_processor": EMPTY,
     "session_params": EMPTY,
     "bootstrap_host": NOTHING,

@@ -12,7 +12,7 @@ from sglang.srt.managers.messages.errors import BadRequest
 _NO_EMBEDDINGS = "the model generates text and gives no embeddings"
 _NO_SCORES = "the model generates text; probabilities of tokens are in /v1/score"
 _NO_UPDATES = "weights stay as they were loaded; start a server with the new ones"
-_NO_LORA = "adapters (LoRA) are not served"
+_NO_LORA = "adapters are read from folders; use /load_lora_adapter"
 _NO_MEDIA = "text only: neither audio nor images"
 _NO_STORE = "the server stores nothing between requests"
 _NO_SLEEP = "memory is kept while the server runs"
@@ -31,8 +31,7 @@ REFUSED: dict[str, str] = {
     "/update_weights_from_distributed": _NO_UPDATES,
     "/init_weights_update_group": _NO_UPDATES,
     "/get_weights_by_name": _NO_UPDATES,
-    "/load_lora_adapter": _NO_LORA,
-    "/unload_lora_adapter": _NO_LORA,
+    "/load_lora_adapter_from_tensors": _NO_LORA,
     "/v1/audio/transcriptions": _NO_MEDIA,
     "/v1/audio/translations": _NO_MEDIA,
     "/v1/audio/speech": _NO_MEDIA,

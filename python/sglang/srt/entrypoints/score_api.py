@@ -80,7 +80,7 @@ class ScoreApi:
         refuse_others(body, SCORE)
         self._front.check_model(body.model)
         self._manager.check_sizes(body.items, field="items")
-        prompts = await aside(request, self._manager, body.prompts)
+        prompts = await aside(request, self._manager, body.prompts, self._manager.loras)
         try:
             group = await self._manager.submit(prompts)
         except BadRequest as error:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sglang.srt.entrypoints.neutral_fields import SCORE, with_neutral
+from sglang.srt.managers.front.lora_registry import LoraRegistry
 from sglang.srt.managers.front.prompt_request import PromptRequest
 from sglang.srt.managers.front.request_state import Update
 from sglang.srt.managers.messages.errors import BadRequest
@@ -39,11 +40,12 @@ class ScoreRequest(_Score, kw_only=True, forbid_unknown_fields=True):
     label_token_ids: list[int]
     apply_softmax: bool | None = False
     item_first: bool | None = False
+    lora_path: str | None = None
     priority: int | None = None
     model: str | None = None
 
-    def prompts(self) -> list[PromptRequest]:
-        """Return one prompt per item.
+    def prompts(self, loras: LoraRegistry) -> list[PromptRequest]:
+        """Return one prompt per item; `loras` are the adapters.
 
         Raises:
             BadRequest: names what is missing, or mixed.
@@ -53,6 +55,7 @@ class ScoreRequest(_Score, kw_only=True, forbid_unknown_fields=True):
                 "label_token_ids is empty: name the token ids to score",
                 param="label_token_ids",
             )
+        lora = loras.asked(self.model, self.lora_path)
         items = [self.items] if isinstance(self.items, str) else self.items
         return [
             PromptRequest(
@@ -60,6 +63,7 @@ class ScoreRequest(_Score, kw_only=True, forbid_unknown_fields=True):
                 sampling_params=_PARAMS,
                 return_logprob=True,
                 token_ids_logprob=self.label_token_ids,
+                lora=lora,
                 priority=self.priority,
             )
             for item in items

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
+    from sglang.srt.forward.adapter_tiles import AdapterTiles
     from sglang.srt.forward.spec_input import SpecInput
     from sglang.srt.forward.state_plan import StatePlan
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
@@ -111,6 +112,7 @@ class ForwardBatch:
         input_logprobs: prompt spans that need logprobs.
         input_embeds: embeddings that replace some tokens' own, or None.
         state_plan: copies and checkpoints of recurrent state, or None.
+        adapters: tokens with an adapter, or None if no row has one.
     """
 
     forward_mode: ForwardMode
@@ -132,6 +134,7 @@ class ForwardBatch:
     input_logprobs: tuple[InputLogprobSpan, ...] = ()
     input_embeds: InputEmbeds | None = None
     state_plan: StatePlan | None = None
+    adapters: AdapterTiles | None = None
     capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL
     spec_info: SpecInput | None = None
     sampling_info: SamplingBatchInfo | None = None

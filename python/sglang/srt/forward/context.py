@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sglang.srt.forward.adapter_tiles import AdapterTiles
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -49,11 +50,13 @@ class ForwardContext:
         attn_backend: backend that runs attention.
         attention_breaks: set while the stack is captured without its attention.
         state: recurrent states, if the model has any.
+        adapters: tokens with an adapter, or None if no token has one.
     """
 
     attn_backend: AttentionBackend
     attention_breaks: AttentionBreaks | None = None
     state: StateForward | None = None
+    adapters: AdapterTiles | None = None
 
 
 _current: ForwardContext | None = None

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from sglang.srt.distributed.parallel_state import Addend, get_tp_group
 from sglang.srt.distributed.partition import Part, divide, divide_kv_heads
+from sglang.srt.layers.adapters import LayerAdapters, current_tiles
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.activation.op import GATED
 from sglang.srt.layers.ops.linear.op import (
@@ -123,7 +124,15 @@ def _with_size(shape: torch.Size, dim: int, size: int) -> tuple[int, ...]:
 
 
 class Linear(Module):
-    """y = x W^T + b, with W packed for the CPU once the weights are loaded."""
+    """y = x W^T + b, with W packed for the CPU once the weights are loaded.
+
+    Attributes:
+        takes_adapters: whether this kind of layer can have adapters.
+        adapters: its adapters, or None if it cannot have any in this server.
+        shards, split_dim: those of the weight, which may be gone after loading.
+    """
+
+    takes_adapters = False
 
     def __init__(
         self, weight: LoadableParameter, bias: LoadableParameter | None
@@ -131,6 +140,9 @@ class Linear(Module):
         super().__init__()
         self.weight: LoadableParameter | None = weight
         self.bias = bias
+        self.shards, self.split_dim = weight.shards, weight.split_dim
+        self.full_shape = weight.full_shape()
+        self.adapters: LayerAdapters | None = None
         self._packed: PackedWeight | None = None
 
     def process_weights_after_loading(self) -> None:
@@ -152,7 +164,20 @@ class Linear(Module):
 
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """[..., inputs] -> [..., outputs], written to `out` if given."""
-        return linear(x, self._any_weight(), self.bias, out=out)
+        return self._adapted(linear(x, self._any_weight(), self.bias, out=out), x)
+
+    @property
+    def _is_adapting(self) -> bool:
+        """Whether a token of this forward may have an adapter here."""
+        return self.adapters is not None and current_tiles() is not None
+
+    def _adapted(self, y: Tensor, x: Tensor) -> Tensor:
+        """Return y, with the adapters' products for x added in place."""
+        if self.adapters is not None:
+            tiles = current_tiles()
+            if tiles is not None:
+                self.adapters.add(y, x, tiles)
+        return y
 
     def _any_weight(self) -> Tensor | PackedWeight:
         weight = self._packed if self._packed is not None else self.weight
@@ -183,11 +208,14 @@ class RowParallelLinear(Linear):
     """Each rank multiplies its part of the inputs; the products are summed.
 
     The input is the output of a column-parallel layer on this rank. The bias is whole
-    on every rank, and the first one adds it.
+    on every rank, and the first one adds it. Adapters are split by inputs too, so their
+    products are summed with the others.
 
     Args:
         what: the field of config.json that decides `input_size`, for error messages.
     """
+
+    takes_adapters = True
 
     def __init__(
         self, input_size: int, output_size: int, *, bias: bool, what: str
@@ -210,11 +238,11 @@ class RowParallelLinear(Linear):
     def forward_partial(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return this rank's product, for a caller that sums over ranks itself."""
         bias = self.bias if self._adds_bias else None
-        return linear(x, self._any_weight(), bias, out=out)
+        return self._adapted(linear(x, self._any_weight(), bias, out=out), x)
 
     def add_partial(self, x: Tensor, total: Tensor) -> Tensor:
         """total [T, output_size] += this rank's product without a bias, in place."""
-        return linear_add(x, self._any_weight(), total)
+        return self._adapted(linear_add(x, self._any_weight(), total), x)
 
     def forward_into(self, x: Tensor, residual: Tensor | None) -> Addend | None:
         """Add the product to `residual` [T, output_size] if that costs nothing extra.
@@ -225,7 +253,7 @@ class RowParallelLinear(Linear):
         """
         if self._group.size > 1:
             return self._group.sum_later(self.forward_partial(x))
-        if residual is None:
+        if residual is None or self._is_adapting:
             return self.forward(x)
         return linear_into(x, self._any_weight(), self.bias, residual)
 
@@ -236,6 +264,8 @@ class QKVLinear(ColumnParallelLinear):
     Attributes:
         num_heads, num_kv_heads: heads of this rank.
     """
+
+    takes_adapters = True
 
     def __init__(
         self,
@@ -261,6 +291,8 @@ class GateUpLinear(ColumnParallelLinear):
         what: the field of config.json that decides `intermediate_size`, for errors.
     """
 
+    takes_adapters = True
+
     def __init__(
         self,
         hidden_size: int,
@@ -278,7 +310,7 @@ class GateUpLinear(ColumnParallelLinear):
 
     def forward_gated(self, x: Tensor, activation: str) -> Tensor:
         """activation(gate(x)) * up(x), for an activation of `GATED`."""
-        if self.bias is None:
+        if self.bias is None and not self._is_adapting:
             return linear_gated(x, self._any_weight(), activation)
         return GATED[activation](self.forward(x))
 

@@ -109,8 +109,8 @@ def run_stack(
     plan: StackPlan, given: StackInput, forward_batch: ForwardBatch
 ) -> StackRun | None:
     """Call `run_stack` of this forward's backend. Also returns None if attention is not
-    captured with its layers."""
+    captured with its layers, or if a token has an adapter."""
     context = get_forward_context()
-    if context.attention_breaks is not None:
+    if context.attention_breaks is not None or context.adapters is not None:
         return None
     return context.attn_backend.run_stack(plan, given, forward_batch)

@@ -40,6 +40,7 @@ MAX_PADDING = 0.01
 FALLBACK_REASONS = (
     "hidden_mode",
     "input_embeds",
+    "adapters",
     "input_logprobs",
     "too_many_tokens",
     "aux_layers",
@@ -145,6 +146,8 @@ class BreakableCudaGraphRunner:
             return "hidden_mode"
         if forward_batch.input_embeds is not None:
             return "input_embeds"
+        if forward_batch.adapters is not None:
+            return "adapters"
         if forward_batch.input_logprobs:
             return "input_logprobs"
         if tokens > self._max_tokens:

@@ -24,6 +24,8 @@ from sglang.srt.layers.attention.attention_registry import (
 )
 from sglang.srt.layers.state.forward import StateCommit, StateForward
 from sglang.srt.layers.state.layer import StateLayer
+from sglang.srt.lora.adapters import Adapters, create_adapters
+from sglang.srt.model_executor.adapter_inputs import AdapterInputs
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
@@ -31,6 +33,7 @@ from sglang.srt.model_executor.cuda_graph_runner import (
     CudaGraphRunner,
     cuda_graph_backend,
 )
+from sglang.srt.model_executor.input_buffers import GraphInputBuffers
 from sglang.srt.model_executor.memory_plan import (
     NO_DRAFT_MEMORY,
     DraftMemory,
@@ -131,6 +134,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         # Set by init_cuda_graphs, which the runner's owner calls once everything that
         # graphs read is in place.
         self.graph_runner: CudaGraphRunner | None = None
+        # The same for batches in which a token has an adapter.
+        self.adapter_graph_runner: CudaGraphRunner | None = None
         # Set by init_piecewise_cuda_graphs, likewise.
         self.prefill_graph_runner: BreakableCudaGraphRunner | None = None
         if self.device != "cpu":
@@ -143,6 +148,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.compiles_ahead = bool(get_tp_group().min_int(int(is_due)))
         self.late_kernels = KernelLoads(warns=True)
         self.weight_bytes = self.captured_bytes = 0
+        # Loaded with the weights.
+        self.adapters: Adapters | None = None
         # Set if a canary is installed.
         self.canary_manager: ForwardScopes | None = None
 
@@ -212,6 +219,10 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 rope_rows=self.row_width(),
                 device=self.device,
             )
+            if not self.is_draft_worker:
+                self.adapters = create_adapters(
+                    self.model, self.server_args, dtype=self.dtype, device=self.device
+                )
         self.weight_bytes = self.free_bytes_at_start - self._available_bytes()
 
     def _check_sizes(self) -> None:
@@ -299,6 +310,21 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 capture_hidden_mode=capture_hidden_mode,
                 make_backend=self.make_backend,
             )
+            if self.adapters is None:
+                return
+            self.adapter_graph_runner = CudaGraphRunner(
+                self,
+                inputs=AdapterInputs(
+                    inputs
+                    or GraphInputBuffers(max_rows=max(sizes), device=self.device),
+                    max_rows=max(sizes),
+                    num_slots=self.adapters.pool.num_slots,
+                    device=self.device,
+                ),
+                batch_sizes=sizes,
+                capture_hidden_mode=capture_hidden_mode,
+                make_backend=self.make_backend,
+            )
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -310,7 +336,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 yield
         finally:
             self.make_backend = cuda_graph_backend
-            self.graph_runner = self.prefill_graph_runner = None
+            self.graph_runner = self.adapter_graph_runner = None
+            self.prefill_graph_runner = None
         # Otherwise its leftover memory would look like memory that the captures gave
         # back.
         torch.cuda.empty_cache()
@@ -377,13 +404,17 @@ class ModelRunner(ModelRunnerKVCacheMixin):
 
     def reset_counts(self) -> None:
         """Reset the counts of forwards that replayed a graph and that could not."""
-        if self.graph_runner is not None:
-            self.graph_runner.reset_counts()
+        for runner in (self.graph_runner, self.adapter_graph_runner):
+            if runner is not None:
+                runner.reset_counts()
         if self.prefill_graph_runner is not None:
             self.prefill_graph_runner.reset_counts()
 
     def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """Run one launch of the model over `forward_batch`."""
+        if self.adapters is None and forward_batch.adapters is not None:
+            # A draft, which runs without its target's adapters.
+            forward_batch = dataclasses.replace(forward_batch, adapters=None)
         with (
             torch.inference_mode(),
             self.scopes.with_ops_outside_graph(
@@ -432,6 +463,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
     def _forward_raw(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
         """Replay a decode or prefill graph if one fits; otherwise run eagerly."""
         decode, prefill = self.graph_runner, self.prefill_graph_runner
+        if forward_batch.adapters is not None:
+            decode = self.adapter_graph_runner
         if decode is not None and decode.can_run(forward_batch):
             self.scopes.on_replay()
             return decode.replay(forward_batch)
@@ -462,6 +495,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             state=None
             if states is None
             else StateForward.of(states, self.state_nodes, forward_batch),
+            adapters=forward_batch.adapters,
         )
         with (
             torch.inference_mode(),

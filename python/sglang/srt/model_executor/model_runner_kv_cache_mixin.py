@@ -131,7 +131,8 @@ class ModelRunnerKVCacheMixin:
         """Memory reserved for decode graphs, including verification graphs."""
         args = self.server_args
         tokens = args.tree_shape.num_draft_tokens if args.speculative_algorithm else 1
-        return graph_bytes(
+        # Batches with adapters have graphs of their own.
+        return (1 + args.enable_lora) * graph_bytes(
             self.model_config,
             self.graph_sizes(),
             dtype=self.dtype,

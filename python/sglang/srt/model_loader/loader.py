@@ -77,7 +77,7 @@ def load_model(
         needed = {
             name
             for name in tensor_names(config.path)
-            if _own_name(model, name) is not None
+            if own_name(model, name) is not None
         }
         weights = with_progress(
             iterate_weights(config.path, needed),
@@ -124,10 +124,10 @@ def load_weights(
         for shard in parameter.shards
     }
     for name, tensor in weights:
-        own_name = _own_name(model, name)
-        if own_name is None:
+        own = own_name(model, name)
+        if own is None:
             continue
-        target, shard = _locate(own_name, model.packed_modules)
+        target, shard = locate(own, model.packed_modules)
         parameter = parameters.get(target)
         covered = set() if parameter is None else set(parameter.covered_by(shard))
         if parameter is None or not covered:
@@ -186,7 +186,7 @@ def _loadable_parameters(model: nn.Module) -> dict[str, LoadableParameter]:
     return found
 
 
-def _own_name(model: LoadableModel, name: str) -> str | None:
+def own_name(model: LoadableModel, name: str) -> str | None:
     """Return the model's name for a checkpoint tensor, or None if it is not needed."""
     if name.endswith(IGNORED_SUFFIXES):
         return None
@@ -194,7 +194,7 @@ def _own_name(model: LoadableModel, name: str) -> str | None:
     return None if text_name is None else model.own_name(text_name)
 
 
-def _locate(
+def locate(
     name: str, packed: dict[str, tuple[str, str | None]]
 ) -> tuple[str, str | None]:
     """Map a checkpoint name to (parameter name, shard)."""
@@ -218,7 +218,7 @@ def _checkpoint_name(
     parameter: LoadableParameter,
     packed: dict[str, tuple[str, str | None]],
 ) -> str:
-    """Invert `_locate`, for error messages."""
+    """Invert `locate`, for error messages."""
     experts, _, module = name.rpartition(".")
     if shard is not None and experts.endswith(".experts"):
         expert, _, part = shard.partition(".")

@@ -12,6 +12,7 @@ before the host has seen this one.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import TYPE_CHECKING
 
 import torch
@@ -158,13 +159,13 @@ class EAGLEWorkerV2:
         sampling_info = batch.sampling_info
         if masks is not None:
             sampling_info = masks.for_nodes(batch, live.tree)
-        output = self.model_runner.forward(
-            workspace.static_batch(
-                bs,
-                draft.target_hidden_mode,
-                lens_cpu=self._verify_lens(seq_lens),
-            )
+        nodes = workspace.static_batch(
+            bs, draft.target_hidden_mode, lens_cpu=self._verify_lens(seq_lens)
         )
+        tiles = batch.adapter_tiles(self._shape.num_draft_tokens)
+        if tiles is not None:
+            nodes = dataclasses.replace(nodes, adapters=tiles)
+        output = self.model_runner.forward(nodes)
         decided = self.verify(
             live,
             output.next_token_logits,

@@ -2,7 +2,7 @@
 
     tenant     digest of what keeps the request apart from other tenants
     namespace  tenant and adapter, as one name
-               |-> key of the prefix cache   (the name itself)
+               |-> keys of the prefix cache and of tiers (the name itself)
                |-> salt of its lineages      (`lineage_salt`)
                '-> seed of its KV events     (`event_seed`)
 

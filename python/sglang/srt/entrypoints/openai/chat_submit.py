@@ -179,6 +179,7 @@ def _prompt_request(
         top_logprobs_num=body.top_logprobs or 0,
         rid=body.rid or None,
         extra_key=body.tenant(),
+        lora=manager.loras.asked(body.model, body.lora_path),
         priority=body.priority,
         keeps_prompt_ids=bool(body.return_token_ids),
         return_hidden_states=bool(body.return_hidden_states),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from typing import Any
 
 from starlette.requests import Request
@@ -36,6 +36,7 @@ from sglang.srt.entrypoints.openai.protocol import CompletionRequest
 from sglang.srt.managers.front.output_check import check_shown
 from sglang.srt.managers.front.prompt_request import PromptRequest, prompt_rids
 from sglang.srt.managers.front.request_state import RequestGroup, Update
+from sglang.srt.managers.front.tokenizer_manager import TokenizerManager
 from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
@@ -65,7 +66,7 @@ class CompletionApi:
                 self._manager,
                 _prompt_requests,
                 body,
-                self._manager.sampling_defaults,
+                self._manager,
             )
             group = await self._manager.submit(prompts)
         answer = _CompletionAnswer(self._front, tokenizer, body, prompts)
@@ -184,7 +185,7 @@ class _CompletionAnswer:
 
 
 def _prompt_requests(
-    body: CompletionRequest, sampling_defaults: Mapping[str, Any]
+    body: CompletionRequest, manager: TokenizerManager
 ) -> list[PromptRequest]:
     if body.suffix:
         raise BadRequest("suffix is not supported", param="suffix")
@@ -194,10 +195,11 @@ def _prompt_requests(
         body,
         max_tokens=body.max_tokens,
         default_max_tokens=DEFAULT_MAX_TOKENS,
-        defaults=sampling_defaults,
+        defaults=manager.sampling_defaults,
     )
     prompts = _prompts(body.prompt)
     tenant = body.tenant()
+    lora = manager.loras.asked(body.model, body.lora_path)
     rids = prompt_rids(body.rid, len(prompts), is_list=_is_list(body.prompt))
     return [
         PromptRequest(
@@ -212,6 +214,7 @@ def _prompt_requests(
             rid=rid,
             list_rid=list_rid,
             extra_key=tenant,
+            lora=lora,
             priority=body.priority,
             keeps_prompt_ids=bool(body.return_token_ids),
             return_hidden_states=bool(body.return_hidden_states),

@@ -77,6 +77,7 @@ class ChatOptions(Harmless, kw_only=True):
     rid: str | None = None
     extra_key: str | None = None
     cache_salt: str | None = None
+    lora_path: str | None = None
     priority: int | None = None
 
     temperature: float | None = None

@@ -23,6 +23,7 @@ from sglang.srt.entrypoints.openai.completions import CompletionApi
 from sglang.srt.entrypoints.openai.parse_routes import ParseRoutes
 from sglang.srt.entrypoints.openai.protocol import ChatRequest, CompletionRequest
 from sglang.srt.entrypoints.openai.responses import ResponsesApi
+from sglang.srt.managers.messages.io_struct import LoraRef
 
 COMPLETION_EXAMPLES = {
     "text": {"prompt": "The capital of France is", "max_tokens": 16},
@@ -91,14 +92,14 @@ class OpenAIRoutes:
                 "/v1/models",
                 self.models,
                 methods=["GET"],
-                summary="The model that is served, as a list",
+                summary="The model that is served and its adapters, as a list",
                 answer=ModelList,
             ),
             Endpoint(
                 "/v1/models/{model:path}",
                 self.model,
                 methods=["GET"],
-                summary="The model of this name, if it is served",
+                summary="The model or adapter of this name, if it is served",
                 answer=ModelCard,
                 errors=(404,),
             ),
@@ -107,11 +108,21 @@ class OpenAIRoutes:
         ]
 
     async def models(self, request: Request) -> Response:
-        return json_response({"object": "list", "data": [self._card()]})
+        loras = self._front.manager.loras.loaded
+        cards = [self._card(), *map(self._adapter_card, loras)]
+        return json_response({"object": "list", "data": cards})
 
     async def model(self, request: Request) -> Response:
-        self._front.check_model(request.path_params["model"], is_strict=True)
-        return json_response(self._card())
+        asked = request.path_params["model"]
+        self._front.check_model(asked, is_strict=True)
+        loras = self._front.manager.loras
+        ref = loras.resolve(loras.of_model(asked))
+        return json_response(self._card() if ref is None else self._adapter_card(ref))
+
+    def _adapter_card(self, ref: LoraRef) -> dict[str, Any]:
+        """Describe an adapter as a model with a parent."""
+        names = {"id": ref.name, "root": ref.path, "parent": self._front.model_name}
+        return self._card() | names
 
     def _card(self) -> dict[str, Any]:
         limits = self._front.manager.limits
@@ -121,5 +132,6 @@ class OpenAIRoutes:
             "created": self._front.started,
             "owned_by": "sglang",
             "root": self._front.server_args.model_path,
+            "parent": None,
             "max_model_len": None if limits is None else limits.context_len,
         }

@@ -19,7 +19,7 @@ from sglang.srt.managers.batch.req_parts import (
     Sent,
     Verifications,
 )
-from sglang.srt.managers.messages.io_struct import FinishReason, GenerateReq
+from sglang.srt.managers.messages.io_struct import FinishReason, GenerateReq, LoraRef
 from sglang.srt.managers.messages.output_digest import first_digest
 from sglang.srt.sampling.sampling_batch_info import SamplingRow
 from sglang.srt.utils.hashing import hash_string
@@ -33,6 +33,14 @@ if TYPE_CHECKING:
     from sglang.srt.utils.stop_matcher import EndMatcher
 
 _serials = itertools.count(1)
+
+
+def namespace_of(tenant: str | None, lora: LoraRef | None) -> Namespace:
+    """Return the namespace of a tenant's requests with an adapter, or without one."""
+    if lora is None:
+        return Namespace(tenant)
+    return Namespace(tenant, lora.name, lora.revision)
+
 
 # A request whose grammar reaches its limits continues with another one, but only if the
 # last one lasted at least this many tokens.
@@ -58,6 +66,7 @@ class Req:
         serial: number of the request in this process, never reused.
         arrived: when this process took it, in seconds of the monotonic clock.
         finished_len: number of output tokens that count; set with `finish_reason`.
+        adapter: revision of its adapter, or None.
         stop_ids: tokens that end the output; one set for all copies of a prompt.
         max_total_len: maximum of prompt plus output tokens.
         input_embeds: embeddings in place of the first tokens, or None; these tokens are
@@ -102,7 +111,9 @@ class Req:
             stop_ids=stop_ids,
         )
         self.rid_hash = hash_string(self.rid)
-        self.namespace = Namespace(request.extra_key).name
+        lora = request.lora
+        self.adapter = None if lora is None else lora.revision
+        self.namespace = namespace_of(request.extra_key, lora).name
 
         self.salt = lineage_salt(self.namespace)
 
@@ -155,6 +166,11 @@ class Req:
     @property
     def is_finished(self) -> bool:
         return self.finish_reason is not None
+
+    @property
+    def running_adapter(self) -> str | None:
+        """Its adapter, or None once it has finished and needs no slot for it."""
+        return None if self.is_finished else self.adapter
 
     @property
     def decodes_on(self) -> bool:

@@ -7,16 +7,17 @@ device.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from sglang.srt.draft_trees.draft_input import EagleDraftInput
+from sglang.srt.forward.adapter_tiles import AdapterTiles, plan_tiles
 from sglang.srt.forward.batch import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -40,6 +41,22 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.page_ledger import IntArray
 
 
+class AdapterSlots(Protocol):
+    """Where the adapters of requests lie while they run: `lora.pool.AdapterPool`.
+
+    Attributes:
+        num_slots: adapters of one batch, at most.
+    """
+
+    num_slots: int
+
+    def hold(self, revisions: Collection[str]) -> None:
+        """Put these adapters into slots, where they stay until the next call."""
+
+    def slots_of(self, revisions: Sequence[str | None]) -> IntArray:
+        """Return the slot of each adapter, 0 for None."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchEnvironment:
     """Constants that every batch of a scheduler shares.
@@ -48,6 +65,7 @@ class BatchEnvironment:
         decode_reserve: KV slots that a speculative iteration needs beyond the known
             ones, or 0 if each decode step takes one slot.
         states: plans the checkpoints of recurrent state, if the cache keeps any.
+        adapters: slots of adapters, or None without adapters.
     """
 
     cache: BasePrefixCache
@@ -55,6 +73,7 @@ class BatchEnvironment:
     needs_host_lens: bool
     decode_reserve: int = 0
     states: StatePlanner | None = None
+    adapters: AdapterSlots | None = None
 
     @property
     def device(self) -> torch.device:
@@ -171,6 +190,12 @@ class ScheduleBatch:
             vocab_size=env.vocab_size,
             device=env.device,
         )
+        self._adapter_slots: IntArray | None = None
+        if env.adapters is not None:
+            adapters = [r.running_adapter for r in self.reqs]
+            if any(adapters):
+                self._adapter_slots = env.adapters.slots_of(adapters)
+        self._decode_tiles = self.adapter_tiles(1)
         asking = [i for i, r in enumerate(self.reqs) if r.logprobs.is_wanted]
         self.logprob_request: LogprobRequest | None = None
         self.logprob_reqs = tuple(self.reqs[i] for i in asking)
@@ -184,7 +209,21 @@ class ScheduleBatch:
         self.has_grammar = any(r.grammar is not None for r in self.reqs)
         self.wants_hidden_states = any(r.hidden.are_wanted for r in self.reqs)
 
-    def _upload(self, array: IntArray | npt.NDArray[np.float32]) -> torch.Tensor:
+    def adapter_tiles(self, lens: IntArray | int) -> AdapterTiles | None:
+        """The tiles of a forward with `lens` new tokens per row, or None if no row has
+        an adapter."""
+        if self._adapter_slots is None:
+            return None
+        words = plan_tiles(self._adapter_slots, lens)
+        if words is None:
+            return None
+        if self.env.device.type == "cpu":
+            return AdapterTiles.on_cpu(words)
+        return AdapterTiles(words=self._upload(words))
+
+    def _upload(
+        self, array: IntArray | npt.NDArray[np.float32] | npt.NDArray[np.int32]
+    ) -> torch.Tensor:
         host = torch.from_numpy(array.copy())
         if self.env.device.type == "cpu":
             return host
@@ -470,6 +509,7 @@ class ScheduleBatch:
             rids_int=rids_int,
             lens_cpu=self._host_lens(),
             state_plan=self._state_plan,
+            adapters=self._decode_tiles,
             capture_hidden_mode=self._capture_mode(CaptureHiddenMode.LAST),
             sampling_info=sampling_info,
         )
@@ -507,6 +547,7 @@ class ScheduleBatch:
             input_logprobs=_input_logprob_spans(spans),
             input_embeds=self._input_embeds(spans),
             state_plan=self._state_plan,
+            adapters=self.adapter_tiles(extend_lens),
             capture_hidden_mode=hidden_mode
             or self._capture_mode(CaptureHiddenMode.FULL),
             sampling_info=sampling_info,

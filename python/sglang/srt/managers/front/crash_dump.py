@@ -73,10 +73,11 @@ class _SharedParts:
         self._last_ids: tuple[list[int], array[int]] | None = None
         self._last_params: tuple[SamplingParams, bytes] | None = None
 
-    def take_prompt(self, input_ids: list[int]) -> array[int]:
-        """Return the part that holds a prompt, adding one user."""
+    def take_prompt(self, input_ids: list[int], *, is_wide: bool) -> array[int]:
+        """Return the part that holds a prompt, adding one user; `is_wide` if its ids
+        have 64 bits."""
         if self._last_ids is None or self._last_ids[0] is not input_ids:
-            self._last_ids = (input_ids, array("i", input_ids))
+            self._last_ids = (input_ids, array("q" if is_wide else "i", input_ids))
         part = self._last_ids[1]
         self._add_user(part)
         return part
@@ -170,11 +171,15 @@ class CrashDump:
 
     def on_sent(self, request: GenerateReq) -> None:
         """Keep a request that is sent to the scheduler."""
+        has_embeds = request.input_embeds is not None
+        options = {name: getattr(request, name) for name in _OPTIONS}
+        if request.lora is not None:
+            options["lora_path"] = request.lora.name
         self._open[request.rid] = _Kept(
-            input_ids=self._parts.take_prompt(request.input_ids),
+            input_ids=self._parts.take_prompt(request.input_ids, is_wide=has_embeds),
             params=self._parts.take_params(request.sampling_params),
-            options={name: getattr(request, name) for name in _OPTIONS},
-            has_input_embeds=request.input_embeds is not None,
+            options=options,
+            has_input_embeds=has_embeds,
             extra_key=request.extra_key,
             seed=request.seed,
             arrived=self._wall_clock(),

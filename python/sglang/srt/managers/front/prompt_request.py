@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from sglang.srt.managers.front.caller import client_tag
 from sglang.srt.managers.messages.errors import BadRequest, ContextOverflow
-from sglang.srt.managers.messages.io_struct import GenerateReq, SchedulerReady
+from sglang.srt.managers.messages.io_struct import GenerateReq, LoraRef, SchedulerReady
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hashing import digest
 from sglang.srt.utils.quoting import quoted
@@ -39,6 +39,7 @@ class PromptRequest:
         token_ids_logprob: token ids whose log probabilities are shown at every
             position.
         extra_key: a `tenant_of`.
+        lora: name of an adapter, or None for the base model.
         priority: priority with --enable-priority-scheduling, or None for the lowest.
         keeps_prompt_ids: whether updates contain the prompt's token ids.
     """
@@ -55,6 +56,7 @@ class PromptRequest:
     rid: str | None = None
     list_rid: str | None = None
     extra_key: str | None = None
+    lora: str | None = None
     return_hidden_states: bool = False
     only_last_hidden_state: bool = False
     input_embeds: bytes | None = None
@@ -270,6 +272,7 @@ def to_wire(
     *,
     is_strict: bool,
     owner: str = "",
+    lora: LoraRef | None = None,
 ) -> list[GenerateReq]:
     """Return the `n` messages to the scheduler, checked against the engine's limits.
 
@@ -280,6 +283,7 @@ def to_wire(
     Args:
         is_strict: reject an output length that does not fit after the prompt.
         owner: owner of the request; two owners may use the same rid.
+        lora: the adapter of `request.lora`.
     """
     limits.check_prompt(
         ids, field=request.field, are_tokens=request.input_embeds is None
@@ -304,6 +308,7 @@ def to_wire(
             top_logprobs_num=request.top_logprobs_num,
             token_ids_logprob=list(request.token_ids_logprob),
             extra_key=request.extra_key,
+            lora=lora,
             return_hidden_states=request.return_hidden_states,
             only_last_hidden_state=request.only_last_hidden_state,
             input_embeds=request.input_embeds,

@@ -100,6 +100,7 @@ class RequestState:
         self.is_stream = request.stream
         self.num_prompt_tokens = len(request.input_ids)
         self.client = request.client
+        self.lora = request.lora
         self.index = len(group.states)
         self.arrived = time.monotonic()
         self.first_output: float | None = None

@@ -21,15 +21,21 @@ from sglang.srt.managers.messages.io_struct import (
     GetSnapshotRsp,
     GetStateReq,
     GetStateRsp,
+    LoadLoraReq,
+    LoraRef,
+    LoraRsp,
     PauseReq,
     PauseRsp,
     ProfileReq,
     ProfileRsp,
     SchedulerRequest,
     SchedulerStats,
+    UnloadLoraReq,
 )
 
 TIMEOUT_SECONDS = 10.0
+# Reading an adapter from a disk.
+LOAD_TIMEOUT_SECONDS = 120.0
 # A profile takes seconds to start, and longer to write than to record.
 PROFILE_TIMEOUT_SECONDS = 300.0
 
@@ -41,6 +47,8 @@ Question = (
     | GetSlotReq
     | ProfileReq
     | PauseReq
+    | LoadLoraReq
+    | UnloadLoraReq
 )
 Reply = (
     FlushCacheRsp
@@ -50,6 +58,7 @@ Reply = (
     | GetSlotRsp
     | ProfileRsp
     | PauseRsp
+    | LoraRsp
 )
 
 
@@ -116,6 +125,25 @@ class SchedulerCalls:
         """Stop the scheduler from launching anything, or let it continue."""
         question = PauseReq(call_id=next(self._ids), is_pause=is_pause, mode=mode)
         await self._ask(question, TIMEOUT_SECONDS)
+
+    async def load_lora(self, name: str, path: str) -> LoraRef:
+        """Load an adapter.
+
+        Raises:
+            BadRequest: the scheduler cannot; the message is its reason.
+        """
+        question = LoadLoraReq(call_id=next(self._ids), name=name, path=path)
+        answer: LoraRsp = await self._ask(question, LOAD_TIMEOUT_SECONDS)
+        if answer.lora is None:
+            raise BadRequest(answer.error or "the adapter was not loaded")
+        return answer.lora
+
+    async def unload_lora(self, name: str) -> None:
+        """Forget an adapter; raises as `load_lora`."""
+        question = UnloadLoraReq(call_id=next(self._ids), name=name)
+        answer: LoraRsp = await self._ask(question, TIMEOUT_SECONDS)
+        if answer.error is not None:
+            raise BadRequest(answer.error)
 
     def receive(self, answer: Reply) -> None:
         """Wake the caller that asked; drop answers that come too late."""

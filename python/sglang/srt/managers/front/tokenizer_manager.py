@@ -13,12 +13,14 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from enum import Enum
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.front.caller import CALLER, CALLER_SALT, client_tag
 from sglang.srt.managers.front.crash_dump import CrashDump
 from sglang.srt.managers.front.heartbeat import Heartbeat
+from sglang.srt.managers.front.lora_registry import LoraRegistry
 from sglang.srt.managers.front.output_check import OutputCheck
 from sglang.srt.managers.front.output_text import OutputText
 from sglang.srt.managers.front.prompt_request import (
@@ -48,6 +50,7 @@ from sglang.srt.managers.messages.io_struct import (
     GenerateBatch,
     GenerateReq,
     GetSnapshotRsp,
+    LoraRef,
     RequestOutput,
     SchedulerReady,
     SchedulerRequest,
@@ -117,6 +120,10 @@ class TokenizerManager:
         folder = server_args.crash_dump_folder
         self._crash_dump = None if folder is None else CrashDump(Path(folder))
         self._calls = SchedulerCalls(send)
+        self.loras = LoraRegistry(
+            is_on=server_args.enable_lora,
+            model_name=server_args.served_model_name or "",
+        )
         self.heartbeat = Heartbeat(
             self._calls.request_sign, timeout=server_args.health_timeout
         )
@@ -130,6 +137,7 @@ class TokenizerManager:
     def set_ready(self, ready: SchedulerReady) -> None:
         """Accept requests from now on: the scheduler can serve."""
         self.limits = Limits.of(ready)
+        self.loras.add(ready.loras)
         self._occupancy.set_running(ready.max_running_requests)
         if self.phase is ServerPhase.STARTING:
             self.phase = ServerPhase.READY
@@ -250,6 +258,7 @@ class TokenizerManager:
                 limits,
                 is_strict=self.server_args.strict_max_tokens,
                 owner=group.owner,
+                lora=self.loras.resolve(prompt.lora),
             ):
                 text = self._output_text(request)
                 state = group.add(
@@ -300,6 +309,7 @@ class TokenizerManager:
                 prompt,
                 allow_hidden_states=self.server_args.enable_return_hidden_states,
             )
+            self.loras.resolve(prompt.lora)
             if cost is not None:
                 cost.check_options(prompt)
             # The prompts of a call may share large parameters.
@@ -435,6 +445,37 @@ class TokenizerManager:
         """Continue after `pause_generation`; otherwise does nothing."""
         self._check_up()
         await self._calls.pause(is_pause=False)
+
+    async def load_lora(self, name: str, path: str) -> None:
+        """Load the adapter in a folder of this host.
+
+        Raises:
+            BadRequest: it cannot be served, or the name is in use.
+        """
+        self._check_up()
+        self.loras.add([await self._calls.load_lora(name, path)])
+
+    async def unload_lora(self, name: str) -> None:
+        """Unload an adapter once its requests have ended; it accepts no new ones.
+
+        Raises:
+            BadRequest: it is not loaded.
+        """
+        self._check_up()
+        with self.loras.leaving(name) as ref:
+            while self._uses(ref):
+                await self._next_change()
+                self._check_up()
+            await self._calls.unload_lora(name)
+            self.loras.remove(name)
+
+    def _uses(self, ref: LoraRef) -> bool:
+        """Whether a request uses an adapter, or waits to be sent."""
+        unsent = (state for group in self._feeding for state in group.states)
+        return any(
+            state.lora == ref and not state.is_finished
+            for state in chain(self._states.values(), unsent)
+        )
 
     async def canary_incidents(self) -> list[dict[str, Any]]:
         """Return the KV canary's incidents, oldest first; empty while it is off. After

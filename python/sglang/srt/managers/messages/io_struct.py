@@ -61,6 +61,18 @@ class LogprobDelta(msgspec.Struct, kw_only=True, omit_defaults=True):
         return len(self.input_token or ()) + len(self.output_token) + several
 
 
+class LoraRef(msgspec.Struct, frozen=True, kw_only=True):
+    """A loaded adapter.
+
+    `revision` is a digest of its content: an adapter that is loaded again under the
+    same name with other content has another one.
+    """
+
+    name: str
+    path: str
+    revision: str
+
+
 class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Options of a request other than its prompt and sampling parameters.
 
@@ -69,7 +81,7 @@ class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     prompt; it is added to the seed of the parameters, which they share. `extra_key` is
     a digest of the client's key. `priority` None is the lowest.
     `only_last_hidden_state` sends one hidden state, at the end. `client` identifies the
-    client, for fair sharing.
+    client, for fair sharing. `lora` is the adapter, or None for the base model.
     """
 
     rid: str
@@ -84,6 +96,7 @@ class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     copy: int = 0
     priority: int | None = None
     client: str = ""
+    lora: LoraRef | None = None
 
 
 class GenerateReq(RequestOptions, kw_only=True, tag="generate"):
@@ -228,6 +241,21 @@ class PauseReq(msgspec.Struct, kw_only=True, tag="pause"):
     mode: str = "abort"
 
 
+class LoadLoraReq(msgspec.Struct, kw_only=True, tag="load_lora"):
+    """Load the adapter in the folder `path` under a name that is not in use."""
+
+    call_id: int
+    name: str
+    path: str
+
+
+class UnloadLoraReq(msgspec.Struct, kw_only=True, tag="unload_lora"):
+    """Forget an adapter that no request uses."""
+
+    call_id: int
+    name: str
+
+
 class ShutdownReq(msgspec.Struct, kw_only=True, tag="shutdown"):
     """Leave the event loop at once and drop all requests."""
 
@@ -243,6 +271,8 @@ SchedulerRequest = (
     | GetSlotReq
     | ProfileReq
     | PauseReq
+    | LoadLoraReq
+    | UnloadLoraReq
     | ShutdownReq
 )
 
@@ -445,6 +475,14 @@ class PauseRsp(msgspec.Struct, kw_only=True, tag="pause_rsp"):
     call_id: int
 
 
+class LoraRsp(msgspec.Struct, kw_only=True, omit_defaults=True, tag="lora_rsp"):
+    """An adapter was loaded (`lora`) or forgotten, or not, for the reason `error`."""
+
+    call_id: int
+    lora: LoraRef | None = None
+    error: str | None = None
+
+
 class EngineFailed(msgspec.Struct, kw_only=True, tag="engine_failed"):
     """The last message of a scheduler that stops because of an error. It includes the
     KV canary's incidents, as in `GetIncidentsRsp`, which cannot be requested later.
@@ -463,6 +501,7 @@ SchedulerResponse = (
     | GetSlotRsp
     | ProfileRsp
     | PauseRsp
+    | LoraRsp
     | EngineFailed
 )
 
@@ -484,6 +523,8 @@ class SchedulerReady(msgspec.Struct, kw_only=True):
     device_bytes: dict[str, int] = {}
     vocab_size: int = 0
     hidden_size: int = 0
+    # The adapters of the flags.
+    loras: list[LoraRef] = []
 
 
 def encode(message: SchedulerRequest | SchedulerResponse | StepInput) -> bytes:

@@ -193,6 +193,8 @@ class BatchSelector:
         adder = self._fill_prefill_adder()
         if not adder.reqs:
             return None
+        if self._env.adapters is not None:
+            self._env.adapters.hold(adder.adapters)
         batch = ScheduleBatch.prepare_for_extend(
             adder.reqs, adder.extend_lens, self._env
         )
@@ -232,6 +234,7 @@ class BatchSelector:
 
     def _new_adder(self) -> PrefillAdder:
         running = [] if self.running is None else self.running.reqs
+        slots = self._env.adapters
         return PrefillAdder(
             cache=self._cache,
             running=[req for req in running if req.decodes_on],
@@ -241,8 +244,10 @@ class BatchSelector:
                 chunk_tokens=self._chunk_tokens,
                 max_new_reqs=self._num_free_rows + (self.chunked is not None),
                 decode_reserve=self._env.decode_reserve,
+                max_adapters=0 if slots is None else slots.num_slots,
             ),
             loads=self._loads,
+            adapters=filter(None, (r.running_adapter for r in self._holders())),
         )
 
     def _fill_prefill_adder(self) -> PrefillAdder:

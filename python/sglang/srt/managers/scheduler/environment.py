@@ -27,6 +27,7 @@ def create_environment(
         needs_host_lens=runner.attn_backend.capabilities.needs_cpu_seq_lens,
         decode_reserve=decode_reserve(server_args),
         states=_create_planner(server_args, cache),
+        adapters=None if runner.adapters is None else runner.adapters.pool,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -132,14 +133,21 @@ class RequestFactory:
     Args:
         tokenizer: for stop strings; None with --skip-tokenizer-init.
         random_seed: source of seeds for requests without one.
+        check_lora: raises a ValueError if the adapter of a request is not loaded.
     """
 
     def __init__(
-        self, limits: RequestLimits, *, tokenizer: Tokenizer | None, random_seed: int
+        self,
+        limits: RequestLimits,
+        *,
+        tokenizer: Tokenizer | None,
+        random_seed: int,
+        check_lora: Callable[[GenerateReq], None],
     ) -> None:
         self.limits = limits
         self._tokenizer = tokenizer
         self._random_seed = random_seed
+        self._check_lora = check_lora
         self.num_created = 0
         # Copies and prompts of one call are consecutive and share their parameters.
         self._shared: tuple[SamplingParams, frozenset[int]] | None = None
@@ -166,6 +174,7 @@ class RequestFactory:
                 "return_hidden_states needs a server started with "
                 "--enable-return-hidden-states"
             )
+        self._check_lora(request)
         stop_ids = self._checked_stop_ids(params)
         if (
             limits.max_new_tokens is not None

@@ -99,6 +99,7 @@ class Admission(Enum):
     ADDED = "added"
     DEFERRED = "deferred"  # a shared prefix is being computed or loaded now
     NO_BUDGET = "no budget"
+    NO_ADAPTER_SLOT = "no slot for its adapter"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,12 +111,14 @@ class PrefillBudget:
         chunk_tokens: longest prefill of one forward, or None without chunking.
         max_new_reqs: number of free rows in `req_to_token`.
         decode_reserve: slots that a request keeps beyond its tokens (speculation).
+        max_adapters: adapters that running requests may have.
     """
 
     max_prefill_tokens: int
     chunk_tokens: int | None
     max_new_reqs: int
     decode_reserve: int = 0
+    max_adapters: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,10 +149,12 @@ class PrefillAdder:
 
     Args:
         loads: KV in other tiers, or None without any.
+        adapters: adapters of the requests that hold a row.
 
     Attributes:
         reqs, extend_lens: added requests, and the number of tokens each prefills now.
         chunked: the added request whose prompt does not fit in this batch, if any.
+        adapters: those of the added requests and of all that hold a row.
     """
 
     def __init__(
@@ -160,6 +165,7 @@ class PrefillAdder:
         new_token_ratio: float,
         budget: PrefillBudget,
         loads: TierLoads | None = None,
+        adapters: Iterable[str] = (),
     ) -> None:
         self._loads = loads
         self._cache = cache
@@ -182,6 +188,8 @@ class PrefillAdder:
             for group in self._groups:
                 group.reserve_running(req, slots)
         self._heads = BatchHeads()
+        self.adapters = set(adapters)
+        self._waits_for_adapter = False
         self.reqs: list[Req] = []
         self.extend_lens: list[int] = []
         self.chunked: Req | None = None
@@ -191,11 +199,18 @@ class PrefillAdder:
         self._take(req, len(req.tokens) - req.committed_len, self._cost(req))
 
     def add(self, req: Req) -> Admission:
-        """Admit a waiting request if the budgets allow it."""
+        """Admit a waiting request if the budgets allow it.
+
+        Once a request waits for its adapter, none behind it with an adapter is
+        admitted, so that slots become free.
+        """
         if self._is_full():
             return Admission.NO_BUDGET
         if self._loads is not None and self._loads.is_loading(req):
             return Admission.DEFERRED
+        if not self._has_adapter_slot(req):
+            self._waits_for_adapter = True
+            return Admission.NO_ADAPTER_SLOT
         limit = req.cacheable_prefix_len()
         key = self._key(req, limit)
         match = self._cache.match_prefix(key)
@@ -225,6 +240,13 @@ class PrefillAdder:
             req.cached_tokens = len(match)
         self._take(req, extend_len, cost)
         return Admission.ADDED
+
+    def _has_adapter_slot(self, req: Req) -> bool:
+        if req.adapter is None:
+            return True
+        if self._waits_for_adapter:
+            return False
+        return len(self.adapters | {req.adapter}) <= self._budget.max_adapters
 
     def slot_need(self, req: Req) -> SlotNeed:
         """Return the need that `add` compares for a waiting request; takes nothing."""
@@ -290,6 +312,8 @@ class PrefillAdder:
         if self._chunk_left is not None:
             self._chunk_left -= extend_len
         self.reqs.append(req)
+        if req.adapter is not None:
+            self.adapters.add(req.adapter)
         self._heads.add(req)
         self.extend_lens.append(extend_len)
 

@@ -25,12 +25,14 @@ from sglang.srt.managers.messages.io_struct import (
     GetSnapshotReq,
     GetStateReq,
     GetStateRsp,
+    LoadLoraReq,
     PauseReq,
     ProfileReq,
     SchedulerReady,
     SchedulerRequest,
     SchedulerStats,
     ShutdownReq,
+    UnloadLoraReq,
 )
 from sglang.srt.managers.scheduler.batch_selector import BatchSelector
 from sglang.srt.managers.scheduler.canary_gate import CanaryGate
@@ -43,6 +45,7 @@ from sglang.srt.managers.scheduler.grammar_queue import (
 from sglang.srt.managers.scheduler.healer import Healer, HealLimits
 from sglang.srt.managers.scheduler.inspector import Inspector
 from sglang.srt.managers.scheduler.kv_event_feed import KvEventFeed
+from sglang.srt.managers.scheduler.lora_control import LoraControl
 from sglang.srt.managers.scheduler.output_streamer import OutputStreamer
 from sglang.srt.managers.scheduler.profiler import Profiler
 from sglang.srt.managers.scheduler.request_factory import RequestFactory, request_limits
@@ -164,11 +167,18 @@ class Scheduler:
             stream_interval=server_args.stream_interval,
             has_digests=server_args.kv_canary != "none",
         )
+        self._lora = LoraControl(
+            worker.model_runner.adapters,
+            requests=self._unfinished.values,
+            group=self._group,
+            send=io.send,
+        )
         self.intake = RequestIntake(
             RequestFactory(
                 self._limits,
                 tokenizer=tokenizer,
                 random_seed=server_args.random_seed or 0,
+                check_lora=self._lora.check,
             ),
             batches=self.batches,
             grammars=self._grammars,
@@ -291,6 +301,7 @@ class Scheduler:
             ),
             vocab_size=limits.vocab_size,
             hidden_size=limits.hidden_size,
+            loras=self._lora.loaded,
         )
 
     # -- the loop ------------------------------------------------------------------
@@ -621,6 +632,8 @@ class Scheduler:
                 self._profiler.handle(message)
             case PauseReq():
                 self._pause.handle(message)
+            case LoadLoraReq() | UnloadLoraReq():
+                self._lora.handle(message)
             case ShutdownReq():
                 self._is_shut_down = True
 

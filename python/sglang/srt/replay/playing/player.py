@@ -13,6 +13,7 @@ import numpy as np
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.arg_groups.rooms import load_room
 from sglang.srt.environ import FAULTS_ROOM, only_variables
+from sglang.srt.managers.batch.req import namespace_of
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     FlushCacheReq,
@@ -27,6 +28,7 @@ from sglang.srt.replay.playing.states import State, show_difference, watch_state
 from sglang.srt.replay.recording.identity import VARIABLES
 from sglang.srt.replay.recording.recorder import Recorder
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.salt_chain import Namespace
 
 if TYPE_CHECKING:
     from sglang.srt.managers.batch.req import Req
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from sglang.srt.replay.recording.record_file import (
         Checkpoint,
         RecordedLaunch,
+        RecordedRequest,
         RecordedRound,
         RecordFile,
     )
@@ -202,6 +205,11 @@ class _Follower(Recorder):
         self.player.on_request(req)
 
 
+def _message(recorded: RecordedRequest) -> GenerateReq:
+    """Return the message of a request, without its tokens."""
+    return msgspec.msgpack.decode(recorded.message, type=GenerateReq)
+
+
 class _Player:
     """One replay of one record.
 
@@ -219,12 +227,29 @@ class _Player:
         self._recorded: dict[int, int] = {}
         self._scheduler = build_scheduler(replay_args(record, setting), self._io)
         self._check_pool()
+        self._check_adapters()
         self._scheduler.max_in_flight = record.origin.max_in_flight
         self._managers = self._scheduler.worker.canary_managers()
         self._differing: list[int] = []
         if forces:
             self._differing = force_tokens(self._scheduler.worker, self._tokens_of)
         self._played = Played()
+
+    def _check_adapters(self) -> None:
+        """Check that the adapters of all requests and of the tree are loaded."""
+        used = {namespace_of(None, _message(r).lora) for r in self._requests.values()}
+        checkpoint = self._record.checkpoint
+        if checkpoint is not None and checkpoint.tree is not None:
+            used |= {Namespace.of(run.namespace) for run in checkpoint.tree.runs}
+        adapters = self._scheduler.worker.model_runner.adapters
+        for name in used:
+            if name.adapter is None:
+                continue
+            if adapters is None or name.revision not in adapters.pool:
+                raise CannotReplay(
+                    f"revision {name.revision} of the adapter {name.adapter} was "
+                    "recorded, but its folder now has another one or none"
+                )
 
     def _check_pool(self) -> None:
         runner, origin = self._scheduler.worker.model_runner, self._record.origin
@@ -304,7 +329,7 @@ class _Player:
     def _message(self, serial: int) -> GenerateReq:
         """Return the message of a recorded request; its end is forced."""
         recorded = self._requests[serial]
-        message = msgspec.msgpack.decode(recorded.message, type=GenerateReq)
+        message = _message(recorded)
         params = msgspec.structs.replace(
             message.sampling_params,
             ignore_eos=True,

@@ -19,9 +19,9 @@ from sglang.srt.managers.batch.req import Req
 from sglang.srt.managers.batch.req_parts import PromptEmbeds
 from sglang.srt.managers.batch.saved_req import SavedReq, load_req
 from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
-from sglang.srt.managers.messages.io_struct import GenerateReq
+from sglang.srt.managers.messages.io_struct import GenerateReq, LoraRef
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.utils.salt_chain import FIRST_CONTENT_ID
+from sglang.srt.utils.salt_chain import FIRST_CONTENT_ID, Namespace
 
 if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.scheduler import Scheduler
@@ -117,11 +117,15 @@ class _Refill:
             # An element is a token paired with the next one.
             tokens = (elements >> _TOKEN_BITS).tolist()
             tokens.append(int(elements[-1]) & ((1 << _TOKEN_BITS) - 1))
+        parts = Namespace.of(namespace)
         message = GenerateReq(
             rid="cached",
             input_ids=tokens,
             sampling_params=SamplingParams(temperature=0.0),
-            extra_key=namespace,
+            extra_key=parts.tenant,
+            lora=None
+            if parts.adapter is None
+            else LoraRef(name=parts.adapter, path="", revision=parts.revision),
         )
         req = Req(
             message,

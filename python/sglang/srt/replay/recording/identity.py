@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from sglang.srt.utils.paths import resolve_model_path
 from sglang.version import __version__
 
 if TYPE_CHECKING:
+    from sglang.srt.lora.adapters import Adapters
     from sglang.srt.replay.recording.source import RecordedScheduler
     from sglang.srt.server_args import ServerArgs
 
@@ -75,6 +77,16 @@ def describe_origin(
         environment=set_variables(VARIABLES),
         has_tokens=has_tokens,
     )
+
+
+def adapter_flags(adapters: Adapters | None) -> dict[str, Any]:
+    """Return the flag that loads the present adapters, also those of run time."""
+    if adapters is None:
+        return {}
+    entries = [
+        {"lora_name": ref.name, "lora_path": ref.path} for ref in adapters.loaded
+    ]
+    return {"lora_paths": [json.dumps(entry) for entry in entries]}
 
 
 def _public_flags(args: ServerArgs) -> dict[str, Any]:

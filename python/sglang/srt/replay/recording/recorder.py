@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 from sglang.srt.replay.recording.checkpoint import save_checkpoint
-from sglang.srt.replay.recording.identity import describe_origin
+from sglang.srt.replay.recording.identity import adapter_flags, describe_origin
 from sglang.srt.replay.recording.log import LoggedLaunch, Noted, Round
 from sglang.srt.replay.recording.record_file import Checkpoint, Origin, encode_record
 from sglang.srt.replay.recording.written import to_record
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.batch.req import Req
     from sglang.srt.managers.batch.schedule_batch import LaunchRecord, ScheduleBatch
     from sglang.srt.managers.messages.io_struct import GenerateReq, StepInput
+    from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.replay.recording.source import RecordedScheduler
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,10 @@ QUIET_SECONDS = 60.0
 class Generation:
     """A part of the log. If `checkpoint` is None, it begins with the engine or where no
     checkpoint could be saved (`obstacle`).
+
+    Fields:
+        before: slots taken and given back between the generation before it and its
+            checkpoint, which contains them.
     """
 
     checkpoint: Checkpoint | None = None
@@ -50,6 +55,22 @@ class Generation:
     requests: dict[int, Noted] = field(default_factory=dict)
     num_launches: int = 0
     due: int
+    before: tuple[list[IntArray], list[IntArray]] = ([], [])
+
+    def continued_rounds(self) -> list[Round]:
+        """The rounds as they follow the generation before: the first launch has the
+        slots of `before` too."""
+        rounds = list(self.rounds)
+        taken, given = self.before
+        for i, round_ in enumerate(rounds):
+            launch = round_.launch
+            if launch is not None:
+                joined = launch._replace(
+                    taken=taken + launch.taken, given=given + launch.given
+                )
+                rounds[i] = round_._replace(launch=joined)
+                break
+        return rounds
 
 
 class Recorder:
@@ -104,8 +125,6 @@ class Recorder:
             newer.due = newer.num_launches + 1
             return
         checkpoint = None if obstacle is not None else save_checkpoint(self._scheduler)
-        # Contained in the checkpoint.
-        self._journal.drain()
         runs = (
             0
             if checkpoint is None or checkpoint.tree is None
@@ -123,6 +142,7 @@ class Recorder:
                     if serial in newer.requests
                 },
                 due=max(self._num_forwards, runs // RUNS_PER_FORWARD),
+                before=self._journal.drain(),
             ),
         )
 
@@ -227,19 +247,26 @@ class Recorder:
             self._origin = describe_origin(
                 self._scheduler, rank=self._rank, has_tokens=self._has_tokens
             )
+        adapters = self._scheduler.worker.model_runner.adapters
+        origin = replace(
+            self._origin,
+            server_args=self._origin.server_args | adapter_flags(adapters),
+        )
         older, newer = self._older, self._newer
+        later = newer.continued_rounds()
         if older is None or older.obstacle is not None and newer.obstacle is None:
             older = Generation(
                 due=0, checkpoint=newer.checkpoint, obstacle=newer.obstacle
             )
+            later = newer.rounds
         under_way = [] if self._inputs is None else [self._open_round()]
         return encode_record(
             to_record(
-                origin=self._origin,
+                origin=origin,
                 checkpoint=older.checkpoint,
                 obstacle=older.obstacle,
                 requests={**older.requests, **newer.requests},
-                rounds=[*older.rounds, *newer.rounds, *under_way],
+                rounds=[*older.rounds, *later, *under_way],
                 managers=self._managers,
             )
         )

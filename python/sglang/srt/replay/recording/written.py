@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from sglang.srt.managers.batch.req import namespace_of
 from sglang.srt.managers.messages.errors import CLIENT_ABORT_STATUS
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
@@ -128,7 +129,7 @@ def _with_pseudonyms(
     """
     names = Pseudonyms(vocab_size)
     for request in written:
-        root = names.root(requests[request.serial].request.extra_key)
+        root = names.root(_namespace(requests[request.serial].request))
         names.add(request.tokens, after=root, start=0)
     states: list[np.uint64] = []
     runs = [] if tree is None else tree.runs
@@ -142,6 +143,10 @@ def _with_pseudonyms(
         return named, None
     pairs = zip(runs, of_runs, strict=True)
     return named, replace(tree, runs=[run._replace(elements=e) for run, e in pairs])
+
+
+def _namespace(request: GenerateReq) -> str | None:
+    return namespace_of(request.extra_key, request.lora).name
 
 
 def _round(round_: Round, requests: dict[int, Noted]) -> RecordedRound:
