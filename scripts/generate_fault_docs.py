@@ -145,6 +145,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "pools": view(IN_SLOTS, Planted.POOL, Planted.SAMPLING),
     "windows": view(IN_SLOTS, Planted.WINDOW),
     "states": view(IN_SLOTS, Planted.STATE),
+    "identity": view(IN_SLOTS, Planted.IDENTITY),
     "drafts": view(IN_SLOTS, Planted.DRAFT),
     "tiers": view(IN_SLOTS, Planted.TIER),
     "steps": view("fault, in, what it does, without, reported as, by", Planted.STEP),

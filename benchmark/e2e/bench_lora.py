@@ -158,12 +158,12 @@ def run(args: argparse.Namespace, model: Path, paths: list[str]) -> dict[str, An
     del bench
     free_memory()
     bench = Bench(args, model, lora_paths=paths, max_loras_per_batch=args.adapters)
+    none: list[LoraRef | None] = [None]
     mixed: list[LoraRef | None] = [*bench.adapters[: args.adapters]]
-    plainly: list[LoraRef | None] = [None]
     rows_found = []
     print(f"{'rows':>5} {'base ms':>9} {'flag ms':>9} {'mixed ms':>9} {'cost':>7}")
     for rows in args.batch_size:
-        flag, adapted = (bench.decode_ms(rows, loras) for loras in ([None], mixed))
+        flag, adapted = (bench.decode_ms(rows, loras) for loras in (none, mixed))
         cost = adapted / plain[rows] - 1
         print(
             f"{rows:>5} {plain[rows]:>9.3f} {flag:>9.3f} {adapted:>9.3f} {cost:>7.1%}"

@@ -82,6 +82,9 @@ class Expected(IntEnum):
 UNKNOWN = -1
 """An unknown word of `Request`."""
 
+NOBODY = -2
+"""The announced serial of a row that no request may write."""
+
 SENTINEL = to_signed64(0xFFA5FFA5FFA5FFA5)
 """Fills the bytes of new slots before the model runs if all bytes are covered. In every
 float format except 8-bit ones these words are NaN, which no model computes."""

@@ -103,6 +103,7 @@ STEP_FAULTS = planted_in(Planted.STEP)
 START_FAULTS = planted_in(Planted.START)
 STATE_FAULTS = planted_in(Planted.STATE)
 TIER_FAULTS = planted_in(Planted.TIER)
+IDENTITY_FAULTS = planted_in(Planted.IDENTITY)
 WINDOW_FAULTS = {
     fault.name: fault
     for fault in CATALOGUE

@@ -30,6 +30,8 @@ class Planted(Enum):
     """In units that move between tiers: `sglang.faults.tiers`."""
     START = "start"
     """In anything that an engine is built of: `sglang.faults.fault_points`."""
+    IDENTITY = "identity"
+    """In whose KV is taken for a request's: `sglang.faults.identity`."""
     PLUGIN = "plugin"
     """In stock engines only: `kv_canary.faults.vllm`, `kv_canary.faults.sglang`."""
 

@@ -97,6 +97,11 @@ class AdapterPool(ABC, Generic[H]):
         slots = [0 if name is None else self._slots[name] for name in revisions]
         return np.array(slots, dtype=np.int64)
 
+    def revisions_in(self, slots: IntArray) -> list[str | None]:
+        """Return the adapter in each slot, or None."""
+        of_slots = {slot: revision for revision, slot in self._slots.items()}
+        return [of_slots.get(slot) for slot in slots.tolist()]
+
     def _place(self, revisions: Iterable[str]) -> None:
         wanted = list(revisions)
         for revision in wanted:

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kv_canary.findings import is_clean, parse_counters
 from kv_canary.layout import FingerprintMode
-from kv_canary.records import FIRST_CLOCK, NUM_COUNTERS, Counter
+from kv_canary.records import FIRST_CLOCK, NOBODY, NUM_COUNTERS, Counter, Expected
 from kv_canary.runtime.host import HostCapabilities
 from kv_canary.runtime.mode import Mode
 from kv_canary.runtime.runtime import (
@@ -227,20 +227,35 @@ class CanaryManager:
         owners: Sequence[TokenOwner],
         prefix_lens: Sequence[int],
         req_pool_indices: Tensor,
+        *,
+        salts: Sequence[int] | None = None,
     ) -> None:
         """Announce the prefixes that the next prefill continues, by the host's tokens:
         of `owners[i]` the first `prefix_lens[i]`, in row `req_pool_indices[i]` ([R]
-        int64, on the device). On a GPU the forward itself tells the device."""
+        int64, on the device). On a GPU the forward itself tells the device.
+
+        Args:
+            salts: under which the forward writes; a row with another salt than its
+                owner's is announced as nobody's, so its first write is a finding.
+        """
         self.runtime.announce(
-            partial(self._announcement, owners, prefix_lens, req_pool_indices)
+            partial(self._announcement, owners, prefix_lens, req_pool_indices, salts)
         )
         if self.order.side is None:
             self.runtime.settle()
 
     def _announcement(
-        self, owners: Sequence[TokenOwner], prefix_lens: Sequence[int], rows: Tensor
+        self,
+        owners: Sequence[TokenOwner],
+        prefix_lens: Sequence[int],
+        rows: Tensor,
+        salts: Sequence[int] | None,
     ) -> Announcement:
-        values = torch.tensor(self._lineages.announcement(owners, prefix_lens))
+        due = self._lineages.announcement(owners, prefix_lens)
+        for row, (owner, salt) in enumerate(zip(owners, salts or (), strict=False)):
+            if salt != owner.salt:
+                due[Expected.SERIAL][row] = NOBODY
+        values = torch.tensor(due)
         if self.draws is not None:
             # One copy for both.
             words = torch.from_numpy(announced_words(owners))

@@ -31,6 +31,7 @@ from sglang.srt.mem_cache.common import extend_rows, release_unread
 from sglang.srt.sampling.logprobs import LogprobRequest
 from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.utils.salt_chain import Namespace, lineage_salt
 from sglang.srt.utils.vectors import padded_vectors
 
 if TYPE_CHECKING:
@@ -55,6 +56,9 @@ class AdapterSlots(Protocol):
 
     def slots_of(self, revisions: Sequence[str | None]) -> IntArray:
         """Return the slot of each adapter, 0 for None."""
+
+    def revisions_in(self, slots: IntArray) -> list[str | None]:
+        """Return the adapter in each slot, or None."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,6 +147,7 @@ class ScheduleBatch:
         seq_lens_cpu: int64 [R], tokens with KV once the prepared forward has run.
         req_pool_indices_cpu: int64 [R], rows of `req_to_token`.
         serials: int64 [R] on the host; replaced, never changed.
+        salts: under which a forward writes, one per row.
         seq_lens, req_pool_indices: the same on the device.
         sampling_info: sampling parameters of the requests, without grammar masks.
         starting_rows: int64, rows that hold slots for a speculative iteration but have
@@ -175,10 +180,12 @@ class ScheduleBatch:
         env = self.env
         self.req_pool_indices = self._upload(self.req_pool_indices_cpu)
         self.seq_lens = self._upload(self.seq_lens_cpu)
+        self._adapter_slots = self._find_adapter_slots()
+        self.salts = self._find_salts()
         identity = np.array(
             [
                 [r.serial for r in self.reqs],
-                [r.salt for r in self.reqs],
+                self.salts,
                 [r.rid_hash for r in self.reqs],
             ],
             dtype=np.int64,
@@ -190,11 +197,6 @@ class ScheduleBatch:
             vocab_size=env.vocab_size,
             device=env.device,
         )
-        self._adapter_slots: IntArray | None = None
-        if env.adapters is not None:
-            adapters = [r.running_adapter for r in self.reqs]
-            if any(adapters):
-                self._adapter_slots = env.adapters.slots_of(adapters)
         self._decode_tiles = self.adapter_tiles(1)
         asking = [i for i, r in enumerate(self.reqs) if r.logprobs.is_wanted]
         self.logprob_request: LogprobRequest | None = None
@@ -208,6 +210,26 @@ class ScheduleBatch:
             )
         self.has_grammar = any(r.grammar is not None for r in self.reqs)
         self.wants_hidden_states = any(r.hidden.are_wanted for r in self.reqs)
+
+    def _find_adapter_slots(self) -> IntArray | None:
+        """int64 [R], the slot of each row's adapter, or None if no row has one."""
+        adapters = [r.running_adapter for r in self.reqs]
+        slots = self.env.adapters
+        return slots.slots_of(adapters) if slots is not None and any(adapters) else None
+
+    def _find_salts(self) -> list[int]:
+        """The salt of each row's lineages. A forward records what it computes with: a
+        row whose slot holds another adapter does not get its own salt."""
+        slots = self.env.adapters
+        if slots is None or self._adapter_slots is None:
+            return [r.salt for r in self.reqs]
+        held = slots.revisions_in(self._adapter_slots)
+        return [
+            r.salt
+            if revision == r.running_adapter
+            else lineage_salt(Namespace(None, "", revision or "").name)
+            for r, revision in zip(self.reqs, held, strict=True)
+        ]
 
     def adapter_tiles(self, lens: IntArray | int) -> AdapterTiles | None:
         """The tiles of a forward with `lens` new tokens per row, or None if no row has

@@ -128,7 +128,10 @@ class TpModelWorker:
         canary = self._canary
         if canary is not None and forward_batch.forward_mode is ForwardMode.EXTEND:
             canary.expect_prefixes(
-                batch.reqs, batch.prefix_lens(), forward_batch.req_pool_indices
+                batch.reqs,
+                batch.prefix_lens(),
+                forward_batch.req_pool_indices,
+                salts=batch.salts,
             )
         output = self.model_runner.forward(forward_batch)
         sampled = self.sample(batch, forward_batch, output.next_token_logits)
