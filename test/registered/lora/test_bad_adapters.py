@@ -321,6 +321,20 @@ def test_layers_that_cannot_have_adapters(
         )
 
 
+def test_slots_that_do_not_fit_are_refused(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sglang.srt.lora.pool.available_device_bytes", lambda _: 1000)
+    with pytest.raises(ValueError, match="GiB are free; lower --max-loras-per-batch"):
+        EngineHarness(
+            model,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            enable_lora=True,
+            max_lora_rank=8,
+        )
+
+
 def test_the_mock_model_has_no_adapters(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="MockForCausalLM cannot have adapters"):
         EngineHarness(

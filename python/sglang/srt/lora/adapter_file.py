@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import re
-from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from sglang.srt.model_loader.weight_utils import open_tensors, read_tensor
 from sglang.srt.utils.json_file import shown
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
+    from collections.abc import Mapping
     from pathlib import Path
 
     from sglang.srt.lora.adapter_config import AdapterConfig
@@ -66,7 +65,9 @@ def read_adapter(
             names the file, the tensor and what it should be.
     """
     file = config.folder / WEIGHTS_FILE
-    with _open(file) as tensors:
+    if not file.is_file():
+        raise ValueError(f"{file}: no such file; an adapter is read from safetensors")
+    with open_tensors(file) as tensors:
         found = _find(tensors, file, layout)
         for shard, names in found.items():
             _check(tensors, file, config, shard, names, max_rank=max_rank)
@@ -180,10 +181,7 @@ def _read_pair(tensors: Any, file: Path, config: AdapterConfig, names: _Names) -
 
 
 def _read(tensors: Any, name: str, file: Path) -> Tensor:
-    try:
-        tensor: Tensor = tensors.get_tensor(name)
-    except (SafetensorError, OSError, RuntimeError, AttributeError) as error:
-        raise ValueError(f"{file}: tensor {shown(name)}: {error}") from error
+    tensor = read_tensor(tensors, name, file)
     if not tensor.is_floating_point():
         raise ValueError(
             f"{file}: tensor {shown(name)} is {tensor.dtype}; it must be floating point"
@@ -199,15 +197,3 @@ def _revision(file: Path, config: AdapterConfig) -> str:
         while block := opened.read(_HASHED_BYTES):
             hashed.update(block)
     return hashed.hexdigest()
-
-
-@contextmanager
-def _open(file: Path) -> Iterator[Any]:
-    if not file.is_file():
-        raise ValueError(f"{file}: no such file; an adapter is read from safetensors")
-    try:
-        opened = safe_open(file, framework="pt")
-    except (SafetensorError, OSError) as error:
-        raise ValueError(f"{file}: not a valid safetensors file: {error}") from error
-    with opened as tensors:
-        yield tensors

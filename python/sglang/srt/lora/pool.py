@@ -20,6 +20,7 @@ from sglang.srt.layers.adapters import (
 )
 from sglang.srt.layers.ops.linear.op import pack_weight
 from sglang.srt.layers.ops.lora.op import FEW_TILES, AdapterStack
+from sglang.srt.utils.memory import available_device_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -168,6 +169,7 @@ class StackedPool(AdapterPool["tuple[Tensor, int]"]):
         self._dtype = dtype
         self._pins = device != "cpu"
         self._size = sum(sum(self._sizes(module)) for module in layout.modules)
+        _check_memory(num_slots * self._size * dtype.itemsize, device, self._rank)
         self._slots_data = torch.zeros(
             num_slots, self._size, dtype=dtype, device=device
         )
@@ -260,6 +262,20 @@ class PackedPool(AdapterPool["list[PackedAdapter | None]"]):
     def _clear(self, slot: int) -> None:
         for layer in self._layers:
             layer.slots[slot] = None
+
+
+def _check_memory(needed: int, device: str, rank: int) -> None:
+    """
+    Raises:
+        ValueError: the slots do not fit; names the flags.
+    """
+    free = available_device_bytes(device)
+    if needed > free:
+        raise ValueError(
+            f"the slots of adapters take {needed / 2**30:.1f} GiB with rank {rank}, "
+            f"but {free / 2**30:.1f} GiB are free; lower --max-loras-per-batch or "
+            "--max-lora-rank, or name fewer --lora-target-modules"
+        )
 
 
 def _kept(pairs: Mapping[ModuleShard, Pair], shard: ModuleShard) -> Pair | None:

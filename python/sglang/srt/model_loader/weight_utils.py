@@ -59,7 +59,7 @@ def tensor_names(path: Path) -> frozenset[str]:
         return gguf_tensor_names(path)
     names: set[str] = set()
     for file in weight_files(path):
-        with _open(file) as tensors:
+        with open_tensors(file) as tensors:
             names.update(tensors.keys())
     return frozenset(names)
 
@@ -84,7 +84,7 @@ def _iterate_folder(
 ) -> Iterator[tuple[str, Tensor]]:
     found: dict[str, Path] = {}
     for file in weight_files(folder):
-        with _open(file) as tensors:
+        with open_tensors(file) as tensors:
             for name in tensors.keys():  # noqa: SIM118 (not a mapping)
                 if name in found:
                     raise ValueError(
@@ -93,7 +93,7 @@ def _iterate_folder(
                     )
                 found[name] = file
                 if _is_in(name, names):
-                    yield name, _read(tensors, name, file)
+                    yield name, read_tensor(tensors, name, file)
 
 
 def _is_in(name: str, names: Container[str] | None) -> bool:
@@ -137,7 +137,12 @@ def _check_place(file: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _open(file: Path) -> Iterator[Any]:
+def open_tensors(file: Path) -> Iterator[Any]:
+    """Scope of an open safetensors file.
+
+    Raises:
+        ValueError: it is none; names the file.
+    """
     try:
         opened = safe_open(file, framework="pt")
     except (SafetensorError, OSError) as error:
@@ -146,7 +151,7 @@ def _open(file: Path) -> Iterator[Any]:
         yield tensors
 
 
-def _read(tensors: Any, name: str, file: Path) -> Tensor:
+def read_tensor(tensors: Any, name: str, file: Path) -> Tensor:
     """Read a tensor of an open file; its header may name a type unknown to torch."""
     try:
         tensor: Tensor = tensors.get_tensor(name)
