@@ -20,9 +20,9 @@ from sglang.test.harness import EngineHarness
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_tiny_model
 
-register_cpu_ci(est_time=12, suite="cpu", full_time=200)
+register_cpu_ci(est_time=6, suite="cpu", full_time=200)
 
-SEEDS = range(count(ci=2, full=20))
+SEEDS = range(count(ci=1, full=20))
 VOCAB = 256
 SAID = {
     "tenant_left_out": "under tenant",

@@ -6,17 +6,31 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 import sglang
+from sglang.srt.arg_groups.lora_hook import TARGET_MODULES
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.distributed.parallel_state import (
+    TensorParallelGroup,
+    tensor_parallel_group,
+)
+from sglang.srt.forward.adapter_tiles import AdapterTiles, plan_tiles
+from sglang.srt.lora.adapter_config import read_adapter_config
+from sglang.srt.lora.adapter_file import read_adapter
+from sglang.srt.lora.layout import AdaptedModule, AdapterLayout
+from sglang.srt.lora.pool import PackedPool
+from sglang.srt.model_loader.loader import load_model
 from sglang.srt.utils.paths import bundled_demo_draft_path, bundled_demo_model_path
 from sglang.test.adapters import write_adapter
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
-from sglang.test.scale import count, sampled
+from sglang.test.scale import count, is_full, sampled
 from sglang.test.tiny_models import write_tiny_model
 
-register_cpu_ci(est_time=12, suite="cpu")
+register_cpu_ci(est_time=5, suite="cpu", full_time=60)
 
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "max_new_tokens": 8}
 DRAFTS = [
@@ -26,6 +40,7 @@ DRAFTS = [
 ]
 
 
+@pytest.mark.skipif(not is_full(), reason="two processes; the cut is tested below")
 def test_two_ranks_equal_one(tmp_path: Path) -> None:
     """And load, unload and refuse alike."""
     model = write_tiny_model(tmp_path / "m", "Qwen3ForCausalLM", num_key_value_heads=1)
@@ -69,6 +84,61 @@ def test_two_ranks_equal_one(tmp_path: Path) -> None:
         assert list(engine.unload_lora_adapter("b")) == ["a"]
         with pytest.raises(ValueError, match="no adapter 'b'"):
             engine.generate(input_ids=[1], lora_path="b")
+
+
+def test_the_parts_of_ranks_make_the_whole(tmp_path: Path) -> None:
+    """Of an adapter, as of the weights that it changes; both ranks have the KV head."""
+    model = write_tiny_model(tmp_path / "m", "Qwen3ForCausalLM", num_key_value_heads=1)
+    config = ModelConfig.from_path(model)
+    adapter = read_adapter_config(write_adapter(tmp_path / "a", model, rank=3))
+    products = []
+    for size in (1, 2):
+        of_ranks = []
+        for rank in range(size):
+            with tensor_parallel_group(TensorParallelGroup(rank=rank, size=size)):
+                loaded = load_model(
+                    config, load_format="auto", dtype=torch.float32, rope_rows=8
+                )
+                layout = AdapterLayout(loaded, TARGET_MODULES)
+                pool = PackedPool(layout, num_slots=1, evicts_oldest=False)
+                tensors = read_adapter(adapter, layout, max_rank=3)
+                pool.add(tensors)
+                pool.hold([tensors.revision])
+            of_ranks.append(layout)
+        products.append([_product(modules) for modules in _by_module(of_ranks)])
+    for whole, parts in zip(*products, strict=True):
+        torch.testing.assert_close(parts, whole, atol=1e-4, rtol=1e-4)
+
+
+def _by_module(layouts: list[AdapterLayout]) -> list[tuple[AdaptedModule, ...]]:
+    return list(zip(*(layout.modules for layout in layouts), strict=True))
+
+
+def _product(ranks: tuple[AdaptedModule, ...]) -> torch.Tensor:
+    """What all ranks of a layer add for three tokens: a sum if its inputs are split,
+    else the outputs of each shard in order."""
+    whole = ranks[0].shards[0].inputs
+    x = torch.randn(3, whole, generator=torch.Generator().manual_seed(whole))
+    words = plan_tiles(np.array([1, 1, 1]), 1)
+    assert words is not None
+    parts: list[list[torch.Tensor]] = []
+    for module in ranks:
+        kept = module.shards[0].kept_inputs
+        y = torch.zeros(3, sum(module.sizes))
+        assert module.linear.adapters is not None
+        own = x.narrow(1, kept.start, kept.size)
+        module.linear.adapters.add(y, own, AdapterTiles.on_cpu(words))
+        parts.append(list(y.split(list(module.sizes), dim=1)))
+    if ranks[0].shards[0].kept_inputs.size < whole:
+        return torch.stack([torch.cat(own, dim=1) for own in parts]).sum(0)
+    shards = []
+    for i, shard in enumerate(ranks[0].shards):
+        result = torch.zeros(3, shard.outputs)
+        for module, own in zip(ranks, parts, strict=True):
+            place = module.shards[i].kept_outputs
+            result[:, place.start : place.start + place.size] = own[i]
+        shards.append(result)
+    return torch.cat(shards, dim=1)
 
 
 @pytest.mark.parametrize("draft", sampled(DRAFTS, key=type, ci=1), ids=str)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from sglang.srt.managers.messages.io_struct import LoadLoraReq
 from sglang.srt.replay.playing.player import CannotReplay
@@ -19,13 +20,13 @@ from sglang.test.replay_traffic import (
     recorded_engine,
     replayed,
 )
-from sglang.test.scale import count
+from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_tiny_model
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-register_cpu_ci(est_time=12, suite="cpu")
+register_cpu_ci(est_time=6, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
 
 VOCAB = 256
@@ -36,6 +37,16 @@ FORMS: dict[str, dict[str, Any]] = {
     "one": {"rank": 2, "targets": ("up_proj",)},
     "stable": {"rank": 16, "use_rslora": True, "lora_alpha": 3},
 }
+
+
+ORACLES = [
+    ("LlamaForCausalLM", True),
+    ("LlamaForCausalLM", False),
+    ("Qwen2ForCausalLM", False),
+    ("Qwen2ForCausalLM", True),
+    ("Qwen3ForCausalLM", False),
+    ("Qwen3ForCausalLM", True),
+]
 
 
 def models(*families: str) -> Any:
@@ -76,8 +87,9 @@ def logprobs(harness: EngineHarness, prompt: list[int], **options: Any) -> torch
     return torch.tensor([value for value, _ in entries[1:]])
 
 
-@models("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-@pytest.mark.parametrize("is_merged", [False, True])
+@pytest.mark.parametrize(
+    ("family", "is_merged"), sampled(ORACLES, key=lambda case: case[0], ci=1)
+)
 def test_scores_equal_those_of_peft(world: Any, family: str, is_merged: bool) -> None:
     peft = pytest.importorskip("peft", reason="the oracle, of the extra dev")
     transformers = pytest.importorskip("transformers")
@@ -180,6 +192,42 @@ def test_recorded_decisions_replay(
     write_adapter(folder, model, seed=10)
     with pytest.raises(CannotReplay, match="of the adapter late was recorded"):
         replayed(record)
+
+
+@models("LlamaForCausalLM")
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_tiers_keep_adapters_and_contents_apart(
+    world: Any, family: str, page_size: int
+) -> None:
+    """Prefixes of adapters, and of embeddings, come back from the host's memory."""
+    model, adapters = world(family)
+    table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
+    rng = random.Random(3)
+    prompts = [rng.choices(range(VOCAB), k=70) for _ in range(2)]
+    tiered = {
+        "enable_hierarchical_cache": True,
+        "hicache_ratio": 6.0,
+        "max_total_tokens": 256,
+        "page_size": page_size,
+        "kv_canary": "raise",
+    }
+    alone = engine(model, adapters, disable_radix_cache=True)
+    harness = engine(model, adapters, **tiered)
+    due: dict[Any, list[int]] = {}
+    cached = 0
+    for _ in range(count(ci=24, full=300)):
+        prompt, name = rng.choice(prompts), rng.choice((None, "all", "stable"))
+        options: dict[str, Any] = {"lora": name, "max_new_tokens": 3}
+        key = (name, *prompt)
+        if key not in due:
+            due[key] = alone.generate(prompt, ignore_eos=True, **options).output_ids
+        if rng.random() < 0.5:
+            options["input_embeds"] = table[prompt].numpy().tobytes()
+        answer = harness.generate(prompt, ignore_eos=True, **options)
+        assert answer.output_ids == due[key], (name, options.keys())
+        cached += answer.cached_tokens > 0
+    stats = harness.scheduler.stats_snapshot()
+    assert stats.hicache_loaded_tokens_total > 0 and cached > 4
 
 
 @models("LlamaForCausalLM")

@@ -25,8 +25,8 @@ from sglang.srt.kv_events.messages import (
     BlockStored,
     NamespacedBlockStored,
 )
-from sglang.srt.mem_cache.cache_listener import CacheListener
 from sglang.srt.mem_cache.base_prefix_cache import element_tokens
+from sglang.srt.mem_cache.cache_listener import CacheListener
 from sglang.srt.utils.salt_chain import SEED_BYTES, Namespace, event_seed
 
 if TYPE_CHECKING:
