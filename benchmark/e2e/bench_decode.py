@@ -26,6 +26,7 @@ from model_shapes import SHAPES, write_shape
 from served import build_served, first_of_ranks
 
 from sglang.srt.configs.attention_backends import supported_names
+from sglang.srt.configs.quantization_config import ONLINE_METHODS
 from sglang.srt.managers.batch.forward_result import GenerationBatchResult
 from sglang.srt.managers.messages.io_struct import (
     FlushCacheReq,
@@ -189,6 +190,8 @@ def main() -> None:
     parser.add_argument("--page-size", type=int, default=1)
     parser.add_argument("--tp-size", type=int, default=1)
     parser.add_argument("--disable-custom-all-reduce", action="store_true")
+    parser.add_argument("--quantization", choices=ONLINE_METHODS)
+    parser.add_argument("--fp8-gemm-backend", default="auto")
     parser.add_argument("--kv-canary", default="none")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -214,6 +217,8 @@ def main() -> None:
         tp_size=args.tp_size,
         disable_custom_all_reduce=args.disable_custom_all_reduce,
         kv_canary=args.kv_canary,
+        quantization=args.quantization,
+        fp8_gemm_runner_backend=args.fp8_gemm_backend,
     )
     with first_of_ranks(server_args):
         document = run(args, server_args, shape, gemms, bandwidth)
@@ -263,6 +268,7 @@ def run(
         "page_size": args.page_size,
         "tp_size": args.tp_size,
         "kv_canary": args.kv_canary,
+        "quantization": args.quantization,
         "read_bandwidth": bandwidth,
         "start_s": start_s,
         "results": results,

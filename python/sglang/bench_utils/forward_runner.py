@@ -38,7 +38,9 @@ class ForwardRunner:
         self.runner = ModelRunner(
             server_args=server_args,
             model_config=ModelConfig.from_path(
-                folder, context_length=server_args.context_length
+                folder,
+                context_length=server_args.context_length,
+                quantization=server_args.quantization,
             ),
         )
         self.runner.initialize()

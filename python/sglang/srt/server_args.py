@@ -48,6 +48,7 @@ from sglang.srt.arg_groups.memory_hook import (
 from sglang.srt.arg_groups.model_hook import handle_model
 from sglang.srt.arg_groups.speculative_hook import handle_speculative
 from sglang.srt.arg_groups.synonyms import (
+    FP8_GEMM_BACKENDS,
     GRAMMAR_BACKENDS,
     SAMPLING_BACKENDS,
     check_token_oracle,
@@ -60,6 +61,7 @@ from sglang.srt.arg_groups.upstream_flags import (
 )
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.configs.draft_layout import MAX_TOP_K, TreeShape
+from sglang.srt.configs.quantization_config import METHODS
 from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
 from sglang.srt.parser.reasoning_parser import DETECTORS as REASONING_DETECTORS
 from sglang.srt.sampling.sampling_params import MAX_N
@@ -147,6 +149,26 @@ class ServerArgs:
         Arg(
             "Compute and KV type; auto: float32 on the CPU.",
             ("auto", "float32", "float", "bfloat16", "half", "float16"),
+        ),
+    ] = "auto"
+    quantization: Annotated[
+        str | None,
+        Arg(
+            "Format of quantised weights; unset: as the checkpoint says. fp8 and "
+            "w8a8_fp8 also quantise a plain checkpoint while it is read, with a scale "
+            "per output channel.",
+            METHODS,
+        ),
+    ] = None
+    fp8_gemm_runner_backend: Annotated[
+        str,
+        Arg(
+            "Products with weights of 8 bits; triton: inputs are never rounded to 8 "
+            "bits; auto: on GPUs that multiply 8 bits those of many rows are, for each "
+            "token.",
+            ("auto", "triton"),
+            aliases=("--fp8-gemm-backend",),
+            synonyms=FP8_GEMM_BACKENDS,
         ),
     ] = "auto"
     tp_size: Annotated[
@@ -758,6 +780,10 @@ class ServerArgs:
             "Folder of the draft model; NEXTN: defaults to --model-path.",
             aliases=("--speculative-draft-model",),
         ),
+    ] = None
+    speculative_draft_model_quantization: Annotated[
+        str | None,
+        Arg("--quantization of the draft; unset: as its checkpoint says.", METHODS),
     ] = None
     speculative_num_steps: Annotated[int | None, Arg("Depth of the draft.", low=1)] = (
         None

@@ -106,7 +106,8 @@ class ForwardHarness:
         )
         self.runner = ModelRunner(
             server_args=args,
-            model_config=model_config or ModelConfig.from_path(model),
+            model_config=model_config
+            or ModelConfig.from_path(model, quantization=args.quantization),
             is_draft_worker=is_draft_worker,
             watcher_bytes_per_slot=watcher_bytes_per_slot(args),
             watcher_bytes_per_head=watcher_bytes_per_head(args),

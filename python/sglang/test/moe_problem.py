@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from sglang.srt.layers.ops.linear.quantized import QuantizedWeight
 from sglang.srt.layers.ops.moe.op import ExpertWeights, SwiGLUClamp
 
 
@@ -69,6 +70,9 @@ def _one(x: Tensor, experts: ExpertWeights, expert: int) -> Tensor:
     return _affine(inner, experts.down, experts.down_bias, expert)
 
 
-def _affine(x: Tensor, weight: Tensor, bias: Tensor | None, expert: int) -> Tensor:
+def _affine(
+    x: Tensor, weight: Tensor | QuantizedWeight, bias: Tensor | None, expert: int
+) -> Tensor:
+    assert isinstance(weight, Tensor)
     product = x @ weight[expert].double().T
     return product if bias is None else product + bias[expert].double()

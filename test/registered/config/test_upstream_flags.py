@@ -120,7 +120,7 @@ def test_the_same_on_the_command_line_in_a_file_and_in_python(
         ("dp-size", 2, False),
         ("enable-torch-compile", True, True),
         ("data-parallel-size", 2, False),
-        ("quantization", "fp8", False),
+        ("modelopt-quant", "fp8", False),
         ("trust-remote-code", True, True),
         ("encoder-urls", ["a", "b"], False),
     ):
@@ -345,6 +345,7 @@ STARTS = [
     "--speculative-draft-model-path lmsys/EAGLE3-gpt-oss-120b-bf16 "
     "--speculative-num-steps 3 --speculative-eagle-topk 1 "
     "--speculative-num-draft-tokens 4 --tp 4",
+    f"--model-path {_LLAMA} --quantization fp8",
     "--model-path google/gemma-2-27b-it --tp 4 --dtype bfloat16 --port 30000",
     "--model-path google/gemma-3-27b-it --port 30000 --trust-remote-code",
     "--model mistralai/Mixtral-8x7B-Instruct-v0.1 --tp 2 --mem-fraction-static 0.95 "
@@ -362,7 +363,6 @@ STARTS = [
 NAMES = {
     f"--model-path {_LLAMA} --tp 4 --dist-init-addr sgl-dev-0:50000 --nnodes 2 "
     "--node-rank 0": "--nnodes 2: one machine",
-    f"--model-path {_LLAMA} --quantization fp8": "--quantization fp8",
     f"--model-path {_LLAMA} --kv-cache-dtype fp8_e5m2": "--kv-cache-dtype fp8_e5m2",
     "--model deepseek-ai/DeepSeek-V3 --tp 8 --trust-remote-code --dp-size 8 "
     "--enable-dp-attention": "--dp-size 8: data parallelism",

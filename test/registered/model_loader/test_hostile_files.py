@@ -121,8 +121,8 @@ def test_a_value_that_no_model_with_experts_has(
     ("value", "words"),
     [
         (
-            {"quant_method": "fp8"},
-            ["quantization_config.quant_method", "mxfp4", '"fp8"'],
+            {"quant_method": "exl2"},
+            ["quantization_config.quant_method", "mxfp4", '"exl2"'],
         ),
         ({"quant_method": "gptq", "bits": 4}, ["quant_method", "mxfp4", '"gptq"']),
         ({"bits": 4}, ["quantization_config.quant_method is missing"]),

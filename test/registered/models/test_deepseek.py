@@ -157,7 +157,7 @@ def test_what_transformers_writes(tmp_path: Path) -> None:
 
 LATENT = dict.fromkeys(("kv_lora_rank", "qk_rope_head_dim"), 8)
 LATENT |= dict.fromkeys(("qk_nope_head_dim", "v_head_dim"), 8)
-FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+ROWS = {"quant_method": "fp8", "weight_block_size": [128]}
 BAD: list[tuple[str, dict[str, Any], str]] = [
     (V2, {"kv_lora_rank": 30}, "kv_lora_rank must be a multiple of 8, got 30"),
     (V2, {"qk_rope_head_dim": 12}, "qk_rope_head_dim must be a multiple of 8, got 12"),
@@ -171,7 +171,7 @@ BAD: list[tuple[str, dict[str, Any], str]] = [
     (V2, {"norm_topk_prob": True}, "norm_topk_prob true is not supported for V2"),
     (V2, {"n_routed_experts": 0}, "needs num_experts"),
     ("LlamaForCausalLM", LATENT, "describes latents, which LlamaForCausalLM does not"),
-    (V3, {"quantization_config": FP8}, "quant_method is .fp8., which is not supported"),
+    (V3, {"quantization_config": ROWS}, r"weight_block_size must be \[rows, columns"),
 ]
 
 

@@ -30,11 +30,21 @@ from sglang.srt.layers.ops.head_linear import triton as head_linear
 from sglang.srt.layers.ops.latent_store import triton as latent_store
 from sglang.srt.layers.ops.linear.triton_gated import gated_gemm_kernel
 from sglang.srt.layers.ops.linear.triton_kernels import (
+    FORMATS,
     Product,
     gemm_kernel,
     gemv_kernel,
 )
-from sglang.srt.layers.ops.linear.triton_table import MAX_GATED_ROWS, lookup
+from sglang.srt.layers.ops.linear.triton_quantized import (
+    block_product_kernel,
+    dequantize_kernel,
+    round_rows_kernel,
+)
+from sglang.srt.layers.ops.linear.triton_table import (
+    MAX_GATED_ROWS,
+    lookup,
+    lookup_quantized,
+)
 from sglang.srt.layers.ops.lora import triton as lora
 from sglang.srt.layers.ops.moe import triton_sort as moe_sort
 from sglang.srt.layers.ops.moe.triton_kernels import (
@@ -286,7 +296,7 @@ def products() -> Iterator[Variant]:
     p = POINTERS["bf16"]
     pointers = {
         **dict.fromkeys(("x", "weight", "bias", "residual", "out"), p),
-        "partial": "*fp32",
+        **dict.fromkeys(("scales", "partial"), "*fp32"),
         "counters": "*i32",
     }
     for (n, k, gated), rows in itertools.product(PRODUCTS, (1, 16, 32, 64)):
@@ -315,6 +325,77 @@ def products() -> Iterator[Variant]:
             "PREFETCH": config.prefetch,
         }
         yield Variant(name, gemm_kernel, pointers, constants, config.warps)
+
+
+CODES = {"e4m3": "*fp8e4nv", "e4m3_bits": "*u8"}
+
+
+def quantized_products() -> Iterator[Variant]:
+    p = POINTERS["bf16"]
+    pointers = {
+        **dict.fromkeys(("x", "bias", "residual", "out"), p),
+        **dict.fromkeys(("scales", "partial"), "*fp32"),
+        "counters": "*i32",
+    }
+    shapes = ((6144, 4096, False), (28672, 4096, True), (4096, 14336, False))
+    for (n, k, gated), rows, group, form in itertools.product(
+        shapes, (1, 16, 64), (0, 128), CODES
+    ):
+        config = lookup_quantized(rows=rows, n=n, k=k, group=group)
+        is_vector = config.split_k == 0
+        product = Product(
+            k=k,
+            block_m=1 if is_vector else max(16, triton.next_power_of_2(rows)),
+            block_n=config.block_n,
+            block_k=config.block_k,
+            gated=gated,
+            gelu=False,
+            has_bias=False,
+            has_residual=not gated,
+            format=FORMATS[form],
+            group_rows=128 if group else 1,
+            group_columns=group or k,
+            groups=k // group if group else 1,
+        )
+        constants = {"PRODUCT": product, "PDL": config.dependent}
+        args = pointers | {"weight": CODES[form]}
+        name = f"quantised gemm rows={rows} n={n} k={k} group={group} {form}"
+        if is_vector:
+            yield Variant(name, gemv_kernel, args, constants, config.warps)
+            continue
+        constants |= {
+            "SPLIT_K": config.split_k,
+            "STAGES": config.stages,
+            "PREFETCH": config.prefetch,
+        }
+        yield Variant(name, gemm_kernel, args, constants, config.warps)
+
+
+def many_quantized() -> Iterator[Variant]:
+    p, scales = POINTERS["bf16"], {"scales": "*fp32"}
+    for group in (128, 4096):
+        args = {"rows": p, "codes": "*fp8e4nv", **scales}
+        constants = {"K": 4096, "GROUP": group, "BLOCK": min(group, 1024)}
+        constants |= {"MOST": 448.0, "PDL": True}
+        yield Variant(f"round rows {group}", round_rows_kernel, args, constants, 4)
+    for form, codes in CODES.items():
+        constants = {
+            "K": 4096,
+            "BLOCK": 1024,
+            "FORMAT": FORMATS[form],
+            "GROUP_ROWS": 128,
+        }
+        constants |= {"GROUP_COLUMNS": 128, "GROUPS": 32, "PDL": True}
+        args = {"codes": codes, "plain": p, **scales}
+        yield Variant(f"dequantise {form}", dequantize_kernel, args, constants, 4)
+    pointers = {**dict.fromkeys(("x", "weight"), "*fp8e4nv"), "bias": p, "out": p}
+    pointers |= dict.fromkeys(("x_scales", "weight_scales"), "*fp32")
+    for bias in (False, True):
+        constants = {"K": 7168, "BLOCK": 128, "TILE_M": 128, "TILE_N": 128}
+        constants |= {"HAS_BIAS": bias, "PDL": True}
+        yield Variant(
+            f"block product bias={bias}", block_product_kernel, pointers, constants, 8
+        )
 
 
 def tall_products() -> Iterator[Variant]:
@@ -409,11 +490,11 @@ def experts() -> Iterator[Variant]:
     pointers = {
         **dict.fromkeys(("x", "weight", "bias", "out", "products"), p),
         **dict.fromkeys(("rows", "block_experts"), "*i32"),
-        "scales": "*fp32",
+        **dict.fromkeys(("scales", "weight_scales"), "*fp32"),
         **dict.fromkeys(("alpha", "limit"), "fp32"),
     }
-    for (count, hidden, inner, top_k), tokens, gated in itertools.product(
-        EXPERTS, (1, 64, 512, 2048), (True, False)
+    for (count, hidden, inner, top_k), tokens, gated, form in itertools.product(
+        EXPERTS, (1, 64, 512, 2048), (True, False), ("plain", "e4m3")
     ):
         outputs = inner if gated else hidden
         config = moe_lookup(
@@ -436,14 +517,18 @@ def experts() -> Iterator[Variant]:
             has_bias=count == 32,
             direct=tokens == 1,
             addends=top_k if tokens == 1 and not gated else 0,
+            format=FORMATS[form],
+            group_rows=128 if form != "plain" else 1,
+            group_columns=128 if form != "plain" else 1,
+            groups=hidden // 128 if form != "plain" else 1,
         )
         constants = {"PRODUCT": product, "STAGES": config.stages, "PDL": True}
         sums = {"sums": "*bf16", "counters": "*i32"}
         if not product.addends:
             constants |= dict.fromkeys(sums)
             sums = {}
-        name = f"experts {count} tokens={tokens} gated={gated} {config}"
-        args = {**pointers, **sums}
+        name = f"experts {count} tokens={tokens} gated={gated} {form} {config}"
+        args = {**pointers, **sums, "weight": CODES.get(form, p)}
         yield Variant(name, grouped_kernel, args, constants, config.warps)
     constants = {"WIDTH": 2880, "TOP_K": 4, "BLOCK": 1024, "PDL": True}
     yield Variant("sum of experts", sum_kernel, pointers, constants, 4)
@@ -457,6 +542,12 @@ def head_products() -> Iterator[Variant]:
         constants |= {"BLOCK_N": head_linear.TILE // k, "BLOCK_K": k, "PDL": True}
         kernel = head_linear.head_gemv_kernel
         yield Variant(f"heads {n} x {k}", kernel, pointers, constants, 4)
+
+
+def _kind(variant: Variant) -> tuple[Any, int]:
+    """The kernel, and the format of its weight."""
+    product = variant.constants.get("PRODUCT")
+    return variant.kernel, getattr(product, "format", 0)
 
 
 def compile_variant(variant: Variant) -> Any:
@@ -523,11 +614,13 @@ def main() -> None:
         *rank_sums(),
         *products(),
         *tall_products(),
+        *quantized_products(),
+        *many_quantized(),
         *gathers(),
     ]
     variants += [*routings(), *experts(), *head_products()]
     variants += [*adapters("bf16"), *adapters("fp32")]
-    variants = sampled(variants, key=lambda v: v.kernel, ci=2)
+    variants = sampled(variants, key=_kind, ci=2)
     for variant in variants:
         compiled = compile_variant(variant)
         if variant.constants.get("PDL"):

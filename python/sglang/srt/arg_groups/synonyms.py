@@ -20,6 +20,17 @@ GRAMMAR_BACKENDS = tuple(
     Synonym(name, "llguidance", "grammars are compiled by llguidance here")
     for name in ("xgrammar", "outlines", "auto")
 )
+FP8_GEMM_BACKENDS = tuple(
+    Synonym(name, "auto", "products of 8 bits run on torch and Triton here")
+    for name in (
+        "aiter",
+        "cutlass",
+        "deep_gemm",
+        "flashinfer_cutlass",
+        "flashinfer_deepgemm",
+        "flashinfer_trtllm",
+    )
+)
 
 
 def check_token_oracle(server_args: ServerArgs) -> None:

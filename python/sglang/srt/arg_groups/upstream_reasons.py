@@ -103,8 +103,8 @@ _REFUSED = {
     "pipeline": "pipeline parallelism is not served; use --tp-size",
     "priority": "send priority with each request, and --enable-priority-scheduling",
     "quant_communication": "ranks exchange values in the compute type; remove the flag",
-    "quantization": "weights are served as in the checkpoint (docs/models.md); use a "
-    "GGUF file, or remove the flag",
+    "quantization": "use --quantization (docs/models.md#quantised-weights), or remove "
+    "the flag",
     "ray": "Ray Serve deploys replicas (docs/fleet.md); remove the flag",
     "remote_weights": "weights are read from --model-path alone; copy them there",
     "request_template": "templates in requests are not run; use --chat-template",

@@ -246,6 +246,3 @@ FAMILY_DEFAULTS: dict[str, dict[str, Any]] = {
         {"use_sliding_window": False, "max_window_layers": 28},
     ),
 }
-
-# Keys in `quantization_config`.
-QUANTIZATION_KEYS: dict[str, Key] = {"quant_method": Key(str, default=REQUIRED)}

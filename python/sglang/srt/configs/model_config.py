@@ -14,7 +14,6 @@ from sglang.srt.configs.config_values import (
     FAMILY_DEFAULTS,
     KEYS,
     MAX_TOKEN_ID,
-    QUANTIZATION_KEYS,
 )
 from sglang.srt.configs.gguf_config import gguf_config
 from sglang.srt.configs.latent_config import LatentConfig, read_latent_config
@@ -25,14 +24,15 @@ from sglang.srt.configs.layer_types import (
     read_layer_types,
 )
 from sglang.srt.configs.moe_config import MoeConfig, read_moe_config
+from sglang.srt.configs.quantization_config import (
+    QuantizationConfig,
+    read_quantization,
+)
 from sglang.srt.configs.rope_config import RopeConfig, rope_configs
 from sglang.srt.configs.state_config import StateConfig, read_state_config
 from sglang.srt.utils.checked_values import ConfigValues
 from sglang.srt.utils.gguf_header import is_gguf
-from sglang.srt.utils.json_file import read_json_object, shown
-
-QUANT_METHODS = ("mxfp4",)
-"""Supported formats of quantized weights."""
+from sglang.srt.utils.json_file import read_json_object
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +46,7 @@ class ModelConfig:
     the rotary embedding of each type that attends. `attention_scale` is the scale
     factor of attention scores; the caps are 0 if there are none. With a `latent` there
     is one KV head with the stored channels. `state` None means that all layers attend,
-    `moe` None that all layers are dense, and `quant_method` None that weights are
+    `moe` None that all layers are dense, and `quantization` None that weights are
     stored as floating-point numbers. `path` is a folder or a GGUF file. `raw` is the
     contents of config.json or its equivalent on top of the family's defaults, for
     fields of a single model.
@@ -76,17 +76,27 @@ class ModelConfig:
     latent: LatentConfig | None
     state: StateConfig | None
     moe: MoeConfig | None
-    quant_method: str | None
+    quantization: QuantizationConfig | None
     eos_token_ids: tuple[int, ...]
     raw: dict[str, Any]
 
     @classmethod
-    def from_path(cls, path: Path, *, context_length: int | None = None) -> ModelConfig:
+    def from_path(
+        cls,
+        path: Path,
+        *,
+        context_length: int | None = None,
+        quantization: str | None = None,
+    ) -> ModelConfig:
         """Read the `config.json` of a folder, or the header of a GGUF file.
 
+        Args:
+            quantization: value of --quantization; None leaves it to the checkpoint.
+
         Raises:
-            ValueError: a file or field is missing or malformed, or `context_length`
-                exceeds the model's own; names the file and the field.
+            ValueError: a file or field is missing or malformed, `context_length`
+                exceeds the model's own, or `quantization` does not fit the checkpoint;
+                names the file and the field.
         """
         file = _config_file(path)
         raw = with_family_defaults(text_part(read_raw_config(path)))
@@ -134,7 +144,7 @@ class ModelConfig:
             latent=latent,
             state=read_state_config(values, layer_types=layer_types),
             moe=moe,
-            quant_method=_quant_method(values),
+            quantization=read_quantization(values, requested=quantization),
             eos_token_ids=_eos_token_ids(values, path),
             raw=raw,
         )
@@ -304,20 +314,6 @@ def _intermediate_size(values: ConfigValues, moe: MoeConfig | None) -> int:
     size = int(values.get("block_ffn_dim_multiplier") * (2 * size // 3))
     multiple: int = values.get("block_multiple_of")
     return -(-size // multiple) * multiple
-
-
-def _quant_method(values: ConfigValues) -> str | None:
-    if values.get("quantization_config") is None:
-        return None
-    found = values.within("quantization_config", QUANTIZATION_KEYS)
-    method: str = found.get("quant_method")
-    if method not in QUANT_METHODS:
-        raise found.error(
-            "quant_method",
-            f"is {shown(method)}, which is not supported; supported: "
-            f"{', '.join(QUANT_METHODS)}, and checkpoints that are not quantised",
-        )
-    return method
 
 
 def _eos_token_ids(values: ConfigValues, folder: Path) -> tuple[int, ...]:

@@ -27,6 +27,24 @@ class Part:
             full=self.full * factor, start=self.start * factor, size=self.size * factor
         )
 
+    def divided(self, size: int) -> Part:
+        """Return the same part in entries that each hold `size` of these: channels ->
+        groups.
+
+        Raises:
+            ValueError: the part does not begin and end at whole entries.
+        """
+        stop = self.start + self.size
+        if self.start % size or (stop % size and stop != self.full):
+            raise ValueError(
+                f"a rank's part, {self.start} to {stop} of {self.full}, cuts groups of "
+                f"{size} that share a quantisation scale; use a smaller --tp-size"
+            )
+        start = self.start // size
+        return Part(
+            full=-(-self.full // size), start=start, size=-(-stop // size) - start
+        )
+
 
 def divide(full: int, group: TensorParallelGroup, *, what: str) -> Part:
     """Return this rank's part of an even division.

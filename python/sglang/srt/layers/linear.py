@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from sglang.srt.layers.adapters import LayerAdapters, current_tiles
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.activation.op import GATED
 from sglang.srt.layers.ops.linear.op import (
+    AnyWeight,
     PackedWeight,
     linear,
     linear_add,
@@ -25,6 +27,13 @@ from sglang.srt.layers.ops.linear.op import (
     linear_into,
     pack_weight,
 )
+from sglang.srt.layers.quantization import quantize_parameter, quantized_weight
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from sglang.srt.layers.ops.linear.quantized import QuantizedWeight
+    from sglang.srt.layers.quantization import Quantized
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,10 +50,11 @@ class LoadableParameter(nn.Parameter):
     `shards` maps their names to places along dimension `split_dim`, in order. A
     parameter that is a single checkpoint tensor has one entry, under None. `added` is
     added to the checkpoint's values in float32, before the only rounding to the dtype
-    here.
+    here. `quantizes` is set if these are the codes of a quantised weight.
     """
 
     added: float = 0.0
+    quantizes: Quantized | None = None
     split_dim: int
     shards: Mapping[str | None, Shard]
 
@@ -62,6 +72,28 @@ class LoadableParameter(nn.Parameter):
         parameter.split_dim = dim
         parameter.shards = make_shards(parts or {None: Part.whole(data.shape[dim])})
         return parameter
+
+    def like(self, data: Tensor, *, columns: int | None = 1) -> Self:
+        """Return a parameter made up of the same checkpoint tensors, with other data
+        for each row.
+
+        Args:
+            data: has an entry per `columns` columns of this one, or per row if None.
+
+        Raises:
+            ValueError: the part of this rank cuts an entry.
+        """
+        made = type(self)(data, requires_grad=False)
+        made.__dict__.update(self.__dict__)
+        if columns != 1 and self.split_dim == self.dim() - 1:
+            made.set_parts(
+                lambda part: Part.whole(1) if columns is None else part.divided(columns)
+            )
+        return made
+
+    def set_parts(self, change: Callable[[Part], Part]) -> None:
+        """Replace the part of each shard."""
+        self.shards = change_parts(self.shards, change)
 
     def full_shape(self) -> tuple[int, ...]:
         """The shape that this parameter has without tensor parallelism."""
@@ -102,6 +134,11 @@ def copy_part(
     """
     part = place.part
     check_shape(name, tensor, _with_size(target.shape, dim, part.full))
+    if tensor.dtype != target.dtype and 1 in (tensor.itemsize, target.itemsize):
+        raise ValueError(
+            f"checkpoint tensor {name} is {tensor.dtype}, which is only read if "
+            "config.json describes it in quantization_config"
+        )
     kept = tensor.narrow(dim, part.start, part.size)
     target.narrow(dim, place.offset, part.size).copy_(kept)
 
@@ -126,6 +163,9 @@ def _with_size(shape: torch.Size, dim: int, size: int) -> tuple[int, ...]:
 class Linear(Module):
     """y = x W^T + b, with W packed for the CPU once the weights are loaded.
 
+    Args:
+        is_plain: the weight is never quantised.
+
     Attributes:
         takes_adapters: whether this kind of layer can have adapters.
         adapters: its adapters, or None if it cannot have any in this server.
@@ -135,20 +175,33 @@ class Linear(Module):
     takes_adapters = False
 
     def __init__(
-        self, weight: LoadableParameter, bias: LoadableParameter | None
+        self,
+        weight: LoadableParameter,
+        bias: LoadableParameter | None,
+        *,
+        is_plain: bool = False,
     ) -> None:
         super().__init__()
         self.weight: LoadableParameter | None = weight
+        self.weight_scale: LoadableParameter | None = None
         self.bias = bias
         self.shards, self.split_dim = weight.shards, weight.split_dim
         self.full_shape = weight.full_shape()
         self.adapters: LayerAdapters | None = None
         self._packed: PackedWeight | None = None
+        self._quantized: QuantizedWeight | None = None
+        if not is_plain:
+            quantize_parameter(self, "weight")
 
     def process_weights_after_loading(self) -> None:
         """Pack the weight if the CPU computes in float32, and drop the plain copy."""
         weight = self.weight
-        if weight is not None and weight.is_cpu and weight.dtype == torch.float32:
+        if weight is None:
+            return
+        self._quantized = quantized_weight(self, "weight")
+        if self._quantized is not None:
+            self.weight_scale = None
+        elif weight.is_cpu and weight.dtype == torch.float32:
             self._packed = pack_weight(weight.data)
             self.weight = None
 
@@ -156,6 +209,11 @@ class Linear(Module):
     def packed(self) -> PackedWeight | None:
         """The packed weight, or None if it was not packed."""
         return self._packed
+
+    @property
+    def quantized(self) -> QuantizedWeight | None:
+        """The quantised weight, or None if the weight is plain."""
+        return self._quantized
 
     def move_packed(self, copy: Callable[[Tensor], Tensor]) -> None:
         """Replace the packed weight, if there is one, by a copy made by `copy`."""
@@ -179,10 +237,12 @@ class Linear(Module):
                 self.adapters.add(y, x, tiles)
         return y
 
-    def _any_weight(self) -> Tensor | PackedWeight:
-        weight = self._packed if self._packed is not None else self.weight
-        assert weight is not None
-        return weight
+    def _any_weight(self) -> AnyWeight:
+        weight = self._packed or self._quantized
+        if weight is not None:
+            return weight
+        assert self.weight is not None
+        return self.weight
 
 
 class ColumnParallelLinear(Linear):
@@ -313,6 +373,12 @@ class GateUpLinear(ColumnParallelLinear):
         if self.bias is None and not self._is_adapting:
             return linear_gated(x, self._any_weight(), activation)
         return GATED[activation](self.forward(x))
+
+
+def change_parts(
+    shards: Mapping[str | None, Shard], change: Callable[[Part], Part]
+) -> dict[str | None, Shard]:
+    return make_shards({name: change(shard.part) for name, shard in shards.items()})
 
 
 def make_shards(parts: Mapping[str | None, Part]) -> dict[str | None, Shard]:

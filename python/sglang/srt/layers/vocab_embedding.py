@@ -15,6 +15,7 @@ from sglang.srt.distributed.partition import divide_padded, padded_size
 from sglang.srt.layers.linear import Linear, LoadableParameter
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.linear.op import PackedWeight, unpack_weight
+from sglang.srt.layers.ops.linear.quantized import QuantizedWeight
 
 
 class VocabEmbedding(Module):
@@ -53,7 +54,8 @@ class LMHead(Linear):
     """Logits of the whole vocabulary; may share the embedding's weight."""
 
     def __init__(self, vocab_size: int, hidden_size: int) -> None:
-        super().__init__(_vocab_parameter(vocab_size, hidden_size), None)
+        parameter = _vocab_parameter(vocab_size, hidden_size)
+        super().__init__(parameter, None, is_plain=True)
         self._vocab_size = vocab_size
         self._group = get_tp_group()
 
@@ -65,6 +67,7 @@ class LMHead(Linear):
         """Return the weights of these entries (int64 [n]), [n, hidden_size]. Only if
         this rank holds the whole head."""
         weight = self._any_weight()
+        assert not isinstance(weight, QuantizedWeight)
         whole = unpack_weight(weight) if isinstance(weight, PackedWeight) else weight
         return whole.data.index_select(0, token_ids)
 

@@ -22,6 +22,7 @@ from sglang.srt.layers.attention.attention_registry import (
     attention_needs,
     create_attention_backend,
 )
+from sglang.srt.layers.ops.linear.quantized import FORMATS
 from sglang.srt.layers.state.forward import StateCommit, StateForward
 from sglang.srt.layers.state.layer import StateLayer
 from sglang.srt.lora.adapters import Adapters, create_adapters
@@ -218,6 +219,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 dtype=self.dtype,
                 rope_rows=self.row_width(),
                 device=self.device,
+                rounds_inputs=self.server_args.fp8_gemm_runner_backend == "auto",
             )
             if not self.is_draft_worker:
                 self.adapters = create_adapters(
@@ -233,18 +235,25 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             ValueError: the sizes are too large. The message names the file.
         """
         config = self.model_config
-        weights = num_layer_weights(config)
+        size = num_layer_weights(config) * self._bytes_of_weight()
         if not self.is_draft_worker:  # which may use the target's
-            weights += config.vocab_size * config.hidden_size
-        weights = weights * self.dtype.itemsize // get_tp_group().size
+            size += config.vocab_size * config.hidden_size * self.dtype.itemsize
         rotary = len(config.ropes) * self.row_width() * config.rotated_head_dim
-        needed = weights + rotary * ROTARY_ITEMSIZE
+        needed = size / get_tp_group().size + rotary * ROTARY_ITEMSIZE
         if needed > self.free_bytes_at_start:
             raise ValueError(
                 f"{config.file}: a model of these sizes takes at least "
                 f"{needed / 2**30:.1f} GiB with a context of {config.context_len}, but "
                 f"{self.free_bytes_at_start / 2**30:.1f} GiB are free"
             )
+
+    def _bytes_of_weight(self) -> float:
+        """Return the bytes of a weight of the layers, at least."""
+        quantization = self.model_config.quantization
+        if quantization is None or quantization.scheme is None:
+            return self.dtype.itemsize
+        made = FORMATS[quantization.scheme.format]
+        return made.dtype.itemsize / made.per_item
 
     def init_memory_pool(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import re
 from collections.abc import Iterable
@@ -12,9 +13,22 @@ from torch import Tensor, nn
 
 from sglang.srt.layers.linear import Linear, LoadableParameter
 from sglang.srt.layers.module import Module, cache_attributes
+from sglang.srt.layers.moe.experts import ExpertParameter
+from sglang.srt.layers.ops.linear.quantized import E4M3_MAX
+from sglang.srt.layers.quantization import (
+    SCALE,
+    keep_plain,
+    quantized_modules,
+    quantized_parameters,
+)
 from sglang.srt.model_loader.mxfp4 import dequantized
+from sglang.srt.model_loader.quantized import QuantizedTensors, quantized_online
 from sglang.srt.model_loader.text_part import text_tensor_name
-from sglang.srt.model_loader.weight_utils import iterate_weights, tensor_names
+from sglang.srt.model_loader.weight_utils import (
+    iterate_weights,
+    tensor_headers,
+    tensor_names,
+)
 from sglang.srt.models.registry import CausalLM, MockModel, create_model
 from sglang.srt.utils.memory import HostBlocks
 from sglang.srt.utils.progress import with_progress
@@ -27,16 +41,22 @@ logger = logging.getLogger(__name__)
 
 DUMMY_SEED = 20260101
 DUMMY_SCALE = 0.02
+DUMMY_CODE_SCALE = 64.0
 # Name of one expert's tensor.
 _EXPERT = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<expert>[0-9]+)\.(?P<module>\w+)"
-    r"\.(?P<kind>weight|bias)"
+    r"\.(?P<kind>weight|weight_scale|bias)"
 )
+_SUFFIXES = {"weight": "", "weight_scale": SCALE, "bias": "_bias"}
+_KINDS = {suffix: kind for kind, suffix in _SUFFIXES.items() if suffix}
 # Buffers that some checkpoints contain and that are recomputed here.
 IGNORED_SUFFIXES = (
     "rotary_emb.inv_freq",
     "rotary_emb.cos_cached",
     "rotary_emb.sin_cached",
+    # Scales of activations, which are quantised by what they are.
+    ".input_scale",
+    ".activation_scale",
 )
 
 
@@ -47,21 +67,28 @@ def load_model(
     dtype: torch.dtype,
     rope_rows: int,
     device: str = "cpu",
+    rounds_inputs: bool = True,
 ) -> CausalLM:
     """Build a model in evaluation mode, weights in `dtype`, packed for `device`.
 
     Args:
         load_format: "auto" or "safetensors" read the folder; "dummy" draws random
             values.
+        rounds_inputs: products of many rows with quantised weights may round their
+            inputs to 8 bits.
 
     Raises:
         ValueError: an unsupported architecture, or a tensor that is missing, unknown or
             of the wrong shape. The message names it.
     """
+    quantization = config.quantization
+    scheme = None if quantization is None else quantization.scheme
+    if scheme is not None and not rounds_inputs:
+        scheme = dataclasses.replace(scheme, quantizes_inputs=False)
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with torch.device(device):
+        with torch.device(device), quantized_modules(scheme):
             model = create_model(config, rope_rows=rope_rows)
             if not isinstance(model, MockModel) and load_format != "dummy":
                 model.add_optional_parts(tensor_names(config.path))
@@ -86,8 +113,8 @@ def load_model(
             unit="tensor",
             logger=logger,
         )
-        if config.quant_method == "mxfp4":
-            weights = dequantized(weights, dtype=dtype, device=device, source=source)
+        if quantization is not None:
+            weights = _quantized(model, weights, config, dtype=dtype, device=device)
         load_weights(model, weights, source=source)
     for module in model.modules():
         if isinstance(module, Module):
@@ -95,6 +122,82 @@ def load_model(
     _gather_packed(model)
     cache_attributes(model)
     return model.eval()
+
+
+def _quantized(
+    model: LoadableModel,
+    weights: Iterable[tuple[str, Tensor]],
+    config: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    device: str,
+) -> Iterable[tuple[str, Tensor]]:
+    """Return the tensors as the modules store them, after telling the modules which of
+    their weights are plain."""
+    quantization, source = config.quantization, str(config.path)
+    assert quantization is not None
+    if quantization.scheme is None:
+        return dequantized(weights, dtype=dtype, device=device, source=source)
+    if quantization.is_online:
+        parameters = {name for _, _, name in quantized_parameters(model)}
+        stacks = _loadable_parameters(model)
+
+        def is_transposed(name: str) -> bool:
+            parameter = stacks[_target(model, name) or ""]
+            if not isinstance(parameter, ExpertParameter):
+                return False
+            return parameter.stacked.is_transposed
+
+        return quantized_online(
+            weights,
+            is_kept=lambda name: _target(model, name) in parameters,
+            is_transposed=is_transposed,
+            device=device,
+        )
+    found = QuantizedTensors.find(tensor_headers(config.path), quantization, source)
+    kept = _settle(model, found.scales)
+    return found.read(
+        weights,
+        is_kept=lambda name: _target(model, name) in kept,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _settle(model: LoadableModel, quantized: Iterable[str]) -> set[str]:
+    """Make plain what the checkpoint quantises not at all or only in parts. Return the
+    parameters that stay quantised."""
+    parameters = _loadable_parameters(model)
+    covered: dict[str, set[str | None]] = {}
+    for name in quantized:
+        own = _own_name(model, name)
+        if own is not None:
+            target, shard = _locate(own, model.packed_modules)
+            if target in parameters:
+                shards = parameters[target].covered_by(shard)
+                covered.setdefault(target, set()).update(shards)
+    kept, mixed = set(), []
+    for module, name, target in list(quantized_parameters(model)):
+        found = covered.get(target, set())
+        if found == set(parameters[target].shards):
+            kept.add(target)
+            continue
+        keep_plain(module, name)
+        if found:
+            mixed.append(target)
+    if mixed:
+        logger.warning(
+            "%d weight(s) are quantised only in part and are dequantised: %s",
+            len(mixed),
+            ", ".join(mixed[:4]),
+        )
+    return kept
+
+
+def _target(model: LoadableModel, name: str) -> str | None:
+    """Return the parameter that a checkpoint tensor belongs to, or None."""
+    own = _own_name(model, name)
+    return None if own is None else _locate(own, model.packed_modules)[0]
 
 
 def _gather_packed(model: nn.Module) -> None:
@@ -165,7 +268,11 @@ def fill_dummy_weights(model: nn.Module, device: str) -> None:
     """
     generator = torch.Generator(device).manual_seed(DUMMY_SEED)
     for name, parameter in _loadable_parameters(model).items():
-        if not parameter.is_floating_point():
+        if parameter.quantizes is not None:
+            _fill_dummy_codes(parameter, generator)
+        elif name.endswith(SCALE):
+            parameter.data.fill_(DUMMY_SCALE / DUMMY_CODE_SCALE)
+        elif not parameter.is_floating_point():
             parameter.data.zero_()
         elif "norm" in name:
             parameter.data.fill_(1.0)
@@ -175,6 +282,14 @@ def fill_dummy_weights(model: nn.Module, device: str) -> None:
             full = parameter.data.new_empty(parameter.full_shape())
             full.normal_(0.0, DUMMY_SCALE, generator=generator)
             parameter.load_full(name, full)
+
+
+def _fill_dummy_codes(parameter: LoadableParameter, generator: torch.Generator) -> None:
+    """Draw codes of 8 bits whose values are the same for any --tp-size."""
+    full = torch.empty(parameter.full_shape(), device=parameter.device)
+    full.normal_(0.0, DUMMY_CODE_SCALE, generator=generator)
+    codes = full.clamp_(-E4M3_MAX, E4M3_MAX).to(parameter.dtype)
+    parameter.load_full("--load-format dummy", codes)
 
 
 def _loadable_parameters(model: nn.Module) -> dict[str, LoadableParameter]:
@@ -201,7 +316,7 @@ def locate(
     found = _EXPERT.fullmatch(name)
     if found is not None:
         target, part = packed.get(found["module"], (found["module"], None))
-        suffix = "_bias" if found["kind"] == "bias" else ""
+        suffix = _SUFFIXES[found["kind"]]
         shard = found["expert"] if part is None else f"{found['expert']}.{part}"
         return f"{found['experts']}.{target}{suffix}", shard
     parts, shard = name.split("."), None
@@ -222,8 +337,9 @@ def _checkpoint_name(
     experts, _, module = name.rpartition(".")
     if shard is not None and experts.endswith(".experts"):
         expert, _, part = shard.partition(".")
-        kind = "bias" if module.endswith("_bias") else "weight"
-        module = module.removesuffix("_bias")
+        suffix = next((end for end in _KINDS if module.endswith(end)), "")
+        kind = _KINDS.get(suffix, "weight")
+        module = module.removesuffix(suffix)
         stored = f"{experts}.{expert}.{module}.{kind}"
         return _checkpoint_name(stored, part or None, parameter, packed)
     parts = name.split(".")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Container, Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -49,19 +49,37 @@ def weight_files(folder: Path) -> list[Path]:
     return files
 
 
+class TensorHeader(NamedTuple):
+    """What a safetensors file says of a tensor; `dtype` as it says it: F8_E4M3."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
 def tensor_names(path: Path) -> frozenset[str]:
     """Return the names of all tensors of the checkpoint. Reads no data.
 
     Raises:
         ValueError: as in `weight_files` and `iterate_weights`.
     """
-    if is_gguf(path):
-        return gguf_tensor_names(path)
-    names: set[str] = set()
-    for file in weight_files(path):
+    return gguf_tensor_names(path) if is_gguf(path) else frozenset(tensor_headers(path))
+
+
+def tensor_headers(folder: Path) -> dict[str, TensorHeader]:
+    """Return the headers of all tensors of a folder. Reads no data.
+
+    Raises:
+        ValueError: as in `weight_files` and `iterate_weights`.
+    """
+    headers = {}
+    for file in weight_files(folder):
         with open_tensors(file) as tensors:
-            names.update(tensors.keys())
-    return frozenset(names)
+            for name in tensors.keys():  # noqa: SIM118 (not a mapping)
+                found = tensors.get_slice(name)
+                headers[name] = TensorHeader(
+                    found.get_dtype(), tuple(found.get_shape())
+                )
+    return headers
 
 
 def iterate_weights(

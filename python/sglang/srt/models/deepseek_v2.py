@@ -166,9 +166,10 @@ def split_rotated_halves(model: nn.Module) -> None:
 
 
 def _rows(linear: Linear, size: int | None) -> list[Tensor]:
-    """View weight and bias as [blocks of `size` rows, size, ...]; None means one
-    block."""
-    found = [p.data for p in (linear.weight, linear.bias) if p is not None]
+    """View weight, its scales and bias as [blocks of `size` rows, size, ...]; None
+    means one block."""
+    parts = (linear.weight, linear.weight_scale, linear.bias)
+    found = [part.data for part in parts if part is not None]
     return [tensor.unflatten(0, (-1, size or tensor.shape[0])) for tensor in found]
 
 

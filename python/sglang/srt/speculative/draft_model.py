@@ -53,7 +53,9 @@ def draft_model_config(server_args: ServerArgs, target: ModelConfig) -> ModelCon
     )
     assert path is not None and algorithm is not None
     folder = resolve_model_path(path, flag=FLAG)
-    config = ModelConfig.from_path(folder)
+    config = ModelConfig.from_path(
+        folder, quantization=server_args.speculative_draft_model_quantization
+    )
     if algorithm in _RESOLVERS:
         config = _RESOLVERS[algorithm](config, server_args)
     known = draft_architectures(algorithm)

@@ -6,7 +6,7 @@ Checkpoints have one tensor per expert and projection, or stack the experts of a
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,13 @@ from torch import Tensor
 
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.distributed.partition import Part, divide
-from sglang.srt.layers.linear import LoadableParameter, Shard, copy_part, make_shards
+from sglang.srt.layers.linear import (
+    LoadableParameter,
+    Shard,
+    change_parts,
+    copy_part,
+    make_shards,
+)
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.moe.op import (
     ExpertWeights,
@@ -22,6 +28,7 @@ from sglang.srt.layers.ops.moe.op import (
     moe_experts,
     pack_experts,
 )
+from sglang.srt.layers.quantization import quantize_parameter, quantized_weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,14 +67,20 @@ class ExpertParameter(LoadableParameter):
         """Create a parameter from the `parts` of each expert's tensors along `dim`."""
         parameter = cls(data, requires_grad=False)
         parameter.split_dim = dim + 1
-        parameter.parts = make_shards(parts)
         parameter.stacked = layout
-        parameter.shards = {
-            str(expert) if part is None else f"{expert}.{part}": place
-            for expert in range(data.shape[0])
-            for part, place in parameter.parts.items()
-        }
+        parameter._name_shards(make_shards(parts))
         return parameter
+
+    def set_parts(self, change: Callable[[Part], Part]) -> None:
+        self._name_shards(change_parts(self.parts, change))
+
+    def _name_shards(self, parts: Mapping[str | None, Shard]) -> None:
+        self.parts = parts
+        self.shards = {
+            str(expert) if part is None else f"{expert}.{part}": place
+            for expert in range(self.shape[0])
+            for part, place in parts.items()
+        }
 
     def full_shape(self) -> tuple[int, ...]:
         full = sum(place.part.full for place in self.parts.values())
@@ -156,6 +169,10 @@ class Experts(Module):
             dim=1,
             layout=layout,
         )
+        self.gate_up_proj_scale: ExpertParameter | None = None
+        self.down_proj_scale: ExpertParameter | None = None
+        quantize_parameter(self, "gate_up_proj")
+        quantize_parameter(self, "down_proj")
         self.gate_up_proj_bias: ExpertParameter | None = None
         self.down_proj_bias: ExpertParameter | None = None
         if bias:
@@ -175,9 +192,11 @@ class Experts(Module):
         """Pack for the CPU and drop the plain copies."""
         assert self.gate_up_proj is not None and self.down_proj is not None
         bias, down_bias = self.gate_up_proj_bias, self.down_proj_bias
+        gate_up = quantized_weight(self, "gate_up_proj")
+        down = quantized_weight(self, "down_proj")
         plain = ExpertWeights(
-            gate_up=self.gate_up_proj.data,
-            down=self.down_proj.data,
+            gate_up=self.gate_up_proj.data if gate_up is None else gate_up,
+            down=self.down_proj.data if down is None else down,
             gate_up_bias=None if bias is None else bias.data,
             down_bias=(
                 down_bias.data if down_bias is not None and self._adds_bias else None
@@ -188,17 +207,20 @@ class Experts(Module):
         self._weights = pack_experts(plain)
         if self._weights is not plain:
             self.gate_up_proj = self.down_proj = None
+        self.gate_up_proj_scale = self.down_proj_scale = None
 
     @property
     def bytes_of_one(self) -> int:
         """Return the stored size of one expert's matrices, in bytes."""
-        weights = self._loaded()
-        return (weights.gate_up.nbytes + weights.down.nbytes) // len(weights.down)
+        weights = self.weights
+        return (weights.gate_up.nbytes + weights.down.nbytes) // weights.count
 
     def forward(self, x: Tensor, weights: Tensor, ids: Tensor) -> Tensor:
         """[T, H] with weights and ids [T, K] -> [T, H], to be summed over the ranks."""
-        return moe_experts(x, weights, ids, self._loaded())
+        return moe_experts(x, weights, ids, self.weights)
 
-    def _loaded(self) -> ExpertWeights:
+    @property
+    def weights(self) -> ExpertWeights:
+        """The loaded weights, in the form that the operation reads."""
         assert self._weights is not None, "process_weights_after_loading was not called"
         return self._weights

@@ -77,7 +77,7 @@ class MoeFeedForward(Module):
         self.shared_expert_gate: Linear | None = None
         if gates_shared:
             weight = LoadableParameter.create(torch.empty(1, hidden_size))
-            self.shared_expert_gate = Linear(weight, None)
+            self.shared_expert_gate = Linear(weight, None, is_plain=True)
         self._top_k = top_k
         self._group = get_tp_group()
 

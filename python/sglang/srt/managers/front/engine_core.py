@@ -144,11 +144,14 @@ def _check_checkpoints(args: ServerArgs) -> dict[str, Any]:
     """
     assert args.model_path is not None
     folder = resolve_model_path(args.model_path)
-    ModelConfig.from_path(folder, context_length=args.context_length)
+    ModelConfig.from_path(
+        folder, context_length=args.context_length, quantization=args.quantization
+    )
     if args.speculative_draft_model_path is not None:
         path = args.speculative_draft_model_path
         ModelConfig.from_path(
-            resolve_model_path(path, flag=flag_name("speculative_draft_model_path"))
+            resolve_model_path(path, flag=flag_name("speculative_draft_model_path")),
+            quantization=args.speculative_draft_model_quantization,
         )
     return read_sampling_defaults(folder) if args.sampling_defaults == "model" else {}
 

@@ -60,6 +60,7 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
     model_config = ModelConfig.from_path(
         resolve_model_path(server_args.model_path),
         context_length=server_args.context_length,
+        quantization=server_args.quantization,
     )
     tokenizer = None
     if not server_args.skip_tokenizer_init:

@@ -5,6 +5,8 @@ Owns the packed format; knows nothing of layers or sharding.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +15,7 @@ from torch.nn import functional
 
 from kv_canary.op import native_available
 from sglang.srt.layers.ops.activation.op import GATED
+from sglang.srt.layers.ops.linear.quantized import QuantizedWeight, dequantize
 from sglang.srt.utils.dispatch import Op
 
 _TRITON = "sglang.srt.layers.ops.linear.triton:"
@@ -42,6 +45,13 @@ class PackedWeight:
     k: int
     panel: int
     data: Tensor
+
+
+AnyWeight = Tensor | PackedWeight | QuantizedWeight
+"""A weight [N, K] of a product."""
+
+TILE = 1 << 20
+"""Weights that a product on the CPU dequantises at a time."""
 
 
 def pack_weight(weight: Tensor) -> PackedWeight:
@@ -97,7 +107,7 @@ def unpack_weight(weight: PackedWeight) -> Tensor:
 
 def linear_ref(
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: AnyWeight,
     bias: Tensor | None = None,
     *,
     out: Tensor | None = None,
@@ -110,9 +120,12 @@ def linear_ref(
     weight makes no such promise: a few rows of half precision go to dedicated kernels
     where those measured faster, everything else goes to torch.
 
+    A `QuantizedWeight` stands for its float32 values. Many rows of a GPU may be rounded
+    to 8 bits as well, if it says so (`quantizes_inputs`).
+
     Args:
         x: [..., K]; float32, bfloat16 or float16.
-        weight: [N, K] of the dtype of `x`, or packed.
+        weight: [N, K] of the dtype of `x`, packed, or quantised.
         bias: [N] of the dtype of `x`, or None.
         out: [..., N] of the dtype of `x`, contiguous. Allocated if None.
 
@@ -126,6 +139,8 @@ def linear_ref(
             result = result + bias.float()
         result = result.to(x.dtype)
         return result if out is None else out.copy_(result)
+    if isinstance(weight, QuantizedWeight):
+        return _linear_by_tiles(x, weight, bias, out)
     if out is None:
         return functional.linear(x, weight, bias)
     rows, target = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
@@ -136,6 +151,30 @@ def linear_ref(
     return out
 
 
+def _linear_by_tiles(
+    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor | None
+) -> Tensor:
+    n, k = weight.shape
+    if out is None:
+        out = x.new_empty(*x.shape[:-1], n)
+    wide, target = x.reshape(-1, k).float(), out.view(-1, n)
+    for first, last in row_tiles(weight):
+        result = wide @ dequantize(weight.rows(first, last)).t()
+        if bias is not None:
+            result += bias[first:last].float()
+        target[:, first:last] = result
+    return out
+
+
+def row_tiles(weight: QuantizedWeight) -> Iterator[tuple[int, int]]:
+    """Yield intervals of rows of about `TILE` weights, which begin at groups."""
+    n, k = weight.shape
+    group = math.lcm(weight.group_rows, PANEL)
+    step = max(TILE // k // group, 1) * group
+    for first in range(0, n, step):
+        yield first, min(first + step, n)
+
+
 linear = Op(
     reference=linear_ref,
     native="sglang.srt.layers.ops.linear.native:linear",
@@ -144,7 +183,7 @@ linear = Op(
 
 
 def linear_into(
-    x: Tensor, weight: Tensor | PackedWeight, bias: Tensor | None, residual: Tensor
+    x: Tensor, weight: AnyWeight, bias: Tensor | None, residual: Tensor
 ) -> Tensor | None:
     """residual += x @ weight.T + bias, if the library can add while it multiplies.
 
@@ -152,13 +191,13 @@ def linear_into(
     then rounded once instead of twice.
 
     Args:
-        x: [T, K]. weight: [N, K] of the dtype of `x`, or packed. bias: [N] or None.
+        x: [T, K]. weight: [N, K] as in `linear`. bias: [N] or None.
         residual: [T, N] of the dtype of `x`, contiguous; overwritten or left alone.
 
     Returns:
         None if the product was added, else the product [T, N], which the caller adds.
     """
-    if isinstance(weight, PackedWeight):
+    if not isinstance(weight, Tensor):
         return linear(x, weight, bias)
     if bias is None and x.is_cuda and x.shape[0] >= ADD_ROWS:
         residual.addmm_(x, weight.t())
@@ -166,9 +205,7 @@ def linear_into(
     return linear(x, weight, bias)
 
 
-def linear_add_ref(
-    x: Tensor, weight: Tensor | PackedWeight, residual: Tensor
-) -> Tensor:
+def linear_add_ref(x: Tensor, weight: AnyWeight, residual: Tensor) -> Tensor:
     """residual += x @ weight.T, in place.
 
     One launch on CUDA if `linear` would use the weight-streaming kernels, which round
@@ -176,7 +213,7 @@ def linear_add_ref(
 
     Args:
         x: [T, K]; float32, bfloat16 or float16.
-        weight: [N, K] of the dtype of `x`, or packed.
+        weight: [N, K] as in `linear`.
         residual: [T, N] of the dtype of `x`, contiguous.
 
     Returns:
@@ -191,7 +228,7 @@ linear_add = Op(reference=linear_add_ref, triton=_TRITON + "linear_add")
 
 def linear_gated_ref(
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: AnyWeight,
     activation: str,
     *,
     out: Tensor | None = None,
@@ -203,7 +240,7 @@ def linear_gated_ref(
 
     Args:
         x: [T, K]; float32, bfloat16 or float16.
-        weight: [2 * I, K] of the dtype of `x`, or packed.
+        weight: [2 * I, K] as in `linear`.
         activation: a key of `GATED`.
         out: [T, I] of the dtype of `x`, contiguous. Allocated if None.
 

@@ -1,7 +1,7 @@
 """Matrix product of few rows with a weight that is read once: choice, checks, launch.
 
 `choose` says where this beats cuBLAS; `linear` and `linear_gated` ask it. Knows
-bfloat16 and float16 weights [N, K]; knows nothing of layers or sharding.
+bfloat16, float16 and quantised weights [N, K]; knows nothing of layers or sharding.
 """
 
 from __future__ import annotations
@@ -15,22 +15,27 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from sglang.srt.layers.ops.activation.triton import IS_GELU
 from sglang.srt.layers.ops.linear.op import (
+    AnyWeight,
     PackedWeight,
     linear_add_ref,
     linear_gated_ref,
     linear_ref,
 )
+from sglang.srt.layers.ops.linear.quantized import QuantizedWeight
 from sglang.srt.layers.ops.linear.triton_gated import gated_gemm_kernel
 from sglang.srt.layers.ops.linear.triton_kernels import (
     Product,
     gemm_kernel,
     gemv_kernel,
 )
+from sglang.srt.layers.ops.linear.triton_many import multiply_many, stored_weight
 from sglang.srt.layers.ops.linear.triton_table import (
     MAX_GATED_ROWS,
     MAX_ROWS,
+    MIN_STEP,
     GemmConfig,
     lookup,
+    lookup_quantized,
 )
 from sglang.srt.utils.triton_launch import (
     Scratch,
@@ -43,7 +48,9 @@ from sglang.srt.utils.triton_launch import (
 _SCRATCH = Scratch(partial_bytes=32 << 20, counters=16384)
 
 
-def choose(x: Tensor, weight: Tensor, *, gated: bool = False) -> GemmConfig | None:
+def choose(
+    x: Tensor, weight: Tensor | QuantizedWeight, *, gated: bool = False
+) -> GemmConfig | None:
     """Choose the kernel for x [..., K] and weight [N, K], or None if cuBLAS is better.
 
     Also None for anything the kernels do not take: other dtypes, a weight that is not
@@ -51,6 +58,13 @@ def choose(x: Tensor, weight: Tensor, *, gated: bool = False) -> GemmConfig | No
     """
     n, k = weight.shape
     rows = x.numel() // k if k else 0
+    if isinstance(weight, QuantizedWeight):
+        if not 0 < rows <= MAX_ROWS or x.dtype == torch.float32:
+            return None
+        group = 0 if weight.is_scaled_by_row else weight.group_columns
+        if group % MIN_STEP:
+            return None
+        return lookup_quantized(rows=rows, n=n, k=k, group=group)
     most = MAX_GATED_ROWS if gated and is_hopper_or_later(x.device) else MAX_ROWS
     if not 0 < rows <= most or x.dtype != weight.dtype:
         return None
@@ -63,7 +77,7 @@ def choose(x: Tensor, weight: Tensor, *, gated: bool = False) -> GemmConfig | No
 
 def linear(
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: AnyWeight,
     bias: Tensor | None = None,
     *,
     out: Tensor | None = None,
@@ -73,10 +87,12 @@ def linear(
         config = choose(x, weight)
         if config is not None:
             return gemm(x, weight, bias, config=config, out=out)
+        if isinstance(weight, QuantizedWeight):
+            return multiply_many(x, weight, bias, out=out)
     return linear_ref(x, weight, bias, out=out)
 
 
-def linear_add(x: Tensor, weight: Tensor | PackedWeight, residual: Tensor) -> Tensor:
+def linear_add(x: Tensor, weight: AnyWeight, residual: Tensor) -> Tensor:
     """`ops.linear.linear_add`: one launch where `gemm` is faster."""
     if not isinstance(weight, PackedWeight):
         config = choose(x, weight)
@@ -87,7 +103,7 @@ def linear_add(x: Tensor, weight: Tensor | PackedWeight, residual: Tensor) -> Te
 
 def linear_gated(
     x: Tensor,
-    weight: Tensor | PackedWeight,
+    weight: AnyWeight,
     activation: str,
     *,
     out: Tensor | None = None,
@@ -102,7 +118,7 @@ def linear_gated(
 
 def gemm(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     bias: Tensor | None = None,
     *,
     config: GemmConfig,
@@ -113,7 +129,7 @@ def gemm(
 
     Args:
         x: [..., K] bfloat16 or float16, at most `MAX_ROWS` rows.
-        weight: [N, K] of the same dtype, row-major, K a multiple of 8.
+        weight: [N, K] of the same dtype, row-major, K a multiple of 8; or quantised.
         bias: [N], or None.
         config: from `choose`.
         residual: [..., N] or None; may be `out`. The product is rounded to the dtype
@@ -134,7 +150,7 @@ def gemm(
 
 def gemm_gated(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     activation: str,
     *,
     config: GemmConfig,
@@ -144,7 +160,8 @@ def gemm_gated(
 
     Args:
         x: [..., K] bfloat16 or float16, at most `config.max_rows` rows.
-        weight: [2 * I, K] of the same dtype, row-major, K a multiple of 8.
+        weight: [2 * I, K] of the same dtype, row-major, K a multiple of 8; or
+            quantised.
         activation: a key of `ops.activation.GATED`.
         config: from `choose(..., gated=True)`.
         out: [..., I] contiguous. Allocated if None.
@@ -156,6 +173,7 @@ def gemm_gated(
     if n % 2:
         raise ValueError(f"gemm_gated: weight has {n} rows, expected 2 * I")
     if config.is_tall:
+        assert isinstance(weight, Tensor)
         return _launch_tall(x, weight, out, activation=activation, config=config)
     return _launch(
         x, weight, None, None, out, outputs=n // 2, activation=activation, config=config
@@ -164,7 +182,7 @@ def gemm_gated(
 
 def _launch(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | QuantizedWeight,
     bias: Tensor | None,
     residual: Tensor | None,
     out: Tensor | None,
@@ -183,6 +201,7 @@ def _launch(
     out_rows = out.view(rows, outputs)
     residual_rows = None if residual is None else residual.view(rows, outputs)
     pdl = config.dependent and supports_dependent_launch(x.device)
+    stored = stored_weight(weight)
     product = Product(
         k=k,
         block_m=1 if config.split_k == 0 else max(16, triton.next_power_of_2(rows)),
@@ -192,6 +211,7 @@ def _launch(
         gelu=activation is not None and IS_GELU[activation],
         has_bias=bias is not None,
         has_residual=residual is not None,
+        **stored.constants,
     )
     common: dict[str, Any] = {
         "PRODUCT": product,
@@ -200,12 +220,19 @@ def _launch(
         **({"launch_pdl": True} if pdl else {}),
     }
     # Absent tensors are replaced by any pointer of their dtype; it is never read.
-    bias_arg = weight if bias is None else bias
-    residual_arg = weight if residual_rows is None else residual_rows
+    bias_arg = flat if bias is None else bias
+    residual_arg = flat if residual_rows is None else residual_rows
     tiles = triton.cdiv(outputs * (2 if product.gated else 1), config.block_n)
     if config.split_k == 0:
         gemv_kernel[(tiles,)](
-            flat, weight, bias_arg, residual_arg, out_rows, outputs, **common
+            flat,
+            stored.codes,
+            stored.scales,
+            bias_arg,
+            residual_arg,
+            out_rows,
+            outputs,
+            **common,
         )
         return out
     split = min(config.split_k, triton.cdiv(k, config.block_k))
@@ -218,7 +245,8 @@ def _launch(
     )
     gemm_kernel[(tiles, split)](
         flat,
-        weight,
+        stored.codes,
+        stored.scales,
         bias_arg,
         residual_arg,
         out_rows,
@@ -237,12 +265,13 @@ def _launch(
     return out
 
 
-def _rows(x: Tensor, weight: Tensor, config: GemmConfig) -> Tensor:
+def _rows(x: Tensor, weight: Tensor | QuantizedWeight, config: GemmConfig) -> Tensor:
     """Return x as a matrix [rows, K] with contiguous rows."""
     k = weight.shape[1]
-    if x.shape[-1] != k or x.dtype != weight.dtype:
+    dtype = x.dtype if isinstance(weight, QuantizedWeight) else weight.dtype
+    if x.shape[-1] != k or x.dtype != dtype:
         raise ValueError(
-            f"gemm: x is {x.dtype} {tuple(x.shape)}, weight {weight.dtype} "
+            f"gemm: x is {x.dtype} {tuple(x.shape)}, weight {dtype} "
             f"{tuple(weight.shape)}; dtypes and the last dimensions must be equal"
         )
     rows = x.numel() // k

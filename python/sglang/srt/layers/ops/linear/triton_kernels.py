@@ -1,8 +1,9 @@
 """Triton kernels of the weight-streaming matrix product for few rows.
 
-Both read every weight once, in long row segments, and sum in float32. Weights do not
-depend on the preceding kernel, so their first bytes are prefetched before
-`wait_for_inputs`. `gemm.py` chooses and launches.
+Weights are plain or quantised; codes become values in registers. Both kernels read
+every weight once, in long row segments, and sum in float32. Weights do not depend on
+the preceding kernel, so their first bytes are prefetched before `wait_for_inputs`.
+`triton.py` chooses and launches.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -17,6 +18,11 @@ import triton.language as tl
 from sglang.srt.layers.ops.activation.triton import activated
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
+# What codes mean; integers, because constants in a tuple cannot be texts.
+PLAIN = tl.constexpr(0)
+E4M3 = tl.constexpr(1)
+E4M3_BITS = tl.constexpr(2)
+FORMATS = {"plain": 0, "e4m3": 1, "e4m3_bits": 2}
 LINE = tl.constexpr(64)  # elements of 2 bytes in a cache line
 
 
@@ -30,6 +36,9 @@ class Product(NamedTuple):
             product.
         gelu: the activation is GELU in its tanh form, not SiLU.
         has_bias, has_residual: whether to add them.
+        format: what the weight's codes mean, from `FORMATS`.
+        group_rows, group_columns: rows and columns that share a scale.
+        groups: scales of a row.
     """
 
     k: int
@@ -40,6 +49,38 @@ class Product(NamedTuple):
     gelu: bool
     has_bias: bool
     has_residual: bool
+    format: int = 0
+    group_rows: int = 1
+    group_columns: int = 1
+    groups: int = 1
+
+
+@triton.jit
+def decode(codes, like, FORMAT: tl.constexpr):
+    """Return a tile of codes as values of the dtype of the tensor `like`, exactly."""
+    if FORMAT == E4M3:
+        return codes.to(like.dtype.element_ty)
+    elif FORMAT == E4M3_BITS:
+        # For devices without the type: the bits are those of a float16 / 256.
+        wide = codes.to(tl.uint16)
+        half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
+        value = half.to(tl.float16, bitcast=True) * 256.0
+        return value.to(like.dtype.element_ty)
+    else:
+        return codes
+
+
+@triton.jit
+def row_scales(scales, row, PRODUCT: tl.constexpr):
+    """Return the scale of each weight row (int64), if a row has one."""
+    return tl.load(scales + row // PRODUCT.group_rows)
+
+
+@triton.jit
+def group_scales(scales, row, first, PRODUCT: tl.constexpr):
+    """Return the scale of each weight row (int64) in the group of column `first`."""
+    start = scales + (row // PRODUCT.group_rows) * PRODUCT.groups
+    return tl.load(start + first // PRODUCT.group_columns)
 
 
 @triton.jit
@@ -73,6 +114,7 @@ def prefetch(address):
 def _finish(
     total,
     tile,
+    scales,
     bias,
     residual,
     out,
@@ -85,6 +127,9 @@ def _finish(
     """Run the epilogue and store a tile of sums, [block_n, block_m] float32."""
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
+    if PRODUCT.format != PLAIN and PRODUCT.groups == 1:
+        row = _weight_rows(tile, outputs, PRODUCT)
+        total *= row_scales(scales, row, PRODUCT)[:, None]
     m = tl.arange(0, BLOCK_M)[None, :]
     if PRODUCT.gated:
         pairs = total.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1)
@@ -111,6 +156,7 @@ def _finish(
 def gemv_kernel(
     x,
     weight,
+    scales,
     bias,
     residual,
     out,
@@ -136,10 +182,11 @@ def gemv_kernel(
         later = here + BLOCK_K
         ahead = tl.load(start + later[None, :], mask=(later < K)[None, :], other=0.0)
         value = tl.load(x + here, mask=here < K, other=0.0).to(tl.float32)
-        total += current.to(tl.float32) * value[None, :]
+        total += decode(current, x, PRODUCT.format).to(tl.float32) * value[None, :]
     _finish(
         tl.sum(total, axis=1)[:, None],
         tile,
+        scales,
         bias,
         residual,
         out,
@@ -155,6 +202,7 @@ def gemv_kernel(
 def gemm_kernel(
     x,
     weight,
+    scales,
     bias,
     residual,
     out,
@@ -188,7 +236,8 @@ def gemm_kernel(
     first = BLOCKS * split // SPLIT_K
     last = BLOCKS * (split + 1) // SPLIT_K
     let_next_start(PDL)
-    start = weight + _weight_rows(tile, outputs, PRODUCT)[:, None] * K
+    row = _weight_rows(tile, outputs, PRODUCT)
+    start = weight + row[:, None] * K
     if PDL:
         lines = tl.arange(0, BLOCK_K // LINE)[None, :] * LINE
         for ahead in tl.static_range(PREFETCH):
@@ -207,7 +256,12 @@ def gemm_kernel(
         else:
             w_tile = tl.load(start + here, mask=here < K, other=0.0)
             x_tile = tl.load(x_start + here, mask=(m < rows) & (here < K), other=0.0)
-        total = tl.dot(w_tile, tl.trans(x_tile), total)
+        w_tile = decode(w_tile, x, PRODUCT.format)
+        if PRODUCT.groups == 1:
+            total = tl.dot(w_tile, tl.trans(x_tile), total)
+        else:
+            scale = group_scales(scales, row, block * BLOCK_K, PRODUCT)
+            total += tl.dot(w_tile, tl.trans(x_tile)) * scale[:, None]
     if SPLIT_K > 1:
         n = tl.arange(0, BLOCK_N)[:, None]
         column = tl.arange(0, BLOCK_M)[None, :]
@@ -230,6 +284,7 @@ def gemm_kernel(
             _finish(
                 total,
                 tile,
+                scales,
                 bias,
                 residual,
                 out,
@@ -243,6 +298,7 @@ def gemm_kernel(
         _finish(
             total,
             tile,
+            scales,
             bias,
             residual,
             out,

@@ -6,6 +6,7 @@ queried.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -15,6 +16,8 @@ MAX_ROWS = 64
 """With more rows than this cuBLAS is used."""
 MAX_GATED_ROWS = 128
 """The same limit for a product followed by SiLU."""
+MIN_STEP = 16
+"""Columns that the matrix units take at least."""
 
 _SHARED_BYTES = 225 * 1024
 _MIN_WIDTH = 1024
@@ -83,6 +86,34 @@ def lookup(*, rows: int, n: int, k: int, gated: bool) -> GemmConfig | None:
         # cuBLAS reads x once per 128 or 256 outputs, which matters if x is large.
         return None
     return _split(tiles, k=k, block_m=block_m)
+
+
+@functools.cache
+def lookup_quantized(*, rows: int, n: int, k: int, group: int) -> GemmConfig:
+    """Return the configuration for `rows` rows, at most `MAX_ROWS`, and a quantised
+    weight [n, k].
+
+    Not swept yet: the rules of plain weights, whose tiles have twice the bytes.
+
+    Args:
+        group: columns that share a scale, or 0 if all of a row do. A step of the sum
+            stays inside of a group.
+    """
+    block_k = min(128, group & -group) if group else 128
+    if rows == 1 and not group:
+        return dataclasses.replace(_one_row(n=n, k=k), block_k=min(1024, _power(k)))
+    block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    tiles = -(-n // 64)
+    if tiles >= 2 * MULTIPROCESSORS:
+        found = _many_tiles(tiles, block_m)
+    else:
+        found = _split(tiles, k=k, block_m=block_m)
+    return dataclasses.replace(found, block_k=block_k)
+
+
+def _power(size: int) -> int:
+    """Return the power of two that holds `size`."""
+    return 1 << (size - 1).bit_length()
 
 
 def _one_row(*, n: int, k: int) -> GemmConfig:

@@ -19,6 +19,7 @@ from sglang.srt.layers.ops.linear.op import (
     pack_panels,
     unpack_weight,
 )
+from sglang.srt.layers.ops.linear.quantized import QuantizedWeight, dequantize
 from sglang.srt.utils.dispatch import Op
 
 HALF = PANEL // 2
@@ -38,10 +39,10 @@ class ExpertWeights:
     """The weights of E experts with H inputs and I inner channels.
 
     Fields:
-        gate_up: [E, 2 * I, H], the rows of the gate first. Packed:
+        gate_up: [E, 2 * I, H], the rows of the gate first; may be quantised. Packed:
             [E, ceil(I / 16), H, 32], where a panel has 16 rows of the gate and the same
             16 rows of up, in the format of `PackedWeight`.
-        down: [E, H, I]; packed [E, ceil(H / 32), I, 32].
+        down: [E, H, I]; may be quantised. Packed [E, ceil(H / 32), I, 32].
         gate_up_bias, down_bias: [E, 2 * I] and [E, H], or None. Packed: in panel order,
             float32.
         inner: I.
@@ -49,13 +50,18 @@ class ExpertWeights:
         is_packed: in the format of the native CPU kernels.
     """
 
-    gate_up: Tensor
-    down: Tensor
+    gate_up: Tensor | QuantizedWeight
+    down: Tensor | QuantizedWeight
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     inner: int
     clamp: SwiGLUClamp | None = None
     is_packed: bool = False
+
+    @property
+    def count(self) -> int:
+        """E."""
+        return self.down.shape[0]
 
 
 def pack_experts(weights: ExpertWeights) -> ExpertWeights:
@@ -65,17 +71,20 @@ def pack_experts(weights: ExpertWeights) -> ExpertWeights:
     Weights are stored in bfloat16 if every one is exactly a bfloat16, otherwise in
     float32.
     """
-    if not (weights.gate_up.is_cpu and native_available()):
+    whole, down = weights.gate_up, weights.down
+    if isinstance(whole, QuantizedWeight) or isinstance(down, QuantizedWeight):
         return weights
-    packed = _pack_all(weights, torch.bfloat16) or _pack_all(weights, torch.float32)
+    if not (whole.is_cpu and native_available()):
+        return weights
+    matrices = (whole, down)
+    packed = _pack_all(*matrices, torch.bfloat16) or _pack_all(*matrices, torch.float32)
     assert packed is not None
-    gate_up, down = packed
     bias, down_bias = weights.gate_up_bias, weights.down_bias
     if bias is not None:
         bias = _interleave(bias.float()[..., None], weights.inner)[..., 0].contiguous()
     return ExpertWeights(
-        gate_up=gate_up,
-        down=down,
+        gate_up=packed[0],
+        down=packed[1],
         gate_up_bias=bias,
         down_bias=None if down_bias is None else down_bias.float().contiguous(),
         inner=weights.inner,
@@ -85,26 +94,23 @@ def pack_experts(weights: ExpertWeights) -> ExpertWeights:
 
 
 def _pack_all(
-    weights: ExpertWeights, dtype: torch.dtype
+    gate_up: Tensor, down: Tensor, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor] | None:
     """Pack gate_up and down as panels of `dtype`, expert by expert to save memory.
     Return None unless every weight is exactly of that dtype."""
-    experts, hidden = weights.down.shape[:2]
-    inner = weights.inner
-    gate_up = weights.gate_up.new_empty(
-        experts, -(-inner // HALF), hidden, PANEL, dtype=dtype
-    )
-    down = weights.down.new_empty(
-        experts, -(-hidden // PANEL), inner, PANEL, dtype=dtype
+    experts, hidden, inner = down.shape
+    packed = (
+        down.new_empty(experts, -(-inner // HALF), hidden, PANEL, dtype=dtype),
+        down.new_empty(experts, -(-hidden // PANEL), inner, PANEL, dtype=dtype),
     )
     for expert in range(experts):
-        rows = _interleave(weights.gate_up[expert], inner)
-        for target, matrix in ((gate_up, rows), (down, weights.down[expert])):
+        matrices = (_interleave(gate_up[expert], inner), down[expert])
+        for target, matrix in zip(packed, matrices, strict=True):
             panels = pack_panels(matrix, dtype)
             if panels is None:
                 return None
             target[expert] = panels
-    return gate_up, down
+    return packed
 
 
 def _interleave(rows: Tensor, inner: int) -> Tensor:
@@ -126,7 +132,7 @@ def expert_matrices(
     weights: ExpertWeights, expert: int
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return one expert's gate_up [2 * I, H], down [H, I] and biases, float32."""
-    gate_up, down = weights.gate_up[expert], weights.down[expert]
+    gate_up, down = _one(weights.gate_up, expert), _one(weights.down, expert)
     bias = None if weights.gate_up_bias is None else weights.gate_up_bias[expert]
     down_bias = None if weights.down_bias is None else weights.down_bias[expert]
     if weights.is_packed:
@@ -141,6 +147,12 @@ def expert_matrices(
         None if bias is None else bias.float(),
         None if down_bias is None else down_bias.float(),
     )
+
+
+def _one(stack: Tensor | QuantizedWeight, expert: int) -> Tensor:
+    if isinstance(stack, QuantizedWeight):
+        return dequantize(stack.expert(expert))
+    return stack[expert]
 
 
 def _unpack(panels: Tensor, n: int) -> Tensor:

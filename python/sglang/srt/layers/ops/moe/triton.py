@@ -7,11 +7,13 @@ its experts is a block.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import triton
 from torch import Tensor
 
+from sglang.srt.layers.ops.linear.triton_many import stored_weight
+from sglang.srt.layers.ops.linear.triton_table import MIN_STEP
 from sglang.srt.layers.ops.moe.op import ExpertWeights, SwiGLUClamp
 from sglang.srt.layers.ops.moe.triton_kernels import (
     GroupedProduct,
@@ -21,6 +23,9 @@ from sglang.srt.layers.ops.moe.triton_kernels import (
 from sglang.srt.layers.ops.moe.triton_sort import sort_by_expert
 from sglang.srt.layers.ops.moe.triton_table import BLOCK_K, block_rows, lookup
 from sglang.srt.utils.triton_launch import Scratch, launch_options
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.ops.linear.quantized import QuantizedWeight
 
 SUM_BLOCK = 1024
 _SCRATCH = Scratch(partial_bytes=0, counters=1 << 14)
@@ -108,6 +113,7 @@ def _product(
     weight = experts.gate_up if gated else experts.down
     bias = experts.gate_up_bias if gated else experts.down_bias
     assignments, outputs = out.shape
+    stored = stored_weight(weight)
     config = lookup(
         assignments=assignments,
         experts=weight.shape[0],
@@ -120,7 +126,7 @@ def _product(
         outputs=outputs,
         block_m=config.block_m,
         block_n=config.block_n,
-        block_k=BLOCK_K,
+        block_k=_step(weight),
         experts=weight.shape[0],
         top_k=top_k,
         gated=gated,
@@ -128,6 +134,7 @@ def _product(
         has_bias=bias is not None,
         direct=listed.direct,
         addends=0 if sums is None else assignments,
+        **stored.constants,
     )
     clamp = experts.clamp or _NO_CLAMP
     tiles = triton.cdiv(outputs, config.block_n)
@@ -136,8 +143,9 @@ def _product(
         _, counters = _SCRATCH.get(x.device, partial_bytes=0, counters=tiles)
     grouped_kernel[(tiles, listed.block_experts.numel())](
         x,
-        weight,
-        weight if bias is None else bias,
+        stored.codes,
+        stored.scales,
+        x if bias is None else bias,
         listed.rows,
         listed.block_experts,
         listed.weights,
@@ -169,13 +177,27 @@ def _check(x: Tensor, weights: Tensor, ids: Tensor, experts: ExpertWeights) -> N
         ("x", x),
         ("ids", ids),
         ("weights", weights),
-        ("gate_up", experts.gate_up),
-        ("down", experts.down),
+        ("gate_up", stored_weight(experts.gate_up).codes),
+        ("down", stored_weight(experts.down).codes),
     ):
         if not tensor.is_contiguous():
             raise ValueError(f"moe_experts: {name} must be contiguous")
-    if experts.gate_up.dtype != x.dtype or experts.down.dtype != x.dtype:
+    for weight in (experts.gate_up, experts.down):
+        if isinstance(weight, Tensor) and weight.dtype != x.dtype:
+            raise ValueError(
+                f"moe_experts: x is {x.dtype}, the weights are {weight.dtype}; they "
+                "must be alike"
+            )
+
+
+def _step(weight: Tensor | QuantizedWeight) -> int:
+    """Return the columns of a step of the sums, which stays inside of a group."""
+    if isinstance(weight, Tensor) or weight.is_scaled_by_row:
+        return BLOCK_K
+    step = min(BLOCK_K, weight.group_columns & -weight.group_columns)
+    if step < MIN_STEP:
         raise ValueError(
-            f"moe_experts: x is {x.dtype}, the weights are {experts.gate_up.dtype} and "
-            f"{experts.down.dtype}; they must be alike"
+            f"moe_experts: groups of {weight.group_columns} columns share a scale; "
+            f"supported: multiples of {MIN_STEP}"
         )
+    return step

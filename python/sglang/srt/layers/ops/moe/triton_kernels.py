@@ -14,6 +14,7 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.ops.linear.triton_kernels import PLAIN, decode
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
 
@@ -32,6 +33,7 @@ class GroupedProduct(NamedTuple):
         direct: block i is assignment i, without a list of rows; there is one token.
         addends: products of the one token, which the last program of a tile to arrive
             adds; 0 if none does.
+        format, group_rows, group_columns, groups: of the weight, as in `Product`.
     """
 
     k: int
@@ -46,6 +48,10 @@ class GroupedProduct(NamedTuple):
     has_bias: bool
     direct: bool
     addends: int
+    format: int = 0
+    group_rows: int = 1
+    group_columns: int = 1
+    groups: int = 1
 
 
 @triton.jit
@@ -69,6 +75,24 @@ def _columns(start, here, mask, K: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def expert_scales(scales, row, first, PRODUCT: tl.constexpr):
+    """Return the scales of an expert's rows [block_n, 1] in the group of column
+    `first`."""
+    start = scales + (row // PRODUCT.group_rows) * PRODUCT.groups
+    return tl.load(start + first // PRODUCT.group_columns)
+
+
+@triton.jit
+def _add_product(total, w_tile, x_tile, scales, row, first, x, PRODUCT: tl.constexpr):
+    """Add a step of the sum over K, scaled if its columns have a scale of their own."""
+    w_tile = decode(w_tile, x, PRODUCT.format)
+    if PRODUCT.groups == 1:
+        return tl.dot(w_tile, x_tile, total, input_precision="ieee")
+    part = tl.dot(w_tile, x_tile, input_precision="ieee")
+    return total + part * expert_scales(scales, row, first, PRODUCT)
+
+
+@triton.jit
 def activate(gate, up, alpha, limit, CLAMPED: tl.constexpr):
     if CLAMPED:
         gate = tl.where(gate > limit, limit, gate)
@@ -88,6 +112,7 @@ def _bias(bias, owner, n, size, inside):
 def grouped_kernel(
     x,
     weight,
+    weight_scales,
     bias,
     rows,
     block_experts,
@@ -105,7 +130,8 @@ def grouped_kernel(
     """Compute a tile of outputs for one block of rows.
 
     out [assignments, outputs]; x [assignments / top_k, k]; weight [E, outputs, k], or
-    [E, 2 * outputs, k] if gated; scales [assignments] float32, read unless gated.
+    [E, 2 * outputs, k] if gated, plain or codes with `weight_scales`; scales
+    [assignments] float32, read unless gated.
     With PRODUCT.addends: sums [outputs]; counters [tiles], zero before and after.
     """
     K: tl.constexpr = PRODUCT.k
@@ -125,7 +151,11 @@ def grouped_kernel(
     is_row = (row < assignments)[:, None]
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     # Rows past the end repeat the last one and are not stored.
-    w_start = weight + (owner * ROWS + tl.minimum(n, N - 1)) * K
+    gate_row = tl.minimum(n, N - 1)
+    w_start = weight + (owner * ROWS + gate_row) * K
+    weight_scales += (
+        owner * ((ROWS + PRODUCT.group_rows - 1) // PRODUCT.group_rows) * PRODUCT.groups
+    )
     x_start = x + (row // PRODUCT.top_k).to(tl.int64)[:, None] * K
     k = tl.arange(0, BLOCK_K)[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
@@ -134,10 +164,18 @@ def grouped_kernel(
         here = first + k
         x_tile = tl.trans(_columns(x_start, here, is_row, K, BLOCK_K))
         w_tile = _columns(w_start, here, True, K, BLOCK_K)
-        total = tl.dot(w_tile, x_tile, total, input_precision="ieee")
+        total = _add_product(
+            total, w_tile, x_tile, weight_scales, gate_row, first, x, PRODUCT
+        )
         if PRODUCT.gated:
             w_tile = _columns(w_start + N * K, here, True, K, BLOCK_K)
-            up_total = tl.dot(w_tile, x_tile, up_total, input_precision="ieee")
+            up_total = _add_product(
+                up_total, w_tile, x_tile, weight_scales, gate_row + N, first, x, PRODUCT
+            )
+    if PRODUCT.format != PLAIN and PRODUCT.groups == 1:
+        total *= expert_scales(weight_scales, gate_row, 0, PRODUCT)
+        if PRODUCT.gated:
+            up_total *= expert_scales(weight_scales, gate_row + N, 0, PRODUCT)
     is_output = n < N
     if PRODUCT.has_bias:
         total += _bias(bias, owner, n, ROWS, is_output)

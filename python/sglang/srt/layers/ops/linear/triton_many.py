@@ -1,0 +1,211 @@
+"""Product of many rows with a quantised weight: choice and launches.
+
+Rows are rounded to 8 bits and multiplied as such where the device can and the weight
+allows it; otherwise the weight becomes plain for one call. The latter costs a pass over
+the weight, which many rows share.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from sglang.srt.layers.ops.linear.quantized import E4M3_MAX, QuantizedWeight
+from sglang.srt.layers.ops.linear.triton_kernels import FORMATS
+from sglang.srt.layers.ops.linear.triton_quantized import (
+    block_product_kernel,
+    dequantize_kernel,
+    round_rows_kernel,
+)
+from sglang.srt.utils.triton_launch import compute_capability, launch_options
+
+logger = logging.getLogger(__name__)
+
+_HAS_E4M3 = (8, 9)
+_HOPPER = (9, 0)
+_BLOCK = 128
+_TILE_M, _TILE_N = 128, 128
+_warned = False
+
+
+class StoredWeight(NamedTuple):
+    """A weight as kernels take it.
+
+    Fields:
+        codes, scales: tensors of a quantised weight; of a plain one, twice the weight.
+        constants: the fields of `Product` and `GroupedProduct` about it.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    constants: dict[str, Any]
+
+
+def stored_weight(weight: Tensor | QuantizedWeight) -> StoredWeight:
+    """Return what kernels read of a weight."""
+    if isinstance(weight, Tensor):
+        return StoredWeight(weight, weight, {})
+    codes, format = weight.codes, str(weight.format)
+    if format == "e4m3" and not has_e4m3(codes.device):
+        codes, format = codes.view(torch.uint8), "e4m3_bits"
+    constants = {
+        "format": FORMATS[format],
+        "group_rows": weight.group_rows,
+        "group_columns": weight.group_columns,
+        "groups": weight.scales.shape[-1],
+    }
+    return StoredWeight(codes, weight.scales, constants)
+
+
+def has_e4m3(device: torch.device) -> bool:
+    """Whether `device` has instructions for numbers of 8 bits."""
+    return device.type == "cuda" and compute_capability(device.index or 0) >= _HAS_E4M3
+
+
+def multiply_many(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+) -> Tensor:
+    """`ops.linear.linear` of any number of rows with a quantised weight."""
+    n, k = weight.shape
+    if out is None:
+        out = x.new_empty(*x.shape[:-1], n)
+    rows, target = x.reshape(-1, k), out.view(-1, n)
+    if not rows.shape[0]:
+        return out
+    if _rounds(rows, weight):
+        if weight.is_scaled_by_row:
+            _multiply_rounded(rows, weight, bias, target)
+        else:
+            multiply_blocks(rows, weight, bias, target)
+        return out
+    plain = dequantize_to(weight, x.dtype)
+    if bias is None:
+        torch.mm(rows, plain.t(), out=target)
+    else:
+        torch.addmm(bias, rows, plain.t(), out=target)
+    return out
+
+
+def _rounds(rows: Tensor, weight: QuantizedWeight) -> bool:
+    """Whether to round rows [T, K] to 8 bits."""
+    n, k = weight.shape
+    if not weight.quantizes_inputs or rows.dtype != torch.bfloat16:
+        return False
+    by_row = weight.is_scaled_by_row and weight.group_rows == 1
+    by_block = weight.group_columns == weight.group_rows == _BLOCK
+    capability = compute_capability(rows.device.index or 0)
+    if n % 16 == 0 and k % 16 == 0 and capability >= _HOPPER and (by_row or by_block):
+        return True
+    _warn(f"[{n}, {k}] on compute capability {'.'.join(map(str, capability))}")
+    return False
+
+
+def _warn(weight: str) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        logger.warning(
+            "--fp8-gemm-runner-backend auto: products of many rows with weights like "
+            "%s do not run in 8 bits; the weight is dequantised for each of them",
+            weight,
+        )
+
+
+def _multiply_rounded(
+    rows: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor
+) -> None:
+    codes, scales = round_rows(rows, rows.shape[1])
+    torch._scaled_mm(
+        codes,
+        weight.codes.t(),
+        scale_a=scales,
+        scale_b=weight.scales.view(1, -1),
+        bias=bias,
+        out_dtype=out.dtype,
+        use_fast_accum=True,
+        out=out,
+    )
+
+
+def multiply_blocks(
+    rows: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor
+) -> None:
+    """out [T, N] = rows [T, K], rounded to 8 bits by token and block of 128 columns,
+    times a weight in blocks of 128 x 128. The sums of a block are scaled in float32."""
+    count, k = rows.shape
+    n = weight.shape[0]
+    codes, scales = round_rows(rows, _BLOCK)
+    tiles = triton.cdiv(count, _TILE_M), triton.cdiv(n, _TILE_N)
+    block_product_kernel[(tiles[0] * tiles[1],)](
+        codes,
+        scales,
+        weight.codes,
+        weight.scales,
+        codes if bias is None else bias,
+        out,
+        count,
+        n,
+        out.stride(0),
+        K=k,
+        BLOCK=_BLOCK,
+        TILE_M=_TILE_M,
+        TILE_N=_TILE_N,
+        HAS_BIAS=bias is not None,
+        num_warps=8,
+        num_stages=3,
+        **launch_options(rows.device),
+    )
+
+
+def round_rows(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
+    """Return (codes, scales) of rows [T, K]: each group of columns of a row is divided
+    by its largest magnitude / 448 and rounded to e4m3.
+
+    Returns:
+        codes [T, K] float8_e4m3fn; scales [T, ceil(K / group)] float32.
+    """
+    count, k = rows.shape
+    groups = triton.cdiv(k, group)
+    codes = torch.empty(count, k, dtype=torch.float8_e4m3fn, device=rows.device)
+    scales = torch.empty(count, groups, dtype=torch.float32, device=rows.device)
+    round_rows_kernel[(count, groups)](
+        rows,
+        codes,
+        scales,
+        rows.stride(0),
+        K=k,
+        GROUP=min(group, k),
+        BLOCK=min(1024, triton.next_power_of_2(min(group, k))),
+        MOST=E4M3_MAX,
+        **launch_options(rows.device),
+    )
+    return codes, scales
+
+
+def dequantize_to(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the weight [N, K] in `dtype`, rounded once."""
+    n, k = weight.shape
+    plain = torch.empty(n, k, dtype=dtype, device=weight.codes.device)
+    stored = stored_weight(weight)
+    block = min(1024, triton.next_power_of_2(k))
+    dequantize_kernel[(n, triton.cdiv(k, block))](
+        stored.codes,
+        stored.scales,
+        plain,
+        K=k,
+        BLOCK=block,
+        FORMAT=stored.constants["format"],
+        GROUP_ROWS=weight.group_rows,
+        GROUP_COLUMNS=weight.group_columns,
+        GROUPS=weight.scales.shape[-1],
+        **launch_options(plain.device),
+    )
+    return plain

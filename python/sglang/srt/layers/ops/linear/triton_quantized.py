@@ -1,0 +1,131 @@
+"""Triton kernels around products of many rows with quantised weights."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from sglang.srt.layers.ops.linear.triton_kernels import decode
+from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
+
+
+@triton.jit
+def round_rows_kernel(
+    rows,
+    codes,
+    scales,
+    row_stride,
+    K: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """Round one group of columns of one row [K] to e4m3. A group of zeros has scale 1.
+
+    The columns are read twice, the second time from the cache.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1)
+    start = group * GROUP
+    stop = tl.minimum(start + GROUP, K)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    source = rows + row * row_stride
+    largest = 0.0
+    for first in range(0, GROUP, BLOCK):
+        k = start + first + tl.arange(0, BLOCK)
+        value = tl.load(source + k, mask=k < stop, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.max(tl.abs(value), axis=0))
+    scale = tl.where(largest > 0.0, tl.maximum(largest / MOST, 1e-30), 1.0)
+    tl.store(scales + row * tl.num_programs(1) + group, scale)
+    for first in range(0, GROUP, BLOCK):
+        k = start + first + tl.arange(0, BLOCK)
+        value = tl.load(source + k, mask=k < stop, other=0.0).to(tl.float32) / scale
+        value = tl.minimum(tl.maximum(value, -MOST), MOST)
+        tl.store(codes + row * K + k, value.to(codes.dtype.element_ty), mask=k < stop)
+
+
+@triton.jit
+def dequantize_kernel(
+    codes,
+    scales,
+    plain,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    FORMAT: tl.constexpr,
+    GROUP_ROWS: tl.constexpr,
+    GROUP_COLUMNS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """plain [N, K] = decode(codes) * scales, for one block of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = k < K
+    let_next_start(PDL)
+    code = tl.load(codes + row * K + k, mask=inside, other=0.0)
+    start = scales + (row // GROUP_ROWS) * GROUPS
+    scale = tl.load(start + k // GROUP_COLUMNS, mask=inside, other=0.0)
+    value = decode(code, plain, FORMAT).to(tl.float32) * scale
+    wait_for_inputs(PDL)
+    tl.store(plain + row * K + k, value.to(plain.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def block_product_kernel(
+    x,
+    x_scales,
+    weight,
+    weight_scales,
+    bias,
+    out,
+    rows,
+    outputs,
+    out_stride,
+    K: tl.constexpr,
+    BLOCK: tl.constexpr,
+    TILE_M: tl.constexpr,
+    TILE_N: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """A tile of out [rows, outputs] from e4m3 x [rows, K], with scales [rows,
+    ceil(K / BLOCK)], and e4m3 weights [outputs, K], with a scale per BLOCK x BLOCK.
+
+    TILE_N is at most BLOCK, so a tile has one scale of the weight per step. Neighbours
+    in the order of programs share their weights.
+    """
+    GROUPS: tl.constexpr = (K + BLOCK - 1) // BLOCK
+    tiles_m = tl.cdiv(rows, TILE_M)
+    pid = tl.program_id(0)
+    m = (pid % tiles_m) * TILE_M + tl.arange(0, TILE_M)
+    n = (pid // tiles_m) * TILE_N + tl.arange(0, TILE_N)
+    row = tl.minimum(m, rows - 1).to(tl.int64)
+    column = tl.minimum(n, outputs - 1).to(tl.int64)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    k = tl.arange(0, BLOCK)
+    x_start = x + row[:, None] * K + k[None, :]
+    w_start = weight + column[None, :] * K + k[:, None]
+    w_scale = weight_scales + ((pid // tiles_m) * TILE_N // BLOCK).to(tl.int64) * GROUPS
+    total = tl.zeros([TILE_M, TILE_N], dtype=tl.float32)
+    for group in range(0, GROUPS):
+        first = group * BLOCK
+        if K % BLOCK == 0:
+            x_tile = tl.load(x_start + first)
+            w_tile = tl.load(w_start + first)
+        else:
+            x_tile = tl.load(x_start + first, mask=(first + k < K)[None, :], other=0.0)
+            w_tile = tl.load(w_start + first, mask=(first + k < K)[:, None], other=0.0)
+        scale = tl.load(x_scales + row * GROUPS + group) * tl.load(w_scale + group)
+        total += tl.dot(x_tile, w_tile) * scale[:, None]
+    if HAS_BIAS:
+        total += tl.load(bias + column)[None, :].to(tl.float32)
+    tl.store(
+        out + row[:, None] * out_stride + n[None, :],
+        total.to(out.dtype.element_ty),
+        mask=(m < rows)[:, None] & (n < outputs)[None, :],
+    )

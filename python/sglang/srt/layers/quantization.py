@@ -1,0 +1,135 @@
+"""Parameters of quantised weights: codes in the place of the weight, and their scales.
+
+A parameter `weight` that is quantised has a second one beside it, `weight_scale`, with
+a scale per row and group of columns. Both are made up of the same checkpoint tensors,
+so packing, joining and tensor parallelism treat them alike. Knows no formats of
+checkpoints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from sglang.srt.layers.ops.linear.quantized import FORMATS, QuantizedWeight
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.quantization_config import WeightScheme
+    from sglang.srt.layers.linear import LoadableParameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Quantized:
+    """What a parameter of codes stands for.
+
+    Fields:
+        scheme: how they are stored.
+        dtype, shape, attributes: those of the plain parameter.
+    """
+
+    scheme: WeightScheme
+    dtype: torch.dtype
+    shape: torch.Size
+    attributes: dict[str, Any]
+
+
+SCALE = "_scale"
+"""Suffix of the parameter with the scales."""
+
+_scheme: WeightScheme | None = None
+
+
+@contextmanager
+def quantized_modules(scheme: WeightScheme | None) -> Iterator[None]:
+    """Scope in which modules are built with quantised weights; None changes nothing.
+
+    Modules know only later whether the checkpoint quantises them, but plain weights of
+    a large model would not fit, not even empty ones.
+    """
+    global _scheme
+    before, _scheme = _scheme, scheme
+    try:
+        yield
+    finally:
+        _scheme = before
+
+
+def quantize_parameter(module: nn.Module, name: str) -> None:
+    """Replace a plain parameter [..., N, K] of a module by codes and scales, if the
+    module is built in `quantized_modules`.
+
+    Raises:
+        ValueError: the part of this rank cuts a group of columns.
+    """
+    scheme = _scheme
+    if scheme is None:
+        return
+    plain: LoadableParameter = getattr(module, name)
+    per_item, dtype = FORMATS[scheme.format].per_item, FORMATS[scheme.format].dtype
+    *rows, columns = plain.shape
+    groups = -(-columns // (scheme.group_columns or columns))
+    codes = plain.data.new_empty(*rows, columns // per_item, dtype=dtype)
+    scales = plain.data.new_empty(*rows, groups, dtype=torch.float32)
+    made = plain.like(codes, columns=per_item)
+    made.quantizes = Quantized(
+        scheme=scheme,
+        dtype=plain.dtype,
+        shape=plain.shape,
+        attributes=dict(plain.__dict__),
+    )
+    setattr(module, name, made)
+    scale = plain.like(scales, columns=scheme.group_columns)
+    setattr(module, name + SCALE, scale)
+
+
+def keep_plain(module: nn.Module, name: str) -> None:
+    """Undo `quantize_parameter`, for a weight that the checkpoint does not quantise."""
+    codes: LoadableParameter = getattr(module, name)
+    found = codes.quantizes
+    assert found is not None
+    plain = codes.like(torch.empty(found.shape, dtype=found.dtype, device=codes.device))
+    plain.quantizes = None
+    plain.__dict__.update(found.attributes)
+    setattr(module, name, plain)
+    setattr(module, name + SCALE, None)
+
+
+def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield (module, name in the module, name in the model) of quantised weights."""
+    for path, module in model.named_modules():
+        for name, parameter in module.named_parameters(recurse=False):
+            if getattr(parameter, "quantizes", None) is not None:
+                yield module, name, f"{path}.{name}" if path else name
+
+
+def quantized_weight(module: nn.Module, name: str) -> QuantizedWeight | None:
+    """Return a loaded weight as the operations read it, or None if it is plain."""
+    parameter: LoadableParameter = getattr(module, name)
+    if parameter.quantizes is None:
+        return None
+    scheme = parameter.quantizes.scheme
+    scales = getattr(module, name + SCALE).data
+    shared = _shared_rows(scales, scheme.group_rows)
+    columns = parameter.shape[-1] * FORMATS[scheme.format].per_item
+    return QuantizedWeight(
+        format=scheme.format,
+        codes=parameter.data,
+        scales=scales if shared is None else shared,
+        group_rows=1 if shared is None else scheme.group_rows,
+        group_columns=scheme.group_columns or columns,
+        quantizes_inputs=scheme.quantizes_inputs,
+    )
+
+
+def _shared_rows(scales: Tensor, group: int) -> Tensor | None:
+    """Return one row of scales per `group` rows, or None if those do not agree: a rank
+    or a joined tensor may cut blocks."""
+    rows = scales.shape[-2]
+    shared = scales[..., ::group, :].contiguous()
+    whole = shared.repeat_interleave(group, dim=-2)[..., :rows, :]
+    return shared if group > 1 and torch.equal(whole, scales) else None
