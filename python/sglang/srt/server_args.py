@@ -50,6 +50,7 @@ from sglang.srt.arg_groups.speculative_hook import handle_speculative
 from sglang.srt.arg_groups.synonyms import (
     FP8_GEMM_BACKENDS,
     GRAMMAR_BACKENDS,
+    KV_DTYPE_NAMES,
     SAMPLING_BACKENDS,
     check_token_oracle,
 )
@@ -61,7 +62,7 @@ from sglang.srt.arg_groups.upstream_flags import (
 )
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.configs.draft_layout import MAX_TOP_K, TreeShape
-from sglang.srt.configs.quantization_config import METHODS
+from sglang.srt.configs.quantization_config import KV_CACHE_DTYPES, METHODS
 from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
 from sglang.srt.parser.reasoning_parser import DETECTORS as REASONING_DETECTORS
 from sglang.srt.sampling.sampling_params import MAX_N
@@ -159,6 +160,19 @@ class ServerArgs:
             "per output channel.",
             METHODS,
         ),
+    ] = None
+    kv_cache_dtype: Annotated[
+        str,
+        Arg(
+            "Type of stored KV; auto: the compute type. In 8 bits twice the tokens "
+            "fit; scales per layer come from the checkpoint.",
+            ("auto", "bfloat16", *KV_CACHE_DTYPES),
+            synonyms=KV_DTYPE_NAMES,
+        ),
+    ] = "auto"
+    quantization_param_path: Annotated[
+        str | None,
+        Arg("JSON file of KV scales (kv_cache.scaling_factor), for KV of 8 bits."),
     ] = None
     fp8_gemm_runner_backend: Annotated[
         str,
@@ -784,6 +798,14 @@ class ServerArgs:
     speculative_draft_model_quantization: Annotated[
         str | None,
         Arg("--quantization of the draft; unset: as its checkpoint says.", METHODS),
+    ] = None
+    speculative_draft_kv_cache_dtype: Annotated[
+        str | None,
+        Arg(
+            "--kv-cache-dtype of the draft; unset: the target's.",
+            ("auto", "bfloat16", *KV_CACHE_DTYPES),
+            synonyms=KV_DTYPE_NAMES,
+        ),
     ] = None
     speculative_num_steps: Annotated[int | None, Arg("Depth of the draft.", low=1)] = (
         None

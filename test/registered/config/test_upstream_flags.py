@@ -75,7 +75,7 @@ def test_a_value_that_asks_for_nothing_is_accepted_silently(
     ("name", "values"),
     [
         ("dp_size", [1, "1", 1.0]),
-        ("kv_cache_dtype", ["auto"]),
+        ("qsa_indexer_dtype", ["auto"]),
         ("json_model_override_args", ["{}", {}]),
         ("cpu_offload_gb", [0, "0", 0.0]),
         ("allowed_media_domains", [[]]),
@@ -346,6 +346,7 @@ STARTS = [
     "--speculative-num-steps 3 --speculative-eagle-topk 1 "
     "--speculative-num-draft-tokens 4 --tp 4",
     f"--model-path {_LLAMA} --quantization fp8",
+    f"--model-path {_LLAMA} --kv-cache-dtype fp8_e5m2",
     "--model-path google/gemma-2-27b-it --tp 4 --dtype bfloat16 --port 30000",
     "--model-path google/gemma-3-27b-it --port 30000 --trust-remote-code",
     "--model mistralai/Mixtral-8x7B-Instruct-v0.1 --tp 2 --mem-fraction-static 0.95 "
@@ -363,7 +364,6 @@ STARTS = [
 NAMES = {
     f"--model-path {_LLAMA} --tp 4 --dist-init-addr sgl-dev-0:50000 --nnodes 2 "
     "--node-rank 0": "--nnodes 2: one machine",
-    f"--model-path {_LLAMA} --kv-cache-dtype fp8_e5m2": "--kv-cache-dtype fp8_e5m2",
     "--model deepseek-ai/DeepSeek-V3 --tp 8 --trust-remote-code --dp-size 8 "
     "--enable-dp-attention": "--dp-size 8: data parallelism",
     "--model-path openai/gpt-oss-120b --tool-server demo --tp 2": "--tool-server demo",

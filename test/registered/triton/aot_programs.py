@@ -59,6 +59,7 @@ from sglang.srt.layers.ops.moe_routing.op import RoutingRule
 from sglang.srt.layers.ops.norm import triton as norm
 from sglang.srt.layers.ops.norm import triton_ranks
 from sglang.srt.layers.ops.rope import triton as rope
+from sglang.srt.mem_cache.kv_dtype import KVScales
 from sglang.srt.mem_cache.ops.move_kv import triton as move_kv
 from sglang.srt.sampling.ops.choose_tokens import triton as choose_tokens
 from sglang.srt.sampling.ops.divide_rows import triton as divide_rows
@@ -83,13 +84,14 @@ PRODUCTS = (
     (16384, 2048, True),
     (2048, 8192, False),
 )
+SCALES: Any = KVScales("fp32", "fp32")  # type: ignore[arg-type]
 POINTERS = {"bf16": "*bf16", "fp16": "*fp16", "fp32": "*fp32"}
 
 
 class Variant(NamedTuple):
     name: str
     kernel: Any
-    pointers: dict[str, str]
+    pointers: dict[str, Any]
     constants: dict[str, Any]
     warps: int
     stages: int = 3
@@ -142,6 +144,7 @@ def pointwise(dtype: str) -> Iterator[Variant]:
                     "out_cache_loc": "*i64",
                     "cos_sin_cache": "*fp32",
                     "eps": "fp32",
+                    "scales": SCALES,
                 },
                 {
                     "HEADS": rope.Heads(
@@ -161,6 +164,7 @@ def pointwise(dtype: str) -> Iterator[Variant]:
                 },
                 warps,
             )
+    yield from stores_of_8_bits()
     for page_size in (1, 64):
         yield Variant(
             f"window table page={page_size}",
@@ -184,9 +188,13 @@ def pointwise(dtype: str) -> Iterator[Variant]:
                 "positions": "*i64",
                 "out_cache_loc": "*i64",
                 "cos_sin_cache": "*fp32",
-                "eps": "fp32",
+                **dict.fromkeys(("eps", "scale"), "fp32"),
             },
-            {"LATENT": latent_store.latent_sizes(q_heads, 192, 576, 64), "PDL": True},
+            {
+                "LATENT": latent_store.latent_sizes(q_heads, 192, 576, 64),
+                "MOST": 0,
+                "PDL": True,
+            },
             4,
         )
     for moves in (1, 64, move_kv.MAX_MOVES):
@@ -218,6 +226,59 @@ def pointwise(dtype: str) -> Iterator[Variant]:
                 "PDL": True,
             },
             8,
+        )
+
+
+def stores_of_8_bits() -> Iterator[Variant]:
+    """The store kernels into caches of 8 bits, as variants of those above."""
+    for kind, most in (("fp8e4nv", 448), ("fp8e5", 57344)):
+        yield Variant(
+            f"rope {kind}",
+            rope.rope_store_kv_kernel,
+            {
+                **dict.fromkeys(("q", "k", "v", "q_norm_weight"), "*bf16"),
+                **dict.fromkeys(("k_cache", "v_cache"), f"*{kind}"),
+                "k_norm_weight": "*bf16",
+                **dict.fromkeys(("positions", "out_cache_loc"), "*i64"),
+                "cos_sin_cache": "*fp32",
+                "eps": "fp32",
+                "scales": SCALES,
+            },
+            {
+                "HEADS": rope.Heads(
+                    q_heads=32,
+                    kv_heads=8,
+                    dim=128,
+                    dim_block=128,
+                    half=64,
+                    half_block=64,
+                    rest_block=1,
+                    block=4,
+                    has_q_norm=False,
+                    has_k_norm=True,
+                    most=most,
+                ),
+                "UPDATE_K": False,
+                "PDL": True,
+            },
+            2,
+        )
+        yield Variant(
+            f"latent store {kind}",
+            latent_store.latent_store_kernel,
+            {
+                **dict.fromkeys(("q", "k", "norm_weight"), "*bf16"),
+                "k_cache": f"*{kind}",
+                **dict.fromkeys(("positions", "out_cache_loc"), "*i64"),
+                "cos_sin_cache": "*fp32",
+                **dict.fromkeys(("eps", "scale"), "fp32"),
+            },
+            {
+                "LATENT": latent_store.latent_sizes(16, 192, 576, 64),
+                "MOST": most,
+                "PDL": True,
+            },
+            4,
         )
 
 
@@ -385,7 +446,7 @@ def many_quantized() -> Iterator[Variant]:
             "FORMAT": FORMATS[form],
             "GROUP_ROWS": 128,
         }
-        constants |= {"GROUP_COLUMNS": 128, "GROUPS": 32, "PDL": True}
+        constants |= {"GROUP_COLUMNS": 128, "GROUPS": 32}
         args = {"codes": codes, "plain": p, **scales}
         yield Variant(f"dequantise {form}", dequantize_kernel, args, constants, 4)
     pointers = {**dict.fromkeys(("x", "weight"), "*fp8e4nv"), "bias": p, "out": p}
@@ -545,21 +606,24 @@ def head_products() -> Iterator[Variant]:
 
 
 def _kind(variant: Variant) -> tuple[Any, int]:
-    """The kernel, and the format of its weight."""
+    """The kernel, and the format of its weight or of what it stores."""
     product = variant.constants.get("PRODUCT")
-    return variant.kernel, getattr(product, "format", 0)
+    heads = variant.constants.get("HEADS")
+    stored = int(variant.constants.get("MOST", getattr(heads, "most", 0)))
+    return variant.kernel, getattr(product, "format", stored)
 
 
 def compile_variant(variant: Variant) -> Any:
     names = variant.kernel.arg_names
-    signature = {}
+    signature: dict[str, Any] = {}
     attributes = {}
     for position, name in enumerate(names):
         if name in variant.constants:
             signature[name] = "constexpr"
         else:
-            signature[name] = variant.pointers.get(name, "i32")
-            if signature[name].startswith("*") or "stride" in name:
+            kind = signature[name] = variant.pointers.get(name, "i32")
+            is_pointer = isinstance(kind, str) and kind.startswith("*")
+            if is_pointer or "stride" in name:
                 attributes[(position,)] = [["tt.divisibility", 16]]
     source = ASTSource(
         variant.kernel, signature, constexprs=variant.constants, attrs=attributes

@@ -94,7 +94,8 @@ ALIGNED = "i32:16"
 
 
 class Variant(NamedTuple):
-    """A kernel as one launch compiles it; `itemsize` is of q, K, V and the result."""
+    """A kernel as one launch compiles it; `itemsize` is of q, K, V and the result.
+    `kv` is the type of stored K and V, if it has 8 bits."""
 
     kernel: Any
     launch: KernelLaunch
@@ -104,12 +105,14 @@ class Variant(NamedTuple):
     has_sinks: bool = False
     has_cap: bool = False
     is_decode: bool = False
+    kv: str | None = None
 
 
 def arguments(variant: Variant) -> dict[str, Any]:
     """Types of the parameters, in the tuples of `args`; numbers that are not listed are
     lengths: i32. A stride of one and None are constants to the compiler."""
     element = TYPES[variant.itemsize]
+    stored = variant.kv or element
     tokens = TokenArgs(element, ALIGNED)
     partials = Partials("*fp32", "*fp32")
     tile = variant.launch.constants.get("TILE")
@@ -117,10 +120,10 @@ def arguments(variant: Variant) -> dict[str, Any]:
     found = {
         "q": tokens,
         "out": tokens,
-        "pool": Pool(element, element, *[ALIGNED] * 4),
+        "pool": Pool(stored, stored, *[ALIGNED] * 4),
         "pages": PageArgs("*i32", "i32", 1, "*i64"),
         "lens": Lens(None if variant.is_decode else "*i64", "*i64"),
-        "cache": element,
+        "cache": stored,
         "slot_stride": ALIGNED,
         "new_kv": NewKV(element, element, ALIGNED, ALIGNED),
         "partials": partials,
@@ -262,7 +265,21 @@ def variants() -> list[Variant]:
     plain = sampled(found, key=lambda v: (v.kernel.__name__, v.itemsize), ci=1)
     latent = sampled(latent_variants(), key=lambda v: v.kernel.__name__, ci=1)
     expanded = sampled(expanded_variants(), key=lambda v: v.kernel, ci=2)
-    return plain + special_variants() + latent + expanded
+    return plain + special_variants() + latent + expanded + stored_variants()
+
+
+def stored_variants() -> list[Variant]:
+    """The launches that read KV of 8 bits."""
+    heads = {"q_heads": 32, "kv_heads": 8, "head_dim": 128}
+    kernels = (decode_split_kernel, extend_kernel, extend_split_kernel)
+    found = [
+        v._replace(kv=kv)
+        for kv in ("*fp8e4nv", "*fp8e5")
+        for v in (*paged_variants(heads, 2, 1, has_window=False), *latent_variants())
+        if (v.kernel in kernels and not v.launch.constants.get("COMPARES"))
+        or (v.kernel is latent_kernel and v.itemsize == 2)
+    ]
+    return sampled(found, key=lambda v: v.kernel.__name__, ci=1)
 
 
 def special_variants() -> list[Variant]:

@@ -20,6 +20,10 @@ GRAMMAR_BACKENDS = tuple(
     Synonym(name, "llguidance", "grammars are compiled by llguidance here")
     for name in ("xgrammar", "outlines", "auto")
 )
+KV_DTYPE_NAMES = (
+    Synonym("bf16", "bfloat16", "it is another name"),
+    Synonym("fp8", "fp8_e4m3", "it is the usual one of 8 bits"),
+)
 FP8_GEMM_BACKENDS = tuple(
     Synonym(name, "auto", "products of 8 bits run on torch and Triton here")
     for name in (

@@ -82,7 +82,7 @@ _REFUSED = {
     "include_usage": 'send stream_options {"include_usage": true} with each request',
     "int8_states": "cached states have the type of running ones; see --mamba-ssm-dtype",
     "json_whitespace": "the grammar defines the white space of JSON; remove the flag",
-    "kv_dtype": "the KV cache has the compute type; set it with --dtype",
+    "kv_dtype": "all KV has the type of --kv-cache-dtype; remove the flag",
     "linear_attn": "linear attention has kernels of one kind, triton; remove the flag",
     "log_requests": "--log-requests logs lengths, times and ids as text lines, never "
     "what clients wrote; remove the flag",

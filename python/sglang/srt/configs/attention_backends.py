@@ -29,6 +29,7 @@ class AttentionBackendCapabilities:
         supports_windowed_trees: serves draft trees whose nodes attend a window.
         supports_window_slots: reads window slots of sliding layers.
         supports_latent: attends latents, which serve as both K and V.
+        supports_kv_8_bits: reads KV of 8 bits.
         expands_latents: long prefills attend keys and values expanded from latents.
         gathers_prefixes: long prefills attend copies of cached K and V.
         compares_bytes: decodes over K and V compare the bytes they load with their
@@ -48,6 +49,7 @@ class AttentionBackendCapabilities:
     supports_windowed_trees: bool = False
     supports_window_slots: bool = False
     supports_latent: bool = False
+    supports_kv_8_bits: bool = False
     expands_latents: bool = False
     gathers_prefixes: bool = False
     compares_bytes: bool = False
@@ -66,6 +68,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         supports_windowed_trees=True,
         supports_window_slots=True,
         supports_latent=True,
+        supports_kv_8_bits=True,
     ),
     "cpu_native": AttentionBackendCapabilities(
         devices=frozenset({"cpu"}),
@@ -80,6 +83,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         supports_windowed_trees=True,
         supports_window_slots=True,
         supports_latent=True,
+        supports_kv_8_bits=True,
     ),
     "triton": AttentionBackendCapabilities(
         devices=frozenset({"cuda"}),
@@ -95,6 +99,7 @@ ATTENTION_BACKENDS: dict[str, AttentionBackendCapabilities] = {
         supports_windowed_trees=True,
         supports_window_slots=True,
         supports_latent=True,
+        supports_kv_8_bits=True,
         expands_latents=True,
         gathers_prefixes=True,
         compares_bytes=True,
@@ -130,6 +135,7 @@ class AttentionNeed(NamedTuple):
     text: str
 
 
+KV_8_BITS = AttentionNeed("supports_kv_8_bits", "KV of 8 bits (--kv-cache-dtype)")
 SINKS = AttentionNeed("supports_sinks", "attention sinks")
 LATENT = AttentionNeed("supports_latent", "latents in place of K and V")
 LOGIT_CAP = AttentionNeed("supports_logit_cap", "capped attention scores")
@@ -153,6 +159,6 @@ def check_needs(name: str, needs: Iterable[AttentionNeed], *, device: str) -> No
         ]
         if name not in able:
             raise ValueError(
-                f"--attention-backend {name} does not serve {need.text}, which this "
-                f"model needs; use --attention-backend {' or '.join(able)}"
+                f"--attention-backend {name} does not serve {need.text}, which is "
+                f"needed here; use --attention-backend {' or '.join(able)}"
             )

@@ -21,6 +21,9 @@ METHODS = (FP8, W8A8_FP8, COMPRESSED, MXFP4)
 ONLINE_METHODS = (FP8, W8A8_FP8)
 """Methods that also quantise a plain checkpoint while it is read."""
 
+KV_CACHE_DTYPES = ("fp8_e4m3", "fp8_e5m2")
+"""Values of --kv-cache-dtype in 8 bits."""
+
 MAX_GROUP = 1 << 16
 _KEYS: dict[str, Key] = {
     "quant_method": Key(str, default=REQUIRED),

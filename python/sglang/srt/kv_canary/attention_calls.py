@@ -34,6 +34,9 @@ class AttentionCalls:
     """
 
     def __init__(self, kv_pool: KVCache) -> None:
+        self._pool = kv_pool
+        # What the stored bytes were divided by; a change would make all of them wrong.
+        self._scales = kv_pool.scales
         self._buffers = [kv_pool.get_kv_buffer(layer) for layer in kv_pool.layers]
         self._primary = kv_pool.groups[0].name
         self._group_of = [
@@ -60,7 +63,12 @@ class AttentionCalls:
         forwards: Mapping[str, WindowForward],
     ) -> None:
         """Expect the calls of a forward over `batch` that reads `view`, and in the
-        layers of secondary groups what `forwards` has under the group's name."""
+        layers of secondary groups what `forwards` has under the group's name.
+
+        Raises:
+            RuntimeError: scales of the pool are not those that the canary saw first.
+        """
+        self._check_scales()
         if not self._is_watching:
             return
         self._stored = self._attended = 0
@@ -87,6 +95,20 @@ class AttentionCalls:
                 own["positions"] = forward.positions
             self._store_args[group] = stored | {"out_cache_loc": forward.cache_loc}
             self._attend_args[group] = own
+
+    def _check_scales(self) -> None:
+        scales = self._pool.scales
+        if scales == self._scales:
+            return
+        layer = next(
+            layer
+            for layer in self._pool.layers
+            if scales.get(layer) != self._scales.get(layer)
+        )
+        raise RuntimeError(
+            f"KV canary: layer {layer} now has the KV scales {scales.get(layer)}, but "
+            f"its slots were stored with {self._scales.get(layer)}"
+        )
 
     def leave_out(self) -> None:
         """Expect no calls of the forward that has begun: a graph replays them."""

@@ -7,7 +7,7 @@ what is written.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from sglang.srt.mem_cache.groups.kv_group import FULL, KVGroup
+from sglang.srt.mem_cache.kv_dtype import ONES, KVScales, to_stored
 from sglang.srt.mem_cache.ops.move_kv.op import move_kv_cache
 from sglang.srt.mem_cache.page_ledger import IntArray
 from sglang.srt.utils.memory import host_zeros
@@ -396,6 +397,7 @@ class KVCache(ABC):
         self._own_group = KVGroup(
             name=self.kind, layers=tuple(range(layer_num)), slots=None, tensors=self
         )
+        self._scales: dict[int, KVScales] = {}
         self._on_move: list[OnMove] = []
 
     @property
@@ -411,6 +413,20 @@ class KVCache(ABC):
     def layer_place(self, layer_id: int) -> KVPlace:
         """Return where a layer's KV lies."""
         return self._own_group, layer_id
+
+    @property
+    def scales(self) -> Mapping[int, KVScales]:
+        """Scales of the layers that have some; never changed in place."""
+        return self._scales
+
+    def layer_scales(self, layer_id: int) -> KVScales:
+        """Return what K and V of a layer are divided by before they are stored."""
+        return self._scales.get(layer_id, ONES)
+
+    def set_scales(self, scales: Mapping[int, KVScales]) -> None:
+        """Set the scales of layers; others have 1. Call it before anything is stored,
+        and before graphs are captured, which keep them."""
+        self._scales = dict(scales)
 
     @abstractmethod
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -499,8 +515,9 @@ class MHATokenToKVPool(KVCache):
         self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
         k_layer, v_layer = self._layers[layer_id]
-        k_layer[slots] = k.to(self.dtype)
-        v_layer[slots] = v.to(self.dtype)
+        scales = self.layer_scales(layer_id)
+        k_layer[slots] = to_stored(k, self.dtype, scales.k)
+        v_layer[slots] = to_stored(v, self.dtype, scales.v)
 
     def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         move_kv_cache(self.k_buffer, self.v_buffer, dst=dst, src=src)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from sglang.srt.mem_cache.groups.kv_group import LATENT
+from sglang.srt.mem_cache.kv_dtype import to_stored
 from sglang.srt.mem_cache.memory_pool import (
     CanarySource,
     KVCache,
@@ -65,7 +66,8 @@ class MLATokenToKVPool(KVCache):
         self, layer_id: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     ) -> None:
         """Write k ([n, 1, rank + rope]) to slots; v is its first channels."""
-        self._layers[layer_id][0][slots] = k.to(self.dtype)
+        stored = to_stored(k, self.dtype, self.layer_scales(layer_id).k)
+        self._layers[layer_id][0][slots] = stored
 
     def _move(self, dst: torch.Tensor, src: torch.Tensor) -> None:
         first, second = self.kv_buffer.chunk(2, dim=2)

@@ -27,6 +27,7 @@ from sglang.srt.layers.state.forward import StateCommit, StateForward
 from sglang.srt.layers.state.layer import StateLayer
 from sglang.srt.lora.adapters import Adapters, create_adapters
 from sglang.srt.model_executor.adapter_inputs import AdapterInputs
+from sglang.srt.mem_cache.kv_dtype import KV_DTYPES
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
@@ -44,9 +45,11 @@ from sglang.srt.model_executor.model_runner_kv_cache_mixin import (
     ModelRunnerKVCacheMixin,
     SharedPools,
 )
+from sglang.srt.model_loader.kv_scales import find_kv_scales
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import (
     CausalLM,
+    MockModel,
     num_layer_weights,
     supported_draft_architectures,
 )
@@ -128,6 +131,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.spec_algorithm = server_args.speculative_algorithm
         self.device = server_args.device
         self.dtype = dtype or self._resolve_dtype()
+        self.kv_dtype = self._resolve_kv_dtype()
         self.page_size = server_args.page_size
         self.watcher_bytes_per_slot = watcher_bytes_per_slot
         self.watcher_bytes_per_head = watcher_bytes_per_head
@@ -180,6 +184,30 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         raw = self.model_config.raw
         stored = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")
         return TORCH_DTYPES["float16" if stored == "float16" else "bfloat16"]
+
+    def _resolve_kv_dtype(self) -> torch.dtype:
+        """Return the dtype that KV is stored in.
+
+        Raises:
+            ValueError: the flag asks for a type that this model or device lacks.
+        """
+        args = self.server_args
+        flag, name = "--kv-cache-dtype", args.kv_cache_dtype
+        if self.is_draft_worker and args.speculative_draft_kv_cache_dtype is not None:
+            flag = "--speculative-draft-kv-cache-dtype"
+            name = args.speculative_draft_kv_cache_dtype
+        if name in KV_DTYPES:
+            if self.device != "cpu" and torch.cuda.get_device_capability() < (8, 9):
+                raise ValueError(
+                    f"{flag} {name} needs a GPU of compute capability 8.9; use auto"
+                )
+            return KV_DTYPES[name]
+        if name == "bfloat16" and self.dtype != torch.bfloat16:
+            raise ValueError(
+                f"{flag} {name}: the model computes in {self.dtype}, and KV is stored "
+                "in the compute type or in 8 bits; use --dtype bfloat16, or auto"
+            )
+        return self.dtype
 
     def initialize(self) -> None:
         """Load the weights, build the pools and the attention backend.
@@ -272,23 +300,41 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         """
         with explain_out_of_memory("building the KV pool", self.server_args):
             self._init_pools(shared=shared, draft_memory=draft_memory)
+        if self.kv_dtype.itemsize == 1:
+            self._set_kv_scales()
         assert self.server_args.attention_backend is not None
         self.attn_backend = create_attention_backend(
             self.server_args.attention_backend,
             req_to_token_pool=self.req_to_token_pool,
             kv_pool=self.token_to_kv_pool,
             needs=attention_needs(
-                self.model.modules(), has_trees=self._verifies_trees()
+                self.model.modules(),
+                has_trees=self._verifies_trees(),
+                kv_dtype=self.kv_dtype,
             ),
         )
         logger.info(
-            "Loaded %s (%s, %s) with %d KV slots in %.1f s",
+            "Loaded %s (%s, KV %s, %s) with %d KV slots in %.1f s",
             self.model_config.architecture,
             str(self.dtype).removeprefix("torch."),
+            str(self.kv_dtype).removeprefix("torch."),
             self.server_args.attention_backend,
             self.max_total_num_tokens,
             time.perf_counter() - self._began,
         )
+
+    def _set_kv_scales(self) -> None:
+        args, pool = self.server_args, self.token_to_kv_pool
+        is_target = not self.is_draft_worker
+        scales = find_kv_scales(
+            self.model_config.path,
+            layers=self.model_config.attention_layers,
+            param_path=args.quantization_param_path if is_target else None,
+            rank=get_tp_group().rank,
+            has_file=args.load_format != "dummy"
+            and not isinstance(self.model, MockModel),
+        )
+        pool.set_scales(scales)
 
     def _verifies_trees(self) -> bool:
         """Whether forwards of this model have tree masks."""

@@ -75,6 +75,7 @@ class ModelRunnerKVCacheMixin:
     model: CausalLM
     model_config: ModelConfig
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: str
     is_draft_worker: bool
     page_size: int
@@ -368,7 +369,7 @@ class ModelRunnerKVCacheMixin:
 
     def _tensor_spec(self) -> TensorSpec:
         return TensorSpec.of(
-            self.model_config, dtype=self.dtype, kv_heads=self._num_kv_heads()
+            self.model_config, dtype=self.kv_dtype, kv_heads=self._num_kv_heads()
         )
 
     def bytes_per_kv_slot(self) -> int:

@@ -57,6 +57,13 @@ IGNORED_SUFFIXES = (
     # Scales of activations, which are quantised by what they are.
     ".input_scale",
     ".activation_scale",
+    # Scales of stored KV; see `kv_scales.py`.
+    ".q_scale",
+    ".k_scale",
+    ".v_scale",
+    ".kv_scale",
+    ".prob_scale",
+    ".output_scale",
 )
 
 

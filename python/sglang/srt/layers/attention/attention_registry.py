@@ -9,6 +9,7 @@ import torch
 from torch.nn import Module
 
 from sglang.srt.configs.attention_backends import (
+    KV_8_BITS,
     LATENT,
     LOGIT_CAP,
     SINKS,
@@ -62,15 +63,20 @@ _BACKENDS: dict[str, Callable[[], Callable[..., AttentionBackend]]] = {
 
 
 def attention_needs(
-    layers: Iterable[Module], *, has_trees: bool
+    layers: Iterable[Module],
+    *,
+    has_trees: bool,
+    kv_dtype: torch.dtype | None = None,
 ) -> list[AttentionNeed]:
     """Return what the attention layers among a model's modules need from a backend.
 
     Args:
         has_trees: whether the model verifies draft trees.
+        kv_dtype: dtype of stored KV; None means the model's.
     """
     attention = [layer for layer in layers if isinstance(layer, RadixAttention)]
     found = {
+        KV_8_BITS: kv_dtype is not None and kv_dtype.itemsize == 1,
         LATENT: any(layer.is_latent for layer in attention),
         SINKS: any(layer.sinks is not None for layer in attention),
         LOGIT_CAP: any(layer.logit_cap > 0 for layer in attention),

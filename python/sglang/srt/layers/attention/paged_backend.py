@@ -7,6 +7,7 @@ metadata of its own: kernels read the pools directly, inside and outside graphs.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -36,6 +37,7 @@ from sglang.srt.layers.ops.attention.op import (
 from sglang.srt.layers.ops.decoder_stack import run_stack
 from sglang.srt.layers.ops.latent_store.op import latent_store, latent_store_ref
 from sglang.srt.layers.ops.rope.op import rope_store_kv, rope_store_kv_ref
+from sglang.srt.mem_cache.kv_dtype import KV_DTYPES
 from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows, branch_table
 
 if TYPE_CHECKING:
@@ -44,7 +46,10 @@ if TYPE_CHECKING:
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.layers.ops.decoder_stack import StackInput, StackPlan, StackRun
     from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.mem_cache.kv_dtype import KVScales
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+
+logger = logging.getLogger(__name__)
 
 
 def store_kv(
@@ -85,6 +90,7 @@ def store_kv(
         k_norm_weight=None if k_norm is None else k_norm.weight,
         eps=next((norm.eps for norm in (q_norm, k_norm) if norm is not None), 1e-6),
         update_k=update_k,
+        scales=kv_pool.layer_scales(layer.layer_id),
     )
 
 
@@ -185,6 +191,8 @@ class PagedAttnBackend(AttentionBackend):
         self, plan: StackPlan, given: StackInput, forward_batch: ForwardBatch
     ) -> StackRun | None:
         if self.stack_op is None or self._tables or not native_available():
+            return None
+        if self._kv_pool.dtype != given.x.dtype:
             return None
         view, batch = self._get_plan(forward_batch).view, forward_batch
         is_decode = batch.forward_mode.is_decode
@@ -292,11 +300,13 @@ class PagedAttnBackend(AttentionBackend):
         tables = self._layer_tables(layer)
         if tables is not None:
             rows = self._window_rows(tables, view, layer.layer_id, forward_batch)
+        scales = self._kv_pool.layer_scales(layer.layer_id)
         common = {
             "page_table": rows.page_table,
             "row_index": rows.row_index,
             "page_size": view.page_size,
-            "sm_scale": layer.scaling,
+            # K as it is stored, times its scale, is K.
+            "sm_scale": layer.scaling * scales.k,
             "window": layer.window,
             "logit_cap": layer.logit_cap,
             "sinks": layer.sinks,
@@ -312,6 +322,7 @@ class PagedAttnBackend(AttentionBackend):
                 **common,
                 **options,
             )
+            self._unscale(out, scales)
             return
         extend_op, options = self._extend_call(k, v, layer, forward_batch)
         extend_op(
@@ -325,6 +336,13 @@ class PagedAttnBackend(AttentionBackend):
             **common,
             **options,
         )
+        self._unscale(out, scales)
+
+    def _unscale(self, out: Tensor, scales: KVScales) -> None:
+        """Multiply averages of V as it is stored by its scale."""
+        scale = scales.k if self._is_latent else scales.v
+        if scale != 1.0:
+            out.mul_(scale)
 
     def _window_rows(
         self,
@@ -425,16 +443,32 @@ class CpuNativeAttnBackend(PagedAttnBackend):
 
     name = "cpu_native"
 
+    def __init__(self, *, req_to_token_pool: ReqToTokenPool, kv_pool: KVCache) -> None:
+        super().__init__(req_to_token_pool=req_to_token_pool, kv_pool=kv_pool)
+        if kv_pool.dtype.itemsize == 1:
+            logger.warning(
+                "--kv-cache-dtype %s: attention on the CPU runs on its torch "
+                "references, which are several times slower; --kv-cache-dtype auto "
+                "runs the native kernels",
+                next(name for name, kv in KV_DTYPES.items() if kv == kv_pool.dtype),
+            )
+            self.store_op = rope_store_kv_ref
+            if self._is_latent:
+                self.store_op = latent_store_ref
+            self.decode_op = decode_attention_ref
+            self.extend_op = extend_attention_ref
+
     @property
     def capabilities(self) -> AttentionBackendCapabilities:
         known = super().capabilities
         # The references read lengths on the host.
-        return replace(known, captures_prefill=native_available())
+        is_native = native_available() and self._kv_pool.dtype.itemsize > 1
+        return replace(known, captures_prefill=is_native)
 
-    store_op = staticmethod(rope_store_kv)
+    store_op: Callable[..., None] = staticmethod(rope_store_kv)
     latent_store_op = staticmethod(latent_store)
-    decode_op = staticmethod(decode_attention)
-    extend_op = staticmethod(extend_attention)
+    decode_op: Callable[..., None] = staticmethod(decode_attention)
+    extend_op: Callable[..., None] = staticmethod(extend_attention)
     stack_op = staticmethod(run_stack)
 
 

@@ -138,7 +138,9 @@ class TritonAttnBackend(PagedAttnBackend):
         self._workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
         # All layers have one head size.
         self._extend_workspace: ExtendWorkspace | None = None
-        self.plans_prefills = hopper_serves(
+        # Kernels of new K and V, and those for Hopper, read one dtype.
+        self._has_8_bits = kv_pool.dtype.itemsize == 1
+        self.plans_prefills = not self._has_8_bits and hopper_serves(
             head_dim=self._head_dim, dtype=kv_pool.dtype, device=k_cache.device
         )
 
@@ -149,7 +151,8 @@ class TritonAttnBackend(PagedAttnBackend):
         interpreted."""
         known = super().capabilities
         is_cheap = self.plans_prefills or torch.device(self._device).type != "cuda"
-        return replace(known, compares_bytes=is_cheap and not self._is_latent)
+        is_known = not self._is_latent and not self._has_8_bits
+        return replace(known, compares_bytes=is_cheap and is_known)
 
     def compare_bytes(self, groups: Mapping[str, AttendedBytes]) -> None:
         if self._is_latent:
@@ -171,7 +174,8 @@ class TritonAttnBackend(PagedAttnBackend):
 
     def expands(self, latent: LatentConfig, forward_batch: ForwardBatch) -> bool:
         lens = forward_batch.lens_cpu
-        if forward_batch.forward_mode is not ForwardMode.EXTEND or lens is None:
+        is_prefill = forward_batch.forward_mode is ForwardMode.EXTEND
+        if self._has_8_bits or not is_prefill or lens is None:
             return False
         sizes = {"nope": latent.nope_dim, "value": latent.value_dim}
         is_served = serves(rope=latent.rope_dim, **sizes)
@@ -263,7 +267,8 @@ class TritonAttnBackend(PagedAttnBackend):
         return self._extend_workspace
 
     def _reads_new(self, forward_batch: ForwardBatch) -> bool:
-        if self._is_latent or forward_batch.forward_mode.is_decode:
+        is_decode = forward_batch.forward_mode.is_decode
+        if self._is_latent or self._has_8_bits or is_decode:
             return False
         return reads_new(
             tokens=forward_batch.num_tokens,

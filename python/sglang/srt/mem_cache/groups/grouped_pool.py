@@ -5,7 +5,7 @@ A token is named by its primary slot everywhere; each group finds its own slot.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +17,7 @@ from sglang.srt.mem_cache.memory_pool import (
 )
 
 if TYPE_CHECKING:
+    from sglang.srt.mem_cache.kv_dtype import KVScales
     from sglang.srt.mem_cache.memory_pool import KVPlace
 
 
@@ -70,6 +71,16 @@ class GroupedKVPool(KVCache):
 
     def layer_place(self, layer_id: int) -> KVPlace:
         return self._places[layer_id]
+
+    def set_scales(self, scales: Mapping[int, KVScales]) -> None:
+        super().set_scales(scales)
+        for group in self._groups:
+            of_group = {
+                number: scales[layer]
+                for number, layer in enumerate(group.layers)
+                if layer in scales
+            }
+            group.tensors.set_scales(of_group)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         group, layer = self._places[layer_id]

@@ -7,10 +7,12 @@ pages, requests or layers.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sglang.srt.layers.ops.norm.op import rmsnorm_ref
 from sglang.srt.layers.ops.rope.op import rotate
+from sglang.srt.mem_cache.kv_dtype import ONES, KVScales, to_stored
 from sglang.srt.utils.dispatch import Op
 
 
@@ -28,6 +30,7 @@ def latent_store_ref(
     k_norm_weight: Tensor,
     eps: float,
     update_k: bool = False,
+    scales: KVScales = ONES,
 ) -> None:
     """k_cache[loc] = [norm(latent) | rope(key)] for k = [latent | key]; q's end = rope.
 
@@ -43,12 +46,14 @@ def latent_store_ref(
         positions: [T] int64, rows of `cos_sin_cache`.
         cos_sin_cache: [max_position, rope] float32; a row has rope / 2 cosines, then
             rope / 2 sines.
-        k_cache: [slots, 1, rank + rope], the dtype of q; written at `out_cache_loc`.
+        k_cache: [slots, 1, rank + rope], the dtype of q or of 8 bits; written at
+            `out_cache_loc`.
         v_cache: the first `rank` channels of k_cache; written with it.
         out_cache_loc: [T] int64, slots.
         q_norm_weight: must be None.
         k_norm_weight: [rank], the dtype of q. eps: eps of the norm.
         update_k: must be False.
+        scales: as in `rope_store_kv`; a latent has the scale of K.
 
     Raises:
         ValueError: an argument does not have its required value.
@@ -58,8 +63,9 @@ def latent_store_ref(
     rank = k.shape[-1] - rope
     rows = cos_sin_cache[positions].unsqueeze(1)
     q[..., -rope:] = rotate(q[..., -rope:], rows)
-    k_cache[out_cache_loc, :, :rank] = rmsnorm_ref(k[..., :rank], k_norm_weight, eps)
-    k_cache[out_cache_loc, :, rank:] = rotate(k[..., rank:], rows)
+    normed = rmsnorm_ref(k[..., :rank], k_norm_weight, eps)
+    made = torch.cat((normed, rotate(k[..., rank:], rows)), dim=-1)
+    k_cache[out_cache_loc] = to_stored(made, k_cache.dtype, scales.k)
 
 
 latent_store = Op(

@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang.srt.layers.ops.latent_store.op import check_latent_store
+from sglang.srt.layers.ops.stored_kv import most_stored, stored_value
+from sglang.srt.mem_cache.kv_dtype import ONES, KVScales
 from sglang.srt.utils.triton_launch import (
     let_next_start,
     supports_dependent_launch,
@@ -45,17 +47,29 @@ class Latent(NamedTuple):
 
 
 @triton.jit
-def _rotate_pairs(source, target, cos_sin, is_head, HALF, BLOCK: tl.constexpr):
-    """target = rope(source): pointers [heads, 1] to the first rotated channel."""
+def _rotate_pairs(
+    source,
+    target,
+    cos_sin,
+    is_head,
+    scale,
+    HALF,
+    BLOCK: tl.constexpr,
+    MOST: tl.constexpr,
+):
+    """target = rope(source): pointers [heads, 1] to the first rotated channel; stored
+    by `scale` and MOST as in `stored_value`."""
     pair = tl.arange(0, BLOCK)[None, :]
     mask = is_head & (pair < HALF)
     first = tl.load(source + pair, mask=mask, other=0.0).to(tl.float32)
     second = tl.load(source + HALF + pair, mask=mask, other=0.0).to(tl.float32)
     cos = tl.load(cos_sin + pair, mask=pair < HALF, other=0.0)
     sin = tl.load(cos_sin + HALF + pair, mask=pair < HALF, other=0.0)
-    dtype = target.dtype.element_ty
-    tl.store(target + pair, (first * cos - second * sin).to(dtype), mask=mask)
-    tl.store(target + HALF + pair, (second * cos + first * sin).to(dtype), mask=mask)
+    dtype = source.dtype.element_ty
+    turned = (first * cos - second * sin).to(dtype)
+    tl.store(target + pair, stored_value(turned, target, scale, MOST), mask=mask)
+    turned = (second * cos + first * sin).to(dtype)
+    tl.store(target + HALF + pair, stored_value(turned, target, scale, MOST), mask=mask)
 
 
 @triton.jit
@@ -71,7 +85,9 @@ def latent_store_kernel(
     q_stride,
     k_stride,
     cache_stride,
+    scale,
     LATENT: tl.constexpr,
+    MOST: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Grid: (tokens, blocks of query heads and one more, for the latent)."""
@@ -88,7 +104,7 @@ def latent_store_kernel(
         PLAIN: tl.constexpr = LATENT.q_plain
         at = q + token * q_stride + head * (PLAIN + 2 * HALF) + PLAIN
         is_head = head < LATENT.q_heads
-        _rotate_pairs(at, at, cos_sin, is_head, HALF, LATENT.half_block)
+        _rotate_pairs(at, at, cos_sin, is_head, scale, HALF, LATENT.half_block, 0)
     else:
         slot = tl.load(out_cache_loc + token)
         source, target = k + token * k_stride, k_cache + slot * cache_stride
@@ -97,16 +113,19 @@ def latent_store_kernel(
         value = tl.load(source + channel, mask=mask, other=0.0).to(tl.float32)
         inverse = tl.rsqrt(tl.sum(value * value, axis=0) / RANK + eps)
         weight = tl.load(norm_weight + channel, mask=mask, other=0.0).to(tl.float32)
-        normed = (value * inverse * weight).to(k_cache.dtype.element_ty)
-        tl.store(target + channel, normed, mask=mask)
+        normed = (value * inverse * weight).to(k.dtype.element_ty)
+        made = stored_value(normed, k_cache, scale, MOST)
+        tl.store(target + channel, made, mask=mask)
         first = tl.zeros([1, 1], tl.int64) + RANK
         _rotate_pairs(
             source + first,
             target + first,
             cos_sin,
             first > 0,
+            scale,
             HALF,
             LATENT.half_block,
+            MOST,
         )
 
 
@@ -124,6 +143,7 @@ def latent_store(
     k_norm_weight: Tensor,
     eps: float,
     update_k: bool = False,
+    scales: KVScales = ONES,
 ) -> None:
     """`ops.latent.latent_store` in one launch.
 
@@ -152,7 +172,9 @@ def latent_store(
         q.stride(0),
         k.stride(0),
         k_cache.stride(0),
+        scales.k,
         LATENT=latent_sizes(q_heads, width, k.shape[2], cos_sin_cache.shape[1]),
+        MOST=most_stored(k, k_cache),
         PDL=pdl,
         num_warps=4,
         **({"launch_pdl": True} if pdl else {}),

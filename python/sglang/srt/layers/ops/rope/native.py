@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from sglang.srt.mem_cache.kv_dtype import ONES, KVScales
 from sglang_kernels import ops
 
 
@@ -21,7 +22,13 @@ def rope_store_kv(
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     update_k: bool = False,
+    scales: KVScales = ONES,
 ) -> None:
+    if k_cache.dtype != q.dtype:
+        raise ValueError(
+            f"rope_store_kv: q is {q.dtype}, the cache {k_cache.dtype}; the native "
+            "kernels store one dtype"
+        )
     ops.rope_store_kv(
         q,
         k,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.layers.ops.norm.op import rmsnorm_ref
+from sglang.srt.mem_cache.kv_dtype import ONES, KVScales, to_stored
 from sglang.srt.utils.dispatch import Op
 
 
@@ -26,6 +27,7 @@ def rope_store_kv_ref(
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     update_k: bool = False,
+    scales: KVScales = ONES,
 ) -> None:
     """q = rope(norm(q)); k_cache[loc] = rope(norm(k)); v_cache[loc] = v.
 
@@ -42,12 +44,15 @@ def rope_store_kv_ref(
         positions: [T] int64, rows of `cos_sin_cache`.
         cos_sin_cache: [max_position, rot] float32; a row has rot / 2 cosines, then
             rot / 2 sines; rot is even and at most D. None for no rotation.
-        k_cache, v_cache: [slots, Hkv, D], the dtype of q; written at `out_cache_loc`.
+        k_cache, v_cache: [slots, Hkv, D], the dtype of q or of 8 bits; written at
+            `out_cache_loc`.
         out_cache_loc: [T] int64, slots.
         q_norm_weight, k_norm_weight: [D], the dtype of q, or None for no norm.
         eps: eps of the norms.
         update_k: also set k to rope(norm(k)). Slots must then be distinct, except for
             rows of k that are never read.
+        scales: what k and v are divided by if the caches have 8 bits (`to_stored`), as
+            they would be stored otherwise.
     """
     given_k = k
     if q_norm_weight is not None:
@@ -58,10 +63,10 @@ def rope_store_kv_ref(
         rows = cos_sin_cache[positions].unsqueeze(1)
         q.copy_(rotate(q, rows))
         k = rotate(k, rows)
-    k_cache[out_cache_loc] = k
+    k_cache[out_cache_loc] = to_stored(k, k_cache.dtype, scales.k)
     if update_k:
         given_k.copy_(k)
-    v_cache[out_cache_loc] = v
+    v_cache[out_cache_loc] = to_stored(v, v_cache.dtype, scales.v)
 
 
 rope_store_kv = Op(

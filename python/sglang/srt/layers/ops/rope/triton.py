@@ -14,6 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from sglang.srt.layers.ops.stored_kv import most_stored, stored_value
+from sglang.srt.mem_cache.kv_dtype import ONES, KVScales
 from sglang.srt.utils.triton_launch import (
     let_next_start,
     supports_dependent_launch,
@@ -33,6 +35,7 @@ class Heads(NamedTuple):
             the channels that are not rotated.
         block: heads per program.
         has_q_norm, has_k_norm: whether the heads are normalised.
+        most: largest value that the cache stores, as in `stored_value`.
     """
 
     q_heads: int
@@ -45,6 +48,7 @@ class Heads(NamedTuple):
     block: int
     has_q_norm: bool
     has_k_norm: bool
+    most: int = 0
 
 
 @triton.jit
@@ -57,15 +61,17 @@ def _transform_heads(
     norm_weight,
     eps,
     cos_sin,
+    stored_scale,
     HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
     IN_PLACE: tl.constexpr,
+    MOST: tl.constexpr,
 ):
     """target = rope(norm(source)) for the heads at the offsets, both [HEADS.block, 1].
 
-    IN_PLACE: the source is overwritten with the result as well. A head is its two
-        rotated
-    halves and the rest, which is kept; each is one tile.
+    IN_PLACE: the source is overwritten with the result as well. `stored_scale` and
+    MOST: as in `stored_value`. A head is its two rotated halves and the rest, which is
+    kept; each is one tile.
     """
     DIM: tl.constexpr = HEADS.dim
     HALF: tl.constexpr = HEADS.half
@@ -87,7 +93,7 @@ def _transform_heads(
             square += tl.sum(kept * kept, axis=1)
         scale = tl.rsqrt(square / DIM + eps)[:, None]
         # The rotation reads the norm's result rounded as it would be stored.
-        dtype = target.dtype.element_ty
+        dtype = source.dtype.element_ty
         if HALF > 0:
             w = tl.load(norm_weight + pair, mask=pair < HALF, other=0.0)
             first = (first * scale * w.to(tl.float32)).to(dtype).to(tl.float32)
@@ -100,17 +106,20 @@ def _transform_heads(
     if HALF > 0:
         cos = tl.load(cos_sin + pair, mask=pair < HALF, other=0.0)
         sin = tl.load(cos_sin + HALF + pair, mask=pair < HALF, other=0.0)
-        turned = (first * cos - second * sin).to(target.dtype.element_ty)
-        tl.store(end + pair, turned, mask=pair_mask)
+        turned = (first * cos - second * sin).to(source.dtype.element_ty)
+        made = stored_value(turned, target, stored_scale, MOST)
+        tl.store(end + pair, made, mask=pair_mask)
         if IN_PLACE:
             tl.store(start + pair, turned, mask=pair_mask)
-        turned = (second * cos + first * sin).to(target.dtype.element_ty)
-        tl.store(end + HALF + pair, turned, mask=pair_mask)
+        turned = (second * cos + first * sin).to(source.dtype.element_ty)
+        made = stored_value(turned, target, stored_scale, MOST)
+        tl.store(end + HALF + pair, made, mask=pair_mask)
         if IN_PLACE:
             tl.store(start + HALF + pair, turned, mask=pair_mask)
     if 2 * HALF < DIM:
-        unturned = kept.to(target.dtype.element_ty)
-        tl.store(end + rest, unturned, mask=rest_mask)
+        unturned = kept.to(source.dtype.element_ty)
+        made = stored_value(unturned, target, stored_scale, MOST)
+        tl.store(end + rest, made, mask=rest_mask)
         if IN_PLACE:
             tl.store(start + rest, unturned, mask=rest_mask)
 
@@ -133,6 +142,7 @@ def rope_store_kv_kernel(
     v_stride,
     k_cache_stride,
     v_cache_stride,
+    scales,
     HEADS: tl.constexpr,
     UPDATE_K: tl.constexpr,
     PDL: tl.constexpr,
@@ -160,9 +170,11 @@ def rope_store_kv_kernel(
                 q_norm_weight,
                 eps,
                 cos_sin,
+                scales.k,
                 HEADS,
                 HEADS.has_q_norm,
                 False,
+                0,
             )
     else:
         slot = tl.load(out_cache_loc + token)
@@ -177,15 +189,17 @@ def rope_store_kv_kernel(
             k_norm_weight,
             eps,
             cos_sin,
+            scales.k,
             HEADS,
             HEADS.has_k_norm,
             UPDATE_K,
+            HEADS.most,
         )
         channel = tl.arange(0, HEADS.dim_block)[None, :]
         mask = (head < HEADS.kv_heads) & (channel < DIM)
         value = tl.load(v + token * v_stride + head * DIM + channel, mask=mask)
         target = v_cache + slot * v_cache_stride + head * DIM + channel
-        tl.store(target, value, mask=mask)
+        tl.store(target, stored_value(value, v_cache, scales.v, HEADS.most), mask=mask)
 
 
 class StoreLaunch(NamedTuple):
@@ -215,11 +229,13 @@ def rope_store_kv(
     k_norm_weight: Tensor | None = None,
     eps: float = 1e-6,
     update_k: bool = False,
+    scales: KVScales = ONES,
 ) -> None:
     """`ops.rope.rope_store_kv` in one launch; k is unchanged unless `update_k`.
 
     Raises:
-        ValueError: heads or channels of a tensor are not contiguous.
+        ValueError: heads or channels of a tensor are not contiguous, or a cache has
+            another dtype.
     """
     tokens, q_heads, dim = q.shape
     kv_heads = k.shape[1]
@@ -253,6 +269,7 @@ def rope_store_kv(
         v.stride(0),
         k_cache.stride(0),
         v_cache.stride(0),
+        scales,
         HEADS=Heads(
             q_heads=q_heads,
             kv_heads=kv_heads,
@@ -264,6 +281,7 @@ def rope_store_kv(
             block=heads,
             has_q_norm=q_norm_weight is not None,
             has_k_norm=k_norm_weight is not None,
+            most=most_stored(k, k_cache),
         ),
         UPDATE_K=update_k,
         PDL=pdl,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from sglang.srt.utils.dispatch import Op
@@ -20,8 +21,14 @@ def move_kv_cache_ref(
             the elements of a slot contiguous.
         dst, src: int64 [n] on the same device; dst may repeat only with equal sources.
     """
-    for buffer in (k_buffer, v_buffer):
+    for buffer in map(as_movable, (k_buffer, v_buffer)):
         buffer.index_copy_(1, dst, buffer.index_select(1, src))
+
+
+def as_movable(buffer: Tensor) -> Tensor:
+    """View values of 8 bits as bytes, because not every operation knows their
+    dtype."""
+    return buffer.view(torch.uint8) if buffer.itemsize == 1 else buffer
 
 
 move_kv_cache = Op(

@@ -13,7 +13,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang.srt.mem_cache.ops.move_kv.op import MOVE_SIZES, move_kv_cache_ref
+from sglang.srt.mem_cache.ops.move_kv.op import (
+    MOVE_SIZES,
+    as_movable,
+    move_kv_cache_ref,
+)
 
 MAX_MOVES = MOVE_SIZES[-1]
 """Moves that one launch can hold in registers."""
@@ -63,6 +67,7 @@ def move_kv_cache(
         ValueError: the buffers differ in layout, or a slot has gaps.
     """
     moves = src.numel()
+    k_buffer, v_buffer = as_movable(k_buffer), as_movable(v_buffer)
     if k_buffer.stride() != v_buffer.stride() or k_buffer.shape != v_buffer.shape:
         raise ValueError("move_kv_cache: k_buffer and v_buffer differ in layout")
     width = k_buffer[0, 0].numel()

@@ -243,7 +243,7 @@ def decode_attention(
         return
     group = q_heads // kv_heads
     programs_per_row = kv_heads * _head_blocks(group)
-    on_hopper = serves_decode(
+    on_hopper = k_cache.dtype == q.dtype and serves_decode(
         group=group, head_dim=head_dim, dtype=q.dtype, device=q.device
     )
     splits = decode_splits(

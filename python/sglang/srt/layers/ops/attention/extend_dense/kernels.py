@@ -60,8 +60,9 @@ def attend_rest(
     element = tl.minimum(number, prefix - 1)
     page = tl.load(page_at(kv, element, SHAPE.page_size))
     slot = page_to_slots(page, element, SHAPE.page_size)
-    k = load_tile(kv.k + slot * kv.k_stride, kv.is_channel, SHAPE)
-    v = load_tile(kv.v + slot * kv.v_stride, kv.is_channel, SHAPE)
+    dtype = kv.k.dtype.element_ty
+    k = load_tile(kv.k + slot * kv.k_stride, kv.is_channel, dtype, SHAPE)
+    v = load_tile(kv.v + slot * kv.v_stride, kv.is_channel, dtype, SHAPE)
     score = capped(tl.dot(query, tl.trans(k), input_precision="ieee"), scale)
     score = tl.where((number < prefix)[None, :], score, float("-inf"))
     weight, shrink, top, total = fold_scores(score, top, total, scale)

@@ -40,6 +40,8 @@ def serves_tree(inputs: ExtendInputs) -> bool:
     mask = inputs.tree_mask
     if mask is None or inputs.window > 0 or inputs.logit_cap > 0:
         return False
+    if inputs.k_cache.dtype != inputs.q.dtype:
+        return False
     tokens, rows, q_heads, kv_heads, head_dim = inputs.shape()
     new = mask.shape[1]
     return (

@@ -30,7 +30,7 @@ from sglang.srt.layers.ops.attention.shared.args import (
     pages_args,
     tokens_args,
 )
-from sglang.srt.layers.ops.attention.shared.checks import check_page_size
+from sglang.srt.layers.ops.attention.shared.checks import check_dtypes, check_page_size
 from sglang.srt.layers.ops.attention.shared.launch import KernelLaunch
 
 # Programs wanted in flight, two per multiprocessor.
@@ -297,10 +297,7 @@ def _check(
                 f"{tensor.stride()}: pass [{tokens}, {q_heads}, {size}] with "
                 "contiguous heads and channels"
             )
-    if not q.dtype == k_cache.dtype == out.dtype:
-        raise ValueError(
-            f"q is {q.dtype}, k_cache {k_cache.dtype}, out {out.dtype}: pass one dtype"
-        )
+    check_dtypes(q, k_cache, v_cache, out)
 
 
 def check_softmax(window: int, logit_cap: float, sinks: Tensor | None) -> None:

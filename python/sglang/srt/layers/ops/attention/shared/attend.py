@@ -131,12 +131,12 @@ def attend_full(
     for step in tl.range(0, (stop - begin) // BLOCK_N, num_stages=STAGES):
         start = begin + step * BLOCK_N
         slot = slots_of_tile(kv, start, SHAPE.page_size, BLOCK_N)
-        k = load_tile(kv.k + slot * kv.k_stride, kv.is_channel, SHAPE)
+        k = load_tile(kv.k + slot * kv.k_stride, kv.is_channel, query.dtype, SHAPE)
         product = tl.dot(query, tl.trans(k), input_precision="ieee")
         score = capped(product, scale)
         weight, shrink, top, total = fold_scores(score, top, total, scale)
         acc = acc * shrink[:, None]
-        v = load_tile(kv.v + slot * kv.v_stride, kv.is_channel, SHAPE)
+        v = load_tile(kv.v + slot * kv.v_stride, kv.is_channel, query.dtype, SHAPE)
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
     return Sums(acc, top, total)
 
@@ -162,23 +162,25 @@ def attend_full_late(
     acc, top, total = sums
     if begin < stop:
         slot = slots_of_tile(kv, begin, SHAPE.page_size, BLOCK_N)
-        k = load_tile(kv.k + slot * kv.k_stride, kv.is_channel, SHAPE)
+        k = load_tile(kv.k + slot * kv.k_stride, kv.is_channel, query.dtype, SHAPE)
         product = tl.dot(query, tl.trans(k), input_precision="ieee")
         score = capped(product, scale)
         weight, shrink, top, total = fold_scores(score, top, total, scale)
         for step in tl.range(1, (stop - begin) // BLOCK_N, num_stages=STAGES):
             start = begin + step * BLOCK_N
             next_slot = slots_of_tile(kv, start, SHAPE.page_size, BLOCK_N)
-            k = load_tile(kv.k + next_slot * kv.k_stride, kv.is_channel, SHAPE)
+            k = load_tile(
+                kv.k + next_slot * kv.k_stride, kv.is_channel, query.dtype, SHAPE
+            )
             product = tl.dot(query, tl.trans(k), input_precision="ieee")
             score = capped(product, scale)
             acc = acc * shrink[:, None]
-            v = load_tile(kv.v + slot * kv.v_stride, kv.is_channel, SHAPE)
+            v = load_tile(kv.v + slot * kv.v_stride, kv.is_channel, query.dtype, SHAPE)
             acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
             weight, shrink, top, total = fold_scores(score, top, total, scale)
             slot = next_slot
         acc = acc * shrink[:, None]
-        v = load_tile(kv.v + slot * kv.v_stride, kv.is_channel, SHAPE)
+        v = load_tile(kv.v + slot * kv.v_stride, kv.is_channel, query.dtype, SHAPE)
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
     return Sums(acc, top, total)
 
@@ -238,10 +240,10 @@ def attend_masked_tiles(
     for start in tl.range(begin, stop, TILE.masked_n, num_stages=1):
         element = start + tl.arange(0, TILE.masked_n)
         k_at, v_at, is_loaded = masked_at(kv, new, mask, element, SHAPE.page_size)
-        k = tl.load(k_at, mask=is_loaded, other=0.0)
+        k = tl.load(k_at, mask=is_loaded, other=0.0).to(query.dtype)
         if DEFER_NAN:
             # All loads precede the first use, so that their latencies overlap.
-            v = tl.load(v_at, mask=is_loaded, other=0.0)
+            v = tl.load(v_at, mask=is_loaded, other=0.0).to(query.dtype)
         attends = is_attended(mask, element)
         product = tl.dot(query, tl.trans(k), input_precision="ieee")
         score = to_scores(product, scale)
@@ -253,7 +255,7 @@ def attend_masked_tiles(
             bad = tl.maximum(bad, tl.max(is_bad.to(tl.int32), 1))
             v = tl.where(is_bad, 0.0, v.to(tl.float32)).to(v.dtype)
         else:
-            v = tl.load(v_at, mask=is_loaded, other=0.0)
+            v = tl.load(v_at, mask=is_loaded, other=0.0).to(query.dtype)
             is_bad = is_not_finite(v)
             if tl.max(tl.max(is_bad.to(tl.int32), 1), 0) > 0:
                 touch = tl.dot(attends.to(v.dtype), is_bad.to(v.dtype))
@@ -304,6 +306,6 @@ def poison(acc, begin, stop, kv, mask, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.cons
         _, v_at, is_loaded = masked_at(kv, None, mask, element, PAGE_SIZE)
         v = tl.load(v_at, mask=is_loaded, other=0.0)
         attends = is_attended(mask, element)
-        touch = tl.dot(attends.to(v.dtype), is_not_finite(v).to(v.dtype))
+        touch = tl.dot(attends.to(tl.float16), is_not_finite(v).to(tl.float16))
         acc = tl.where(touch > 0.0, float("nan"), acc)
     return acc

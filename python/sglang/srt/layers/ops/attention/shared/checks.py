@@ -17,6 +17,20 @@ def check_page_size(page_size: int) -> None:
         )
 
 
+def check_dtypes(q: Tensor, k_cache: Tensor, v_cache: Tensor, out: Tensor) -> None:
+    """Check that there is one dtype, except for caches of 8 bits.
+
+    Raises:
+        ValueError: there are several.
+    """
+    is_one = k_cache.dtype == v_cache.dtype and q.dtype == out.dtype
+    if not is_one or (k_cache.dtype != q.dtype and k_cache.dtype.itemsize > 1):
+        raise ValueError(
+            f"q is {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}, "
+            f"out {out.dtype}: pass one dtype, or caches of 8 bits"
+        )
+
+
 def check_inputs(
     q: Tensor,
     k_cache: Tensor,
@@ -43,11 +57,7 @@ def check_inputs(
         raise ValueError(
             f"q has {q_heads} heads, the cache {kv_heads}: pass a multiple"
         )
-    if not q.dtype == k_cache.dtype == v_cache.dtype == out.dtype:
-        raise ValueError(
-            f"q is {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}, "
-            f"out {out.dtype}: pass one dtype"
-        )
+    check_dtypes(q, k_cache, v_cache, out)
     for name, tensor in (("q", q), ("out", out)):
         if tensor.stride(2) != 1 or (q_heads > 1 and tensor.stride(1) != head_dim):
             raise ValueError(

@@ -152,9 +152,10 @@ def slots_of_tile(kv, start, PAGE_SIZE: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def load_tile(at, is_channel, SHAPE: tl.constexpr):
-    """Load [elements, channels] of elements that all exist; padding is zero."""
+def load_tile(at, is_channel, dtype, SHAPE: tl.constexpr):
+    """Load [elements, channels] of elements that all exist as `dtype`, the queries';
+    padding is zero."""
     if SHAPE.block_d != SHAPE.head_dim:
-        return tl.load(at, mask=is_channel[None, :], other=0.0)
+        return tl.load(at, mask=is_channel[None, :], other=0.0).to(dtype)
     else:
-        return tl.load(at)
+        return tl.load(at).to(dtype)

@@ -1,0 +1,229 @@
+"""KV of 8 bits: the store kernels, and every attention kernel that reads it.
+
+The references read the same bytes, so results differ by the rounding of sums alone.
+Without a GPU the kernels run in the interpreter, which forgets to carry where it rounds
+up to 8 bits; there, stored values are exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from attention_problem import (
+    DEVICE,
+    DTYPES,
+    NAN,
+    ON_GPU,
+    Problem,
+    make_problem,
+    make_sinks,
+    random_trees,
+)
+from test_triton_latent import SHAPES, LatentProblem, latent_problem
+
+from sglang.srt.layers.ops.attention.extend import table as extend_table
+from sglang.srt.layers.ops.latent_store.op import latent_store_ref
+from sglang.srt.layers.ops.latent_store.triton import latent_store
+from sglang.srt.layers.ops.rope.op import rope_store_kv_ref
+from sglang.srt.layers.ops.rope.triton import rope_store_kv
+from sglang.srt.mem_cache.kv_dtype import KVScales, to_stored
+from sglang.srt.mem_cache.ops.move_kv.op import move_kv_cache_ref
+from sglang.srt.mem_cache.ops.move_kv.triton import move_kv_cache
+from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
+
+register_cpu_ci(est_time=8, suite="cpu")
+register_cuda_ci(est_time=40, suite="cuda")
+
+KV = [torch.float8_e4m3fn, torch.float8_e5m2]
+SCALES = KVScales(k=0.5, v=0.25)
+
+
+def of_8_bits(problem: Problem, kv: torch.dtype) -> Problem:
+    return replace(
+        problem,
+        k_cache=to_stored(problem.k_cache, kv, 1.0),
+        v_cache=to_stored(problem.v_cache, kv, 1.0),
+    )
+
+
+def bits(stored: Tensor) -> Tensor:
+    return stored.view(torch.uint8)
+
+
+@pytest.mark.parametrize("kv", KV, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES if ON_GPU else DTYPES[1:2], ids=str)
+def test_decode(kv: torch.dtype, dtype: torch.dtype) -> None:
+    problem = make_problem(
+        prefix_lens=[0, 64, 149], new_lens=[1, 1, 1], page_size=4, dtype=dtype
+    )
+    for max_context, options in (
+        (1, {}),
+        (512, {"window": 70}),
+        (128, {"logit_cap": 2.0, "sinks": make_sinks(4)}),
+    ):
+        of_8_bits(problem, kv).decode(max_context=max_context, **options)
+
+
+@pytest.mark.parametrize("kv", KV, ids=str)
+def test_extend_and_trees(kv: torch.dtype) -> None:
+    """Whole tiles and masked ones, windows, and rows whose programs share them."""
+    dtype = DTYPES[-1]
+    wide: dict[str, Any] = {"heads": (6, 2), "head_dim": 80, "dtype": dtype}
+    problem = make_problem(prefix_lens=[0, 130], new_lens=[40, 3], **wide)
+    of_8_bits(problem, kv).extend()
+    of_8_bits(problem, kv).extend(window=50, sinks=make_sinks(6))
+    nodes = 7
+    tree = make_problem(prefix_lens=[90, 5], new_lens=[nodes] * 2, page_size=4, **wide)
+    mask = random_trees(2, nodes, seed=1)
+    of_8_bits(tree, kv).extend(tree_mask=mask)
+    of_8_bits(tree, kv).extend(tree_mask=mask, window=20, max_context=512)
+    tile = extend_table.choose_tile(
+        of_8_bits(tree, kv).extend_inputs(torch.empty_like(tree.q)).shape(),
+        itemsize=tree.q.element_size(),
+    )
+    of_8_bits(tree, kv).split(tile, 3, tree_mask=mask)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter reads NaN of 8 bits as numbers")
+@pytest.mark.parametrize("kv", KV, ids=str)
+def test_nan_reaches_those_who_attend_it_and_nobody_else(kv: torch.dtype) -> None:
+    problem = make_problem(prefix_lens=[40], new_lens=[9], dtype=DTYPES[-1])
+    problem.v_cache[problem.slot(0, 44)] = NAN
+    of_8_bits(problem, kv).extend(tree_mask=random_trees(1, 9, seed=1))
+
+
+@pytest.mark.parametrize("kv", KV, ids=str)
+def test_latents(kv: torch.dtype) -> None:
+    shape = SHAPES[1]
+
+    def problem(*lens: Any) -> LatentProblem:
+        made = latent_problem(shape, *lens, dtype=DTYPES[-1])
+        keys = to_stored(made.of_keys.k_cache, kv, 1.0)
+        return replace(made, of_keys=replace(made.of_keys, k_cache=keys))
+
+    problem([0, 71], [1, 1]).decode([0, 72])
+    problem([0, 40], [6, 1]).extend()
+    problem([30, 0], [5, 5]).extend(tree_mask=random_trees(2, 5, seed=2))
+
+
+# -- stores ------------------------------------------------------------------------
+
+
+def exact(*shape: int, kv: torch.dtype, dtype: torch.dtype, scale: float) -> Tensor:
+    """Values that are representable in both dtypes, some of them too large for 8 bits,
+    and a NaN."""
+    most = torch.finfo(kv).max
+    values = to_stored(torch.randn(*shape) * 4, kv, 1.0).float() * scale
+    values[0, 0, :3] = torch.tensor([min(most * scale * 2, 6e4), -6e4, NAN])
+    return values.to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize("kv", KV, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES if ON_GPU else DTYPES[1:], ids=str)
+def test_store_without_rotation(kv: torch.dtype, dtype: torch.dtype) -> None:
+    torch.manual_seed(4)
+    q = torch.randn(3, 4, 24, device=DEVICE).to(dtype)
+    k = exact(3, 2, 24, kv=kv, dtype=dtype, scale=SCALES.k)
+    v = exact(3, 2, 24, kv=kv, dtype=dtype, scale=SCALES.v)
+    if not ON_GPU and kv == torch.float8_e4m3fn:
+        k[0, 0, 2] = v[0, 0, 2] = 0  # the interpreter writes no NaN of this type
+    for scales in (SCALES, KVScales()):
+        caches = compare_stores(rope_store_kv, rope_store_kv_ref, q, k, v, kv, scales)
+        found = caches[1][2].float() * scales.v
+        if scales is SCALES:
+            kept = v[0, :, 3:].float()
+            assert torch.equal(found[:, 3:], kept)
+            assert torch.equal(found[0, 2].isnan(), v[0, 0, 2].isnan())
+
+
+@pytest.mark.skipif(not ON_GPU, reason="the interpreter rounds otherwise")
+@pytest.mark.parametrize("kv", KV, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotated_stores(kv: torch.dtype, dtype: torch.dtype) -> None:
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(33, h, 128, device=DEVICE).to(dtype) for h in (8, 2, 2))
+    angles = torch.rand(64, 64, device=DEVICE) * 6
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    weight = torch.randn(128, device=DEVICE).to(dtype)
+    rope: dict[str, Any] = {"cos_sin_cache": table, "k_norm_weight": weight}
+    compare_stores(rope_store_kv, rope_store_kv_ref, q, k, v, kv, SCALES, **rope)
+    latent = torch.randn(33, 1, 512 + 64, device=DEVICE).to(dtype)
+    queries = torch.randn(33, 16, 512 + 64, device=DEVICE).to(dtype)
+    rope = {"cos_sin_cache": table[:, 32:96].contiguous(), "eps": 1e-6}
+    rope["k_norm_weight"] = torch.randn(512, device=DEVICE).to(dtype)
+    args = (queries, latent, latent[..., :512], kv, SCALES)
+    compare_stores(latent_store, latent_store_ref, *args, **rope)
+
+
+def compare_stores(
+    op: Any,
+    reference: Any,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    kv: torch.dtype,
+    scales: KVScales,
+    **rope: Any,
+) -> tuple[Tensor, Tensor]:
+    """Store with both. Bytes are the same, except where two roundings of a rotation
+    fall to both sides of a tie; those are one code apart."""
+    tokens, slots = len(q), 70
+    options = {
+        "positions": torch.arange(tokens, device=DEVICE),
+        "out_cache_loc": torch.randperm(slots - 2, device=DEVICE)[:tokens] + 2,
+        "cos_sin_cache": None,
+        "scales": scales,
+        **rope,
+    }
+    options["out_cache_loc"][0] = 2
+    made = []
+    for run in (op, reference):
+        caches = [
+            torch.zeros(slots, *part.shape[1:], device=DEVICE).to(kv) for part in (k, v)
+        ]
+        if v.data_ptr() == k.data_ptr():
+            caches[1] = caches[0][..., : v.shape[2]]
+        run(
+            q.clone(),
+            k.clone(),
+            v.clone(),
+            k_cache=caches[0],
+            v_cache=caches[1],
+            **options,
+        )
+        made.append(caches)
+    for found, expected in zip(*made, strict=True):
+        differ = (bits(found) != bits(expected)) & ~(
+            found.float().isnan() & expected.float().isnan()
+        )
+        if not rope:
+            assert not bool(differ.any()), (found[differ], expected[differ])
+        apart = (bits(found).int() - bits(expected).int()).abs()
+        assert differ.float().mean() < 0.01 and bool((apart[differ] == 1).all())
+    return made[0][0], made[0][1]
+
+
+@pytest.mark.parametrize("kv", KV, ids=str)
+def test_moves_keep_every_byte(kv: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(1)
+    codes = torch.randint(256, (2, 3, 20, 2, 8), dtype=torch.uint8, generator=generator)
+    src = torch.tensor([3, 4, 5, 9], device=DEVICE)
+    dst = torch.tensor([4, 5, 6, 1], device=DEVICE)
+    moved = []
+    for move in (move_kv_cache, move_kv_cache_ref):
+        k, v = codes.clone().to(DEVICE)
+        move(k.view(kv), v.view(kv), dst=dst, src=src)
+        moved.append(torch.stack((k, v)).cpu())
+    assert torch.equal(moved[0], moved[1])
+    assert torch.equal(moved[0][:, :, dst.cpu()], codes[:, :, src.cpu()])
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
