@@ -192,6 +192,7 @@ def main() -> None:
     parser.add_argument("--disable-custom-all-reduce", action="store_true")
     parser.add_argument("--quantization", choices=ONLINE_METHODS)
     parser.add_argument("--fp8-gemm-backend", default="auto")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--kv-canary", default="none")
     parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--top-p", type=float, default=1.0)
@@ -219,6 +220,7 @@ def main() -> None:
         kv_canary=args.kv_canary,
         quantization=args.quantization,
         fp8_gemm_runner_backend=args.fp8_gemm_backend,
+        kv_cache_dtype=args.kv_cache_dtype,
     )
     with first_of_ranks(server_args):
         document = run(args, server_args, shape, gemms, bandwidth)
@@ -240,7 +242,8 @@ def run(
     clock.install()
     weight_bytes = weight_bytes_of_a_step(scheduler.worker.model_runner.model, shape)
     kv = 2 * shape["num_hidden_layers"] * shape["num_key_value_heads"]
-    kv_bytes = kv * shape["head_dim"] * 2 // args.tp_size
+    pool = scheduler.worker.model_runner.token_to_kv_pool
+    kv_bytes = kv * shape["head_dim"] * pool.dtype.itemsize // args.tp_size
     print(f"read bandwidth {bandwidth / 1e12:.2f} TB/s, started in {start_s:.1f} s")
     print("batch  step ms  (mean)  host ms  floor ms  GEMMs ms  prefill tok/s")
     results = []
@@ -269,6 +272,7 @@ def run(
         "tp_size": args.tp_size,
         "kv_canary": args.kv_canary,
         "quantization": args.quantization,
+        "kv_cache_dtype": args.kv_cache_dtype,
         "read_bandwidth": bandwidth,
         "start_s": start_s,
         "results": results,

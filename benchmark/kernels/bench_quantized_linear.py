@@ -1,7 +1,7 @@
 """Products with quantised weights beside bfloat16, and the floors of both.
 
 python benchmark/kernels/bench_quantized_linear.py [--rows 1,16,64,256,8192]
-    [--shape 6144x4096] [--scheme row,block]
+    [--shape 6144x4096] [--scheme row,block,int4]
 
 Runs on CUDA. The floor of a product is the larger of its weight's bytes over the read
 bandwidth and, for many rows, its operations over what cuBLAS reaches in bfloat16 on a
@@ -55,7 +55,24 @@ def by_block(weight: Tensor) -> QuantizedWeight:
     )
 
 
-SCHEMES = {"row": by_row, "block": by_block}
+def of_4_bits(weight: Tensor) -> QuantizedWeight:
+    """Random codes with zeros, in groups of 128: only speed is measured."""
+    n, k = weight.shape
+    shape = (n, k // BLOCK)
+    return QuantizedWeight(
+        format="int4",
+        codes=torch.randint(256, (n, k // 2), dtype=torch.uint8, device="cuda"),
+        scales=torch.rand(shape, device="cuda") / 64,
+        zeros=torch.randint(-8, 8, shape, dtype=torch.int8, device="cuda"),
+        group_rows=1,
+        group_columns=BLOCK,
+    )
+
+
+SCHEMES = {"row": by_row, "block": by_block, "int4": of_4_bits}
+BYTES = {"row": 1.0, "block": 1.0, "int4": 0.5}
+OPERATIONS = {"row": 2.0, "block": 2.0, "int4": 1.0}
+"""Of many rows, relative to bfloat16."""
 
 
 def peak_flop_us() -> float:
@@ -75,12 +92,13 @@ def measure(
     row: dict[str, Any] = {"n": n, "k": k, "rows": rows}
     row["bf16_us"] = graph_us([partial(linear, x, w, out=out) for w in plain])
     row["bf16_floor_us"] = max(2 * n * k / read_gb_s / 1e3, work / peak)
-    row["fp8_floor_us"] = max(n * k / read_gb_s / 1e3, work / (2 * peak))
     for scheme in schemes:
         stored = [SCHEMES[scheme](w) for w in plain]
         us = graph_us([partial(linear, x, w, out=out) for w in stored])
+        read_us = BYTES[scheme] * n * k / read_gb_s / 1e3
+        floor = max(read_us, work / (OPERATIONS[scheme] * peak))
         row[f"{scheme}_us"] = us
-        row[f"{scheme}_of_floor"] = row["fp8_floor_us"] / us
+        row[f"{scheme}_of_floor"] = floor / us
         row[f"{scheme}_speedup"] = row["bf16_us"] / us
     return row
 

@@ -6,6 +6,7 @@ with exactly its values, whose products are the oracle.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -103,6 +104,137 @@ def _compressed(strategy: str) -> dict[str, Any]:
     }
 
 
+# -- 4 bits ------------------------------------------------------------------------
+
+
+def _grouped(weight: Tensor, size: int, *, symmetric: bool) -> tuple[Tensor, ...]:
+    """Return codes [N, K] of 0 to 15, scales [N, G] in half precision, and zeros [N, G]
+    of 1 to 15."""
+    groups = weight.unflatten(1, (-1, size))
+    if symmetric:
+        scales = (groups.abs().amax(2) / 7).half()
+        zeros = torch.full_like(scales, 8)
+    else:
+        low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
+        scales = ((high - low) / 14).half()
+        zeros = (-low / scales.float()).round().clamp(1, 15).half()
+    wide = scales.float()[..., None]
+    codes = (groups / wide + zeros[..., None]).round().clamp(0, 15)
+    return codes.flatten(1).int(), scales, zeros.int()
+
+
+def _ungrouped(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    size = codes.shape[1] // scales.shape[1]
+    wide = [part.repeat_interleave(size, 1).float() for part in (scales, zeros)]
+    return (codes - wide[1]) * wide[0]
+
+
+def _words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Pack the last dimension of codes, eight to an int32; nibble i holds
+    `order[i]`."""
+    words = torch.zeros(*codes.shape[:-1], codes.shape[-1] // 8, dtype=torch.int64)
+    for nibble, place in enumerate(order):
+        words |= codes[..., place::8].long() << (4 * nibble)
+    return (words - ((words >> 31) << 32)).int()
+
+
+def _kept_values(store: Callable[..., tuple[Tensors, Tensor]]) -> Recipe:
+    """A recipe whose `store` also returns the values, kept until they are asked for."""
+    kept: list[Tensor] = []
+
+    def stored(weight: Tensor) -> Tensors:
+        made, values = store(weight)
+        kept[:] = [values]
+        return made
+
+    return Recipe(config={}, store=stored, values=lambda _: kept[0])
+
+
+def gptq_recipe(*, size: int, act_order: bool, symmetric: bool) -> Recipe:
+    def store(weight: Tensor) -> tuple[Tensors, Tensor]:
+        inputs = weight.shape[1]
+        order = torch.arange(inputs)
+        if act_order:
+            order = torch.randperm(inputs, generator=torch.Generator().manual_seed(1))
+        codes, scales, zeros = _grouped(weight[:, order], size, symmetric=symmetric)
+        group = torch.empty(inputs, dtype=torch.int32)
+        group[order] = torch.arange(inputs, dtype=torch.int32) // size
+        back = order.argsort()
+        made = {
+            "qweight": _words(codes[:, back]).t(),
+            "qzeros": _words((zeros - 1).t()),
+            "scales": scales.t(),
+            "g_idx": group,
+        }
+        return made, _ungrouped(codes, scales, zeros)[:, back]
+
+    config = {"quant_method": "gptq", "bits": 4, "group_size": size, "sym": symmetric}
+    return dataclasses.replace(
+        _kept_values(store), config=config | {"desc_act": act_order}
+    )
+
+
+def awq_recipe(*, size: int) -> Recipe:
+    interleaved = (0, 2, 4, 6, 1, 3, 5, 7)
+
+    def store(weight: Tensor) -> tuple[Tensors, Tensor]:
+        codes, scales, zeros = _grouped(weight, size, symmetric=False)
+        made = {
+            "qweight": _words(codes.t(), interleaved),
+            "qzeros": _words(zeros.t(), interleaved),
+            "scales": scales.t(),
+        }
+        return made, _ungrouped(codes, scales, zeros)
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": size, "version": "gemm"}
+    return dataclasses.replace(_kept_values(store), config=config)
+
+
+def packed_recipe(*, size: int, symmetric: bool) -> Recipe:
+    def store(weight: Tensor) -> tuple[Tensors, Tensor]:
+        codes, scales, zeros = _grouped(weight, size, symmetric=symmetric)
+        made = {
+            "weight_packed": _words(codes),
+            "weight_scale": scales,
+            "weight_shape": torch.tensor(weight.shape),
+        }
+        if not symmetric:
+            made["weight_zero_point"] = _words(zeros.t()).t()
+        return made, _ungrouped(codes, scales, zeros)
+
+    weights = {
+        "num_bits": 4,
+        "type": "int",
+        "strategy": "group",
+        "group_size": size,
+        "symmetric": symmetric,
+    }
+    group = {"weights": weights, "input_activations": None, "targets": ["Linear"]}
+    config = {
+        "quant_method": "compressed-tensors",
+        "format": "pack-quantized",
+        "config_groups": {"group_0": group},
+        "ignore": ["lm_head"],
+    }
+    return dataclasses.replace(_kept_values(store), config=config)
+
+
+def mxfp4_values(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return [..., G * 32] of blocks [..., G, 16] and exponents [..., G]."""
+    codes = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(-2).int()
+    magnitude = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])[codes & 7]
+    signed = torch.where(codes >= 8, -magnitude, magnitude)
+    powers = torch.tensor([2.0 ** (i - 127) for i in range(255)] + [float("nan")])
+    return (signed * powers[scales.int()][..., None]).flatten(-2).to(dtype)
+
+
+FOUR_BITS = {
+    "gptq": gptq_recipe(size=32, act_order=False, symmetric=True),
+    "gptq-act-order": gptq_recipe(size=16, act_order=True, symmetric=False),
+    "awq": awq_recipe(size=32),
+    "packed": packed_recipe(size=32, symmetric=True),
+    "packed-zeros": packed_recipe(size=16, symmetric=False),
+}
 RECIPES = {
     "tensor": Recipe(
         config={"quant_method": "fp8", "activation_scheme": "static"},

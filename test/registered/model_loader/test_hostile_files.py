@@ -124,7 +124,7 @@ def test_a_value_that_no_model_with_experts_has(
             {"quant_method": "exl2"},
             ["quantization_config.quant_method", "mxfp4", '"exl2"'],
         ),
-        ({"quant_method": "gptq", "bits": 4}, ["quant_method", "mxfp4", '"gptq"']),
+        ({"quant_method": "gptq", "bits": 3}, ["bits must be 4", "3"]),
         ({"bits": 4}, ["quantization_config.quant_method is missing"]),
         ({"quant_method": 4}, ["quantization_config.quant_method", "4"]),
         ("awq", ["quantization_config must be an object"]),

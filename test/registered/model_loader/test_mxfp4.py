@@ -12,9 +12,16 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.configs.quantization_config import (
+    QuantizationConfig,
+    WeightScheme,
+)
 from sglang.srt.layers.moe.experts import Experts, StackLayout
+from sglang.srt.layers.ops.linear.quantized import QuantizedWeight, dequantize
+from sglang.srt.layers.quantization import quantized_modules, quantized_weight
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.model_loader.mxfp4 import dequantize_mxfp4, dequantized
+from sglang.srt.model_loader.quantized import QuantizedTensors, Readers
+from sglang.srt.model_loader.weight_utils import TensorHeader
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tiny_models import write_tiny_model
 
@@ -40,6 +47,38 @@ CODES = {
     0b1111: -6.0,
 }
 DTYPES = [torch.float32, torch.bfloat16]
+SCHEME = WeightScheme(
+    format="mxfp4", group_columns=32, quantizes_inputs=False, is_kept_on_cpu=False
+)
+
+
+def dequantize_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
+    weight = QuantizedWeight(
+        format="mxfp4",
+        codes=blocks.flatten(-2),
+        scales=scales,
+        group_rows=1,
+        group_columns=32,
+    )
+    return dequantize(weight).to(dtype)
+
+
+def read(
+    tensors: dict[str, Tensor], *, is_kept: bool, transposed: bool, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    headers = {
+        name: TensorHeader("U8" if tensor.dtype == torch.uint8 else "F32", ())
+        for name, tensor in tensors.items()
+    }
+    config = QuantizationConfig(method="mxfp4", weights=SCHEME)
+    readers = Readers(
+        is_kept=lambda name: is_kept,
+        is_transposed=lambda name: transposed,
+        dtype=dtype,
+        device="cpu",
+    )
+    found = QuantizedTensors.find(headers, config, "folder")
+    return dict(found.read(tensors.items(), readers))
 
 
 def random_pair(*shape: int) -> tuple[Tensor, Tensor]:
@@ -74,35 +113,46 @@ def test_the_scale_that_is_no_number() -> None:
     found = dequantize_mxfp4(blocks, scales, torch.bfloat16)
     assert bool(found[1, :32].isnan().all())
     assert not bool(found[1, 32:].isnan().any()) and not bool(found[0].isnan().any())
+    tensors = {"a_blocks": blocks, "a_scales": scales}
+    with pytest.raises(
+        ValueError, match="folder: tensor a_scales holds a scale of nan"
+    ):
+        read(tensors, is_kept=True, transposed=False, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_as_transformers_does(dtype: torch.dtype) -> None:
     blocks, scales = random_pair(3, 10, 4)
     expected = convert_moe_packed_tensors(blocks, scales, dtype=dtype)
-    weights = [("a.x_scales", scales), ("b", torch.ones(2)), ("a.x_blocks", blocks)]
-    found = dict(dequantized(weights, dtype=dtype, device="cpu", source="folder"))
+    weights = {"a.x_scales": scales, "b": torch.ones(2), "a.x_blocks": blocks}
+    found = read(weights, is_kept=False, transposed=True, dtype=dtype)
     assert found.keys() == {"a.x", "b"}
     assert torch.equal(found["a.x"], expected)
 
 
-def test_experts_take_it() -> None:
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_experts_take_it(is_kept: bool) -> None:
     """Rows of gate and up alternate in the blocks."""
-    experts = Experts(
-        num_experts=3,
-        hidden_size=64,
-        intermediate_size=32,
-        layout=StackLayout(is_transposed=True, is_interleaved=True),
-    )
+    with quantized_modules(SCHEME if is_kept else None):
+        experts = Experts(
+            num_experts=3,
+            hidden_size=64,
+            intermediate_size=32,
+            layout=StackLayout(is_transposed=True, is_interleaved=True),
+        )
     blocks, scales = random_pair(3, 64, 2)
-    weights = [("gate_up_proj_blocks", blocks), ("gate_up_proj_scales", scales)]
-    options = {"dtype": torch.bfloat16, "device": "cpu", "source": ""}
-    ((name, stack),) = dequantized(weights, **options)  # type: ignore[arg-type]
-    parameter = experts.gate_up_proj
-    assert parameter is not None
-    parameter.load(name, stack, None)
+    weights = {"gate_up_proj_blocks": blocks, "gate_up_proj_scales": scales}
+    found = read(weights, is_kept=is_kept, transposed=True, dtype=torch.float32)
+    for name, stack in found.items():
+        getattr(experts, name).load(name, stack, None)
+    if is_kept:
+        kept = quantized_weight(experts, "gate_up_proj")
+        assert kept is not None and kept.nbytes == blocks.nbytes + scales.nbytes
+        made = dequantize(kept)
+    else:
+        made = experts.gate_up_proj.data
     plain = dequantize_mxfp4(blocks, scales, torch.float32)
-    assert torch.equal(parameter.data, torch.cat((plain[:, ::2], plain[:, 1::2]), 1))
+    assert torch.equal(made, torch.cat((plain[:, ::2], plain[:, 1::2]), 1))
 
 
 # -- files -------------------------------------------------------------------------
@@ -152,9 +202,12 @@ def test_files_that_lie(tmp_path: Path) -> None:
         lying = {f"{NAME}_blocks": bad_blocks, f"{NAME}_scales": bad_scales}
         with pytest.raises(ValueError, match=f"{NAME}_blocks is .*expected uint8"):
             load(folder, weights | lying)
-    for suffix in ("_blocks", "_scales"):
+    for suffix, message in (
+        ("_blocks", f"tensor {NAME}_scales has no place"),
+        ("_scales", f"{NAME}_blocks is quantised .U8., but there is no {NAME}_scales"),
+    ):
         half = {k: v for k, v in weights.items() if k != NAME + suffix}
-        with pytest.raises(ValueError, match=f"a tensor {NAME}_.* but no {suffix}"):
+        with pytest.raises(ValueError, match=message):
             load(folder, half)
 
 

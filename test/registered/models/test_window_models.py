@@ -22,11 +22,11 @@ from sglang.srt.distributed.parallel_state import (
     tensor_parallel_group,
 )
 from sglang.srt.model_loader.loader import load_model
-from sglang.srt.model_loader.mxfp4 import dequantize_mxfp4
 from sglang.srt.model_loader.text_part import text_tensor_name
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.harness import EngineHarness
+from sglang.test.quantized_models import mxfp4_values
 from sglang.test.scale import count, is_full
 from sglang.test.spec_matrix import SpecConfig
 from sglang.test.spec_parity import (
@@ -272,7 +272,7 @@ def mxfp4_twins(root: Path) -> tuple[Path, Path]:
         )
         scales = torch.randint(122, 125, blocks.shape[:-1], dtype=torch.uint8)
         ours |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        values = dequantize_mxfp4(blocks, scales, torch.bfloat16)
+        values = mxfp4_values(blocks, scales, torch.bfloat16)
         theirs[name] = values.transpose(1, 2).contiguous()
     for folder, weights in ((packed, ours), (plain, theirs)):
         weights = {
@@ -306,7 +306,7 @@ def test_mxfp4_equals_the_plain_checkpoint(tmp_path: Path, dtype: str) -> None:
     [
         (GPT_OSS, {"num_local_experts": 0}, r"GptOssForCausalLM needs num_experts"),
         (GPT_OSS, {"hidden_act": "gelu_pytorch_tanh"}, r"hidden_act.*supported: silu$"),
-        (GPT_OSS, {"quantization_config": {"quant_method": "awq"}}, '"awq".*mxfp4'),
+        (GPT_OSS, {"quantization_config": {"quant_method": "quip"}}, '"quip".*mxfp4'),
         (GPT_OSS, {"swiglu_limit": -1}, "swiglu_limit must be from"),
         (GEMMA3, {"hidden_activation": "relu"}, "'relu'.*gelu_pytorch_tanh"),
         (GEMMA3, {"use_bidirectional_attention": True}, "use_bidirectional_attention"),

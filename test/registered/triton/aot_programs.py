@@ -358,6 +358,7 @@ def products() -> Iterator[Variant]:
     pointers = {
         **dict.fromkeys(("x", "weight", "bias", "residual", "out"), p),
         **dict.fromkeys(("scales", "partial"), "*fp32"),
+        "zeros": "*fp32",
         "counters": "*i32",
     }
     for (n, k, gated), rows in itertools.product(PRODUCTS, (1, 16, 32, 64)):
@@ -388,7 +389,14 @@ def products() -> Iterator[Variant]:
         yield Variant(name, gemm_kernel, pointers, constants, config.warps)
 
 
-CODES = {"e4m3": "*fp8e4nv", "e4m3_bits": "*u8"}
+CODES = {"e4m3": "*fp8e4nv", "e4m3_bits": "*u8", "int4": "*u8", "mxfp4": "*u8"}
+FOUR_BITS = ("int4", "mxfp4")
+
+
+def stored_types(form: str) -> dict[str, str]:
+    """Types of a weight, its scales and zeros."""
+    scales = "*u8" if form == "mxfp4" else "*fp32"
+    return {"weight": CODES[form], "scales": scales, "zeros": "*i8"}
 
 
 def quantized_products() -> Iterator[Variant]:
@@ -402,7 +410,8 @@ def quantized_products() -> Iterator[Variant]:
     for (n, k, gated), rows, group, form in itertools.product(
         shapes, (1, 16, 64), (0, 128), CODES
     ):
-        config = lookup_quantized(rows=rows, n=n, k=k, group=group)
+        packed = form in FOUR_BITS
+        config = lookup_quantized(rows=rows, n=n, k=k, group=group, packed=packed)
         is_vector = config.split_k == 0
         product = Product(
             k=k,
@@ -414,12 +423,13 @@ def quantized_products() -> Iterator[Variant]:
             has_bias=False,
             has_residual=not gated,
             format=FORMATS[form],
-            group_rows=128 if group else 1,
+            group_rows=128 if group and not packed else 1,
             group_columns=group or k,
             groups=k // group if group else 1,
+            has_zeros=form == "int4",
         )
         constants = {"PRODUCT": product, "PDL": config.dependent}
-        args = pointers | {"weight": CODES[form]}
+        args = pointers | stored_types(form)
         name = f"quantised gemm rows={rows} n={n} k={k} group={group} {form}"
         if is_vector:
             yield Variant(name, gemv_kernel, args, constants, config.warps)
@@ -439,15 +449,24 @@ def many_quantized() -> Iterator[Variant]:
         constants = {"K": 4096, "GROUP": group, "BLOCK": min(group, 1024)}
         constants |= {"MOST": 448.0, "PDL": True}
         yield Variant(f"round rows {group}", round_rows_kernel, args, constants, 4)
-    for form, codes in CODES.items():
-        constants = {
-            "K": 4096,
-            "BLOCK": 1024,
-            "FORMAT": FORMATS[form],
-            "GROUP_ROWS": 128,
-        }
-        constants |= {"GROUP_COLUMNS": 128, "GROUPS": 32}
-        args = {"codes": codes, "plain": p, **scales}
+    for form in CODES:
+        product = Product(
+            k=4096,
+            block_m=1,
+            block_n=1,
+            block_k=1024,
+            gated=False,
+            gelu=False,
+            has_bias=False,
+            has_residual=False,
+            format=FORMATS[form],
+            group_columns=128,
+            groups=32,
+            has_zeros=form == "int4",
+        )
+        args = {"plain": p, **stored_types(form)}
+        args["codes"] = args.pop("weight")
+        constants = {"PRODUCT": product, "PDL": True}
         yield Variant(f"dequantise {form}", dequantize_kernel, args, constants, 4)
     pointers = {**dict.fromkeys(("x", "weight"), "*fp8e4nv"), "bias": p, "out": p}
     pointers |= dict.fromkeys(("x_scales", "weight_scales"), "*fp32")
@@ -552,10 +571,11 @@ def experts() -> Iterator[Variant]:
         **dict.fromkeys(("x", "weight", "bias", "out", "products"), p),
         **dict.fromkeys(("rows", "block_experts"), "*i32"),
         **dict.fromkeys(("scales", "weight_scales"), "*fp32"),
+        "weight_zeros": "*i8",
         **dict.fromkeys(("alpha", "limit"), "fp32"),
     }
     for (count, hidden, inner, top_k), tokens, gated, form in itertools.product(
-        EXPERTS, (1, 64, 512, 2048), (True, False), ("plain", "e4m3")
+        EXPERTS, (1, 64, 512, 2048), (True, False), ("plain", "e4m3", *FOUR_BITS)
     ):
         outputs = inner if gated else hidden
         config = moe_lookup(
@@ -579,9 +599,10 @@ def experts() -> Iterator[Variant]:
             direct=tokens == 1,
             addends=top_k if tokens == 1 and not gated else 0,
             format=FORMATS[form],
-            group_rows=128 if form != "plain" else 1,
+            group_rows=128 if form == "e4m3" else 1,
             group_columns=128 if form != "plain" else 1,
             groups=hidden // 128 if form != "plain" else 1,
+            has_zeros=form == "int4",
         )
         constants = {"PRODUCT": product, "STAGES": config.stages, "PDL": True}
         sums = {"sums": "*bf16", "counters": "*i32"}
@@ -589,7 +610,11 @@ def experts() -> Iterator[Variant]:
             constants |= dict.fromkeys(sums)
             sums = {}
         name = f"experts {count} tokens={tokens} gated={gated} {form} {config}"
-        args = {**pointers, **sums, "weight": CODES.get(form, p)}
+        args = {**pointers, **sums}
+        if form != "plain":
+            stored = stored_types(form)
+            args["weight"] = stored["weight"]
+            args["weight_scales"] = stored["scales"]
         yield Variant(name, grouped_kernel, args, constants, config.warps)
     constants = {"WIDTH": 2880, "TOP_K": 4, "BLOCK": 1024, "PDL": True}
     yield Variant("sum of experts", sum_kernel, pointers, constants, 4)

@@ -18,7 +18,9 @@ pytest.importorskip("triton")
 from sglang.srt.layers.ops.activation.op import GATED
 from sglang.srt.layers.ops.linear import triton as gemm
 from sglang.srt.layers.ops.linear import triton_many as many
+from sglang.srt.layers.ops.linear.op import linear_ref
 from sglang.srt.layers.ops.linear.quantized import (
+    E2M1,
     E4M3_MAX,
     QuantizedWeight,
     dequantize,
@@ -46,7 +48,15 @@ CONFIGS = [
     GemmConfig(block_n=32, block_k=64, split_k=3, stages=3),
 ]
 GEMV = GemmConfig(block_n=4, block_k=128, split_k=0)
-SCHEMES = {"row": (1, None), "blocks": (128, 128), "groups": (1, 64)}
+SCHEMES = {
+    "row": ("e4m3", 1, None),
+    "blocks": ("e4m3", 128, 128),
+    "groups": ("e4m3", 1, 64),
+    "int4-row": ("int4", 1, None),
+    "int4": ("int4", 1, 64),
+    "int4-zeros": ("int4-zeros", 1, 32),
+    "mxfp4": ("mxfp4", 1, 32),
+}
 
 
 @pytest.fixture(autouse=True)
@@ -55,16 +65,27 @@ def same_numbers_every_time() -> None:
 
 
 def quantized(
-    n: int, k: int, rows: int, columns: int | None, **fields: Any
+    n: int, k: int, form: str, rows: int, columns: int | None, **fields: Any
 ) -> QuantizedWeight:
     """Random codes, with scales that differ by powers of ten."""
-    codes, _ = quantize_rows(torch.randn(n, k))
     groups = -(-k // (columns or k))
-    scales = 10 ** (torch.rand(-(-n // rows), groups) * 2 - 4)
+    shape = (-(-n // rows), groups)
+    zeros = None
+    if form == "e4m3":
+        codes, _ = quantize_rows(torch.randn(n, k))
+        scales = 10 ** (torch.rand(*shape) * 2 - 4)
+    else:
+        codes = torch.randint(256, (n, k // 2), dtype=torch.uint8)
+        scales = 10 ** (torch.rand(*shape) * 2 - 2)
+    if form == "mxfp4":
+        scales = torch.randint(117, 125, shape, dtype=torch.uint8)
+    if form == "int4-zeros":
+        form, zeros = "int4", torch.randint(-8, 9, shape, dtype=torch.int8).to(DEVICE)
     return QuantizedWeight(
-        format="e4m3",
+        format=form,  # type: ignore[arg-type]
         codes=codes.to(DEVICE),
         scales=scales.to(DEVICE),
+        zeros=zeros,
         group_rows=rows,
         group_columns=columns or k,
         **fields,
@@ -87,6 +108,9 @@ def values(weight: QuantizedWeight) -> Tensor:
 def test_few_rows(config: GemmConfig, scheme: str) -> None:
     for n, k in SHAPES:
         weight = quantized(n, k, *SCHEMES[scheme])
+        if not weight.is_scaled_by_row:
+            step = min(config.block_k, weight.group_columns)
+            config = dataclasses.replace(config, block_k=step)
         for rows in (1, 5, 33):
             x = torch.randn(rows, k, device=DEVICE).to(DTYPE)
             found = gemm.gemm(x, weight, config=config)
@@ -95,7 +119,7 @@ def test_few_rows(config: GemmConfig, scheme: str) -> None:
 
 def test_one_row_in_registers() -> None:
     for n, k in SHAPES:
-        weight = quantized(n, k, 1, None)
+        weight = quantized(n, k, *SCHEMES["row"])
         x = torch.randn(1, k, device=DEVICE).to(DTYPE)
         found = gemm.gemm(x, weight, config=GEMV)
         assert relative_error(found, x.double() @ values(weight).T) < TOLERANCE
@@ -108,11 +132,12 @@ def test_epilogues(scheme: str) -> None:
     bias = torch.randn(72, device=DEVICE).to(DTYPE)
     residual = torch.randn(3, 72, device=DEVICE).to(DTYPE)
     product = (x.double() @ values(weight).T).to(DTYPE)
+    configs = [dataclasses.replace(each, block_k=32) for each in CONFIGS]
     expected = (x.double() @ values(weight).T + bias).to(DTYPE) + residual
-    found = gemm.gemm(x, weight, bias, config=CONFIGS[0], residual=residual)
+    found = gemm.gemm(x, weight, bias, config=configs[0], residual=residual)
     assert relative_error(found, expected) < 2 * TOLERANCE
     for name, activation in GATED.items():
-        gated = gemm.gemm_gated(x, weight, name, config=CONFIGS[1])
+        gated = gemm.gemm_gated(x, weight, name, config=configs[1])
         assert relative_error(gated, activation(product.float())) < 4 * TOLERANCE
 
 
@@ -129,6 +154,41 @@ def test_the_op_takes_any_number_of_rows(rows: int, scheme: str) -> None:
         # Many rows are multiplied with values rounded to the dtype.
         assert relative_error(canvas[:rows], expected) < 2 * TOLERANCE
         assert bool((canvas[rows] == 7).all())
+
+
+@pytest.mark.parametrize("form", ["int4", "mxfp4"])
+def test_every_code_of_4_bits(form: str) -> None:
+    codes = torch.arange(256, dtype=torch.uint8).view(2, 128)
+    scales = torch.tensor([[0.5], [4.0]])
+    if form == "mxfp4":
+        scales = torch.tensor([[120], [130]], dtype=torch.uint8)
+    weight = QuantizedWeight(
+        format=form,  # type: ignore[arg-type]
+        codes=codes.to(DEVICE),
+        scales=scales.to(DEVICE),
+        group_rows=1,
+        group_columns=256,
+    )
+    table = E2M1 if form == "mxfp4" else range(-8, 8)
+    halves = [table[half] for byte in range(256) for half in (byte & 15, byte >> 4)]
+    if form == "mxfp4":
+        scales = torch.tensor([[2.0**-7], [2.0**3]])
+    expected = torch.tensor(halves).view(2, 256).double() * scales
+    assert torch.equal(dequantize(weight).double().cpu(), expected)
+    assert torch.equal(many.dequantize_to(weight, DTYPE).double().cpu(), expected)
+
+
+def test_inputs_in_another_order() -> None:
+    """The columns of GPTQ's act-order."""
+    order = torch.randperm(200, device=DEVICE)
+    weight = quantized(72, 200, *SCHEMES["int4-zeros"])
+    turned = dataclasses.replace(weight, columns=order)
+    for rows in (2, 70):
+        x = torch.randn(rows, 200, device=DEVICE).to(DTYPE)
+        expected = gemm.linear(x[:, order].contiguous(), weight)
+        assert torch.equal(gemm.linear(x, turned), expected)
+        plain = linear_ref(x, turned)
+        assert relative_error(plain, expected) < 2 * TOLERANCE
 
 
 def test_plain_values_are_exact() -> None:
@@ -172,7 +232,7 @@ def test_products_of_blocks_in_8_bits(rows: int) -> None:
     """The rounding of the inputs is part of the oracle, so it is exact up to sums."""
     shapes = [(200, 256), (144, 320)] if DEVICE == "cpu" else [*SHAPES, (144, 336)]
     for n, k in shapes:
-        weight = quantized(n, k, 128, 128)
+        weight = quantized(n, k, *SCHEMES["blocks"])
         x = torch.randn(rows, k, device=DEVICE).to(DTYPE)
         codes, scales = many.round_rows(x, 128)
         wide = scales.repeat_interleave(128, 1)[:, :k]
@@ -186,9 +246,8 @@ def test_products_of_blocks_in_8_bits(rows: int) -> None:
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_experts(tokens: int, scheme: str) -> None:
     experts, hidden, inner = 5, 200, 144
-    rows, columns = SCHEMES[scheme]
-    gate_up = [quantized(2 * inner, hidden, rows, columns) for _ in range(experts)]
-    down = [quantized(hidden, inner, rows, columns) for _ in range(experts)]
+    gate_up = [quantized(2 * inner, hidden, *SCHEMES[scheme]) for _ in range(experts)]
+    down = [quantized(hidden, inner, *SCHEMES[scheme]) for _ in range(experts)]
     weights = ExpertWeights(gate_up=stack(gate_up), down=stack(down), inner=inner)
     x = torch.randn(tokens, hidden, device=DEVICE).to(DTYPE)
     share, ids = random_choice(tokens, experts, 2, device=DEVICE)
@@ -204,18 +263,21 @@ def test_experts(tokens: int, scheme: str) -> None:
 
 
 def stack(matrices: list[QuantizedWeight]) -> QuantizedWeight:
+    """With smaller scales, because activations are products of two sums."""
+    scales = torch.stack([each.scales for each in matrices])
+    zeros = [each.zeros for each in matrices if each.zeros is not None]
     return dataclasses.replace(
         matrices[0],
         codes=torch.stack([each.codes for each in matrices]),
-        # Smaller, because activations are products of two sums.
-        scales=torch.stack([each.scales for each in matrices]) / 8,
+        scales=scales - 3 if scales.dtype == torch.uint8 else scales / 8,
+        zeros=torch.stack(zeros) if zeros else None,
     )
 
 
 @needs_cuda
 def test_products_of_rows_in_8_bits() -> None:
     for n, k in ((6144, 4096), (4096, 14336)):
-        weight = quantized(n, k, 1, None, quantizes_inputs=True)
+        weight = quantized(n, k, *SCHEMES["row"], quantizes_inputs=True)
         x = torch.randn(300, k, device=DEVICE).to(DTYPE)
         codes, scales = many.round_rows(x, k)
         expected = (codes.double() * scales.double()) @ values(weight).T

@@ -13,10 +13,11 @@ from typing import Any, Literal
 from sglang.srt.utils.checked_values import REQUIRED, ConfigValues, Key
 from sglang.srt.utils.json_file import shown
 
-WeightFormat = Literal["e4m3"]
+WeightFormat = Literal["e4m3", "int4", "mxfp4"]
 
 FP8, W8A8_FP8, COMPRESSED, MXFP4 = "fp8", "w8a8_fp8", "compressed-tensors", "mxfp4"
-METHODS = (FP8, W8A8_FP8, COMPRESSED, MXFP4)
+AWQ, GPTQ = "awq", "gptq"
+METHODS = (FP8, W8A8_FP8, COMPRESSED, AWQ, GPTQ, MXFP4)
 """Values of `quant_method`, and of --quantization."""
 ONLINE_METHODS = (FP8, W8A8_FP8)
 """Methods that also quantise a plain checkpoint while it is read."""
@@ -33,6 +34,15 @@ _KEYS: dict[str, Key] = {
     "ignored_layers": Key(list, of=str),
     "ignore": Key(list, of=str),
     "config_groups": Key(dict),
+    # Keys of AWQ and GPTQ.
+    "bits": Key(int, 1, 64, 4),
+    "group_size": Key(int, -1, MAX_GROUP, 128),
+    "zero_point": Key(bool, default=True),
+    "version": Key(str, default="gemm"),
+    "desc_act": Key(bool, default=False),
+    "sym": Key(bool, default=True),
+    "checkpoint_format": Key(str, default="gptq"),
+    "dynamic": Key(dict),
 }
 _GROUP_KEYS: dict[str, Key] = {"weights": Key(dict)}
 _WEIGHT_KEYS: dict[str, Key] = {
@@ -41,6 +51,8 @@ _WEIGHT_KEYS: dict[str, Key] = {
     "strategy": Key(str, default="tensor"),
     "block_structure": Key(list, 1, MAX_GROUP, of=int),
     "symmetric": Key(bool, default=True),
+    "group_size": Key(int, -1, MAX_GROUP),
+    "actorder": Key(str),
 }
 
 
@@ -54,12 +66,19 @@ class WeightScheme:
         group_columns: columns that share a scale; None means all of a row.
         quantizes_inputs: products of many rows may round their inputs to 8 bits as
             well.
+        has_zeros: groups have a zero besides their scale.
+        has_columns: columns may be stored in another order than the inputs'.
+        is_kept_on_cpu: the CPU also keeps the codes; otherwise it dequantises them
+            while loading.
     """
 
     format: WeightFormat
     group_rows: int = 1
     group_columns: int | None = None
     quantizes_inputs: bool = True
+    has_zeros: bool = False
+    has_columns: bool = False
+    is_kept_on_cpu: bool = True
 
 
 CHANNELS = WeightScheme(format="e4m3")
@@ -73,14 +92,16 @@ class QuantizationConfig:
 
     Fields:
         method: one of `METHODS`.
-        scheme: how they are stored, or None if they are dequantised while loading.
+        weights: how they are stored.
+        stores_zeros: whether GPTQ's zeros are stored as they are, not less one.
         ignored: patterns of modules that are not quantised, as the checkpoint has them.
         is_online: the checkpoint is plain, and is quantised while it is read.
     """
 
     method: str
-    scheme: WeightScheme | None
+    weights: WeightScheme
     ignored: tuple[str, ...] = ()
+    stores_zeros: bool = False
     is_online: bool = False
 
 
@@ -117,7 +138,12 @@ def read_quantization(
         for key in ("modules_to_not_convert", "ignored_layers", "ignore")
         for entry in found.get(key) or ()
     ]
-    return QuantizationConfig(method=method, scheme=scheme, ignored=tuple(ignored))
+    return QuantizationConfig(
+        method=method,
+        weights=scheme,
+        ignored=tuple(ignored),
+        stores_zeros=found.get("checkpoint_format") == "gptq_v2",
+    )
 
 
 def _online(values: ConfigValues, requested: str | None) -> QuantizationConfig | None:
@@ -129,7 +155,7 @@ def _online(values: ConfigValues, requested: str | None) -> QuantizationConfig |
             f"is missing, but --quantization is {requested}, which reads quantised "
             f"checkpoints only; use {' or '.join(ONLINE_METHODS)}, or remove the flag",
         )
-    return QuantizationConfig(method=requested, scheme=CHANNELS, is_online=True)
+    return QuantizationConfig(method=requested, weights=CHANNELS, is_online=True)
 
 
 def _alias(method: str) -> tuple[str, ...]:
@@ -169,9 +195,12 @@ def _group_scheme(group: ConfigValues) -> WeightScheme:
     weights = group.within("weights", _WEIGHT_KEYS)
     bits, kind = weights.get("num_bits"), weights.get("type")
     strategy = weights.get("strategy")
+    if (bits, kind) == (4, "int"):
+        return _packed_scheme(weights, strategy)
     if (bits, kind) != (8, "float"):
         raise weights.error(
-            "num_bits", f"and type are {bits} and {shown(kind)}; supported: 8, float"
+            "num_bits",
+            f"and type are {bits} and {shown(kind)}; supported: 8, float and 4, int",
         )
     if strategy == "block":
         blocks = _blocks(weights, "block_structure")
@@ -183,13 +212,70 @@ def _group_scheme(group: ConfigValues) -> WeightScheme:
     return CHANNELS
 
 
-def _dequantized(found: ConfigValues) -> None:
-    return None
+def _packed_scheme(weights: ConfigValues, strategy: str) -> WeightScheme:
+    if strategy not in ("group", "channel"):
+        raise weights.wrong("strategy", "must be group or channel for 4 bits")
+    if weights.get("actorder") not in (None, "weight", "static"):
+        raise weights.wrong("actorder", "must be weight, static or null")
+    size = weights.get("group_size") if strategy == "group" else None
+    if strategy == "group" and (size is None or size < 1):
+        raise weights.wrong("group_size", "must be positive")
+    return _int4(size, has_zeros=not weights.get("symmetric"))
 
 
-_SCHEMES: dict[str, Callable[[ConfigValues], WeightScheme | None]] = {
+def _int4(
+    size: int | None, *, has_zeros: bool, has_columns: bool = False
+) -> WeightScheme:
+    return WeightScheme(
+        format="int4",
+        group_columns=size if size is not None and size > 0 else None,
+        quantizes_inputs=False,
+        has_zeros=has_zeros,
+        has_columns=has_columns,
+    )
+
+
+def _check_4_bits(found: ConfigValues) -> None:
+    if found.get("bits") != 4:
+        raise found.wrong("bits", "must be 4")
+    if found.get("group_size") == 0:
+        raise found.wrong("group_size", "must be positive, or -1 for all inputs")
+
+
+def _awq_scheme(found: ConfigValues) -> WeightScheme:
+    _check_4_bits(found)
+    if found.get("version").lower() != "gemm":
+        raise found.wrong("version", "must be gemm")
+    return _int4(found.get("group_size"), has_zeros=found.get("zero_point"))
+
+
+def _gptq_scheme(found: ConfigValues) -> WeightScheme:
+    _check_4_bits(found)
+    if found.get("checkpoint_format") not in ("gptq", "gptq_v2"):
+        raise found.wrong("checkpoint_format", "must be gptq or gptq_v2")
+    if found.get("dynamic"):
+        raise found.wrong("dynamic", "must be empty: all modules share one scheme")
+    return _int4(
+        found.get("group_size"),
+        has_zeros=not found.get("sym"),
+        has_columns=found.get("desc_act"),
+    )
+
+
+def _mxfp4_scheme(found: ConfigValues) -> WeightScheme:
+    return WeightScheme(
+        format="mxfp4",
+        group_columns=32,
+        quantizes_inputs=False,
+        is_kept_on_cpu=False,
+    )
+
+
+_SCHEMES: dict[str, Callable[[ConfigValues], WeightScheme]] = {
     FP8: _fp8_scheme,
     W8A8_FP8: _fp8_scheme,
     COMPRESSED: _compressed_scheme,
-    MXFP4: _dequantized,
+    AWQ: _awq_scheme,
+    GPTQ: _gptq_scheme,
+    MXFP4: _mxfp4_scheme,
 }

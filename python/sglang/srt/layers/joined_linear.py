@@ -64,7 +64,7 @@ class JoinedParameter(LoadableParameter):
         Raises:
             ValueError: as `LoadableParameter.load`.
         """
-        joined = self.joined.get(shard)
+        joined = None if self.is_common else self.joined.get(shard)
         if joined is None:
             super().load(name, tensor, shard)
             return

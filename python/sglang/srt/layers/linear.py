@@ -27,7 +27,11 @@ from sglang.srt.layers.ops.linear.op import (
     linear_into,
     pack_weight,
 )
-from sglang.srt.layers.quantization import quantize_parameter, quantized_weight
+from sglang.srt.layers.quantization import (
+    forget_parts,
+    quantize_parameter,
+    quantized_weight,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -50,11 +54,13 @@ class LoadableParameter(nn.Parameter):
     `shards` maps their names to places along dimension `split_dim`, in order. A
     parameter that is a single checkpoint tensor has one entry, under None. `added` is
     added to the checkpoint's values in float32, before the only rounding to the dtype
-    here. `quantizes` is set if these are the codes of a quantised weight.
+    here. `quantizes` is set if these are the codes of a quantised weight. If it
+    `is_common`, each of its checkpoint tensors holds all of it, and they are equal.
     """
 
     added: float = 0.0
     quantizes: Quantized | None = None
+    is_common: bool = False
     split_dim: int
     shards: Mapping[str | None, Shard]
 
@@ -106,9 +112,22 @@ class LoadableParameter(nn.Parameter):
         Raises:
             ValueError: the shapes differ. The message names the tensor and both shapes.
         """
+        if self.is_common:
+            self._load_common(name, tensor)
+            return
         if self.added:
             tensor = tensor.float() + self.added
         copy_part(self.data, name, tensor, self.shards[shard], dim=self.split_dim)
+
+    def _load_common(self, name: str, tensor: Tensor) -> None:
+        check_shape(name, tensor, tuple(self.shape))
+        given = tensor.to(self.device)
+        if bool((self.data != -1).any()) and not torch.equal(self.data, given):
+            raise ValueError(
+                f"checkpoint tensor {name} orders inputs unlike the other weights that "
+                "are multiplied with it"
+            )
+        self.data.copy_(given)
 
     def covered_by(self, shard: str | None) -> Iterable[str | None]:
         """Return the `shards` that a checkpoint tensor of this name fills; empty if it
@@ -200,7 +219,7 @@ class Linear(Module):
             return
         self._quantized = quantized_weight(self, "weight")
         if self._quantized is not None:
-            self.weight_scale = None
+            forget_parts(self, "weight")
         elif weight.is_cpu and weight.dtype == torch.float32:
             self._packed = pack_weight(weight.data)
             self.weight = None

@@ -1,13 +1,14 @@
 """Parameters of quantised weights: codes in the place of the weight, and their scales.
 
-A parameter `weight` that is quantised has a second one beside it, `weight_scale`, with
-a scale per row and group of columns. Both are made up of the same checkpoint tensors,
-so packing, joining and tensor parallelism treat them alike. Knows no formats of
-checkpoints.
+A parameter `weight` that is quantised has others beside it: `weight_scale`, with a
+scale per row and group of columns, and by the scheme `weight_zero` and
+`weight_columns`. All are made up of the same checkpoint tensors, so packing, joining
+and tensor parallelism treat them alike. Knows no formats of checkpoints.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from sglang.srt.layers.ops.linear.quantized import FORMATS, QuantizedWeight
 if TYPE_CHECKING:
     from sglang.srt.configs.quantization_config import WeightScheme
     from sglang.srt.layers.linear import LoadableParameter
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,8 +40,8 @@ class Quantized:
     attributes: dict[str, Any]
 
 
-SCALE = "_scale"
-"""Suffix of the parameter with the scales."""
+SCALE, ZERO, COLUMNS = "_scale", "_zero", "_columns"
+"""Suffixes of the parameters with scales, zeros and the order of the columns."""
 
 _scheme: WeightScheme | None = None
 
@@ -60,11 +62,10 @@ def quantized_modules(scheme: WeightScheme | None) -> Iterator[None]:
 
 
 def quantize_parameter(module: nn.Module, name: str) -> None:
-    """Replace a plain parameter [..., N, K] of a module by codes and scales, if the
-    module is built in `quantized_modules`.
+    """Replace a plain parameter [..., N, K] of a module by codes and what belongs to
+    them, if the module is built in `quantized_modules`.
 
-    Raises:
-        ValueError: the part of this rank cuts a group of columns.
+    It stays plain if the part of this rank cuts a group of columns.
     """
     scheme = _scheme
     if scheme is None:
@@ -74,8 +75,20 @@ def quantize_parameter(module: nn.Module, name: str) -> None:
     *rows, columns = plain.shape
     groups = -(-columns // (scheme.group_columns or columns))
     codes = plain.data.new_empty(*rows, columns // per_item, dtype=dtype)
-    scales = plain.data.new_empty(*rows, groups, dtype=torch.float32)
-    made = plain.like(codes, columns=per_item)
+    try:
+        if scheme.has_columns:
+            _check_columns(plain)
+        made = plain.like(codes, columns=per_item)
+        parts = {
+            ending: plain.like(
+                plain.data.new_empty(*rows, groups, dtype=of_groups),
+                columns=scheme.group_columns,
+            )
+            for ending, of_groups in _group_dtypes(scheme).items()
+        }
+    except ValueError as error:
+        _warn_plain(error)
+        return
     made.quantizes = Quantized(
         scheme=scheme,
         dtype=plain.dtype,
@@ -83,8 +96,41 @@ def quantize_parameter(module: nn.Module, name: str) -> None:
         attributes=dict(plain.__dict__),
     )
     setattr(module, name, made)
-    scale = plain.like(scales, columns=scheme.group_columns)
-    setattr(module, name + SCALE, scale)
+    for ending, part in parts.items():
+        setattr(module, name + ending, part)
+    if scheme.has_columns:
+        order = plain.like(torch.full((columns,), -1, device=plain.device))
+        order.is_common = True
+        setattr(module, name + COLUMNS, order)
+
+
+def _group_dtypes(scheme: WeightScheme) -> dict[str, torch.dtype]:
+    dtypes = {SCALE: FORMATS[scheme.format].scale_dtype}
+    return dtypes | ({ZERO: torch.int8} if scheme.has_zeros else {})
+
+
+def _check_columns(plain: LoadableParameter) -> None:
+    """Raises:
+    ValueError: the inputs cannot be reordered: this rank has a part of them, or there
+        are several matrices.
+    """
+    if plain.dim() != 2 or plain.full_shape()[1] != plain.shape[1]:
+        raise ValueError(
+            f"inputs of a weight {plain.full_shape()} in another order (act-order) are "
+            "neither split over ranks nor served for experts"
+        )
+
+
+_warned = False
+
+
+def _warn_plain(error: ValueError) -> None:
+    global _warned
+    if not _warned:
+        _warned = True
+        logger.warning(
+            "Weights that --tp-size cannot cut are dequantised while loading: %s", error
+        )
 
 
 def keep_plain(module: nn.Module, name: str) -> None:
@@ -96,7 +142,7 @@ def keep_plain(module: nn.Module, name: str) -> None:
     plain.quantizes = None
     plain.__dict__.update(found.attributes)
     setattr(module, name, plain)
-    setattr(module, name + SCALE, None)
+    forget_parts(module, name)
 
 
 def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str]]:
@@ -116,6 +162,11 @@ def quantized_weight(module: nn.Module, name: str) -> QuantizedWeight | None:
     scales = getattr(module, name + SCALE).data
     shared = _shared_rows(scales, scheme.group_rows)
     columns = parameter.shape[-1] * FORMATS[scheme.format].per_item
+    zeros, order = getattr(module, name + ZERO, None), None
+    if scheme.has_columns:
+        order = getattr(module, name + COLUMNS).data
+        if torch.equal(order, torch.arange(columns, device=order.device)):
+            order = None
     return QuantizedWeight(
         format=scheme.format,
         codes=parameter.data,
@@ -123,7 +174,16 @@ def quantized_weight(module: nn.Module, name: str) -> QuantizedWeight | None:
         group_rows=1 if shared is None else scheme.group_rows,
         group_columns=scheme.group_columns or columns,
         quantizes_inputs=scheme.quantizes_inputs,
+        zeros=None if zeros is None else zeros.data,
+        columns=order,
     )
+
+
+def forget_parts(module: nn.Module, name: str) -> None:
+    """Drop the parameters beside a weight, whose data `quantized_weight` returned."""
+    for ending in (SCALE, ZERO, COLUMNS):
+        if getattr(module, name + ending, None) is not None:
+            setattr(module, name + ending, None)
 
 
 def _shared_rows(scales: Tensor, group: int) -> Tensor | None:

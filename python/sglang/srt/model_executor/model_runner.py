@@ -278,9 +278,11 @@ class ModelRunner(ModelRunnerKVCacheMixin):
     def _bytes_of_weight(self) -> float:
         """Return the bytes of a weight of the layers, at least."""
         quantization = self.model_config.quantization
-        if quantization is None or quantization.scheme is None:
+        if quantization is None:
             return self.dtype.itemsize
-        made = FORMATS[quantization.scheme.format]
+        if self.device == "cpu" and not quantization.weights.is_kept_on_cpu:
+            return self.dtype.itemsize
+        made = FORMATS[quantization.weights.format]
         return made.dtype.itemsize / made.per_item
 
     def init_memory_pool(

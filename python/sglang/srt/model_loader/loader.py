@@ -16,13 +16,18 @@ from sglang.srt.layers.module import Module, cache_attributes
 from sglang.srt.layers.moe.experts import ExpertParameter
 from sglang.srt.layers.ops.linear.quantized import E4M3_MAX
 from sglang.srt.layers.quantization import (
+    COLUMNS,
     SCALE,
+    ZERO,
     keep_plain,
     quantized_modules,
     quantized_parameters,
 )
-from sglang.srt.model_loader.mxfp4 import dequantized
-from sglang.srt.model_loader.quantized import QuantizedTensors, quantized_online
+from sglang.srt.model_loader.quantized import (
+    QuantizedTensors,
+    Readers,
+    quantized_online,
+)
 from sglang.srt.model_loader.text_part import text_tensor_name
 from sglang.srt.model_loader.weight_utils import (
     iterate_weights,
@@ -42,12 +47,13 @@ logger = logging.getLogger(__name__)
 DUMMY_SEED = 20260101
 DUMMY_SCALE = 0.02
 DUMMY_CODE_SCALE = 64.0
+DUMMY_EXPONENT = 120
 # Name of one expert's tensor.
 _EXPERT = re.compile(
     r"(?P<experts>.*\.experts)\.(?P<expert>[0-9]+)\.(?P<module>\w+)"
-    r"\.(?P<kind>weight|weight_scale|bias)"
+    r"\.(?P<kind>weight|weight_scale|weight_zero|bias)"
 )
-_SUFFIXES = {"weight": "", "weight_scale": SCALE, "bias": "_bias"}
+_SUFFIXES = {"weight": "", "weight_scale": SCALE, "weight_zero": ZERO, "bias": "_bias"}
 _KINDS = {suffix: kind for kind, suffix in _SUFFIXES.items() if suffix}
 # Buffers that some checkpoints contain and that are recomputed here.
 IGNORED_SUFFIXES = (
@@ -57,6 +63,7 @@ IGNORED_SUFFIXES = (
     # Scales of activations, which are quantised by what they are.
     ".input_scale",
     ".activation_scale",
+    ".weight_shape",
     # Scales of stored KV; see `kv_scales.py`.
     ".q_scale",
     ".k_scale",
@@ -89,7 +96,9 @@ def load_model(
             of the wrong shape. The message names it.
     """
     quantization = config.quantization
-    scheme = None if quantization is None else quantization.scheme
+    scheme = None if quantization is None else quantization.weights
+    if scheme is not None and device == "cpu" and not scheme.is_kept_on_cpu:
+        scheme = None
     if scheme is not None and not rounds_inputs:
         scheme = dataclasses.replace(scheme, quantizes_inputs=False)
     before = torch.get_default_dtype()
@@ -143,32 +152,29 @@ def _quantized(
     their weights are plain."""
     quantization, source = config.quantization, str(config.path)
     assert quantization is not None
-    if quantization.scheme is None:
-        return dequantized(weights, dtype=dtype, device=device, source=source)
+    parameters = _loadable_parameters(model)
+
+    def is_transposed(name: str) -> bool:
+        parameter = parameters.get(_target(model, name) or "")
+        if not isinstance(parameter, ExpertParameter):
+            return False
+        return parameter.stacked.is_transposed
+
     if quantization.is_online:
-        parameters = {name for _, _, name in quantized_parameters(model)}
-        stacks = _loadable_parameters(model)
-
-        def is_transposed(name: str) -> bool:
-            parameter = stacks[_target(model, name) or ""]
-            if not isinstance(parameter, ExpertParameter):
-                return False
-            return parameter.stacked.is_transposed
-
-        return quantized_online(
-            weights,
-            is_kept=lambda name: _target(model, name) in parameters,
-            is_transposed=is_transposed,
-            device=device,
-        )
-    found = QuantizedTensors.find(tensor_headers(config.path), quantization, source)
-    kept = _settle(model, found.scales)
-    return found.read(
-        weights,
+        kept = {name for _, _, name in quantized_parameters(model)}
+    else:
+        headers = tensor_headers(config.path)
+        found = QuantizedTensors.find(headers, quantization, source)
+        kept = _settle(model, found.tensors)
+    readers = Readers(
         is_kept=lambda name: _target(model, name) in kept,
+        is_transposed=is_transposed,
         dtype=dtype,
         device=device,
     )
+    if quantization.is_online:
+        return quantized_online(weights, readers)
+    return found.read(weights, readers)
 
 
 def _settle(model: LoadableModel, quantized: Iterable[str]) -> set[str]:
@@ -277,8 +283,8 @@ def fill_dummy_weights(model: nn.Module, device: str) -> None:
     for name, parameter in _loadable_parameters(model).items():
         if parameter.quantizes is not None:
             _fill_dummy_codes(parameter, generator)
-        elif name.endswith(SCALE):
-            parameter.data.fill_(DUMMY_SCALE / DUMMY_CODE_SCALE)
+        elif name.endswith((SCALE, COLUMNS)):
+            _fill_dummy_part(parameter)
         elif not parameter.is_floating_point():
             parameter.data.zero_()
         elif "norm" in name:
@@ -292,11 +298,25 @@ def fill_dummy_weights(model: nn.Module, device: str) -> None:
 
 
 def _fill_dummy_codes(parameter: LoadableParameter, generator: torch.Generator) -> None:
-    """Draw codes of 8 bits whose values are the same for any --tp-size."""
+    """Draw codes whose values are the same for any --tp-size."""
     full = torch.empty(parameter.full_shape(), device=parameter.device)
-    full.normal_(0.0, DUMMY_CODE_SCALE, generator=generator)
-    codes = full.clamp_(-E4M3_MAX, E4M3_MAX).to(parameter.dtype)
+    if parameter.dtype == torch.uint8:
+        codes = full.uniform_(0, 256, generator=generator).to(torch.uint8)
+    else:
+        full.normal_(0.0, DUMMY_CODE_SCALE, generator=generator)
+        codes = full.clamp_(-E4M3_MAX, E4M3_MAX).to(parameter.dtype)
     parameter.load_full("--load-format dummy", codes)
+
+
+def _fill_dummy_part(parameter: LoadableParameter) -> None:
+    """Fill scales, or the order of columns."""
+    if parameter.is_common:
+        size = parameter.shape[0]
+        parameter.data.copy_(torch.arange(size, device=parameter.device))
+    elif parameter.dtype == torch.uint8:
+        parameter.data.fill_(DUMMY_EXPONENT)
+    else:
+        parameter.data.fill_(DUMMY_SCALE / DUMMY_CODE_SCALE)
 
 
 def _loadable_parameters(model: nn.Module) -> dict[str, LoadableParameter]:

@@ -1,9 +1,9 @@
 """Reads quantised weights of a checkpoint in the one form that the layers store.
 
-Whatever a checkpoint calls its scales and however many weights share one, a weight X is
-yielded as its codes X and as X_scale, with a scale per row and group of columns. The
-tensors of the file decide what is quantised; `quantization_config` says how, and must
-not contradict them. Knows no models.
+Whatever a checkpoint calls its tensors and however it packs them, a weight X is yielded
+as its codes X, and with a scale per row and group of columns as X_scale; further parts
+are X_zero and X_columns. The tensors of the file decide what is quantised;
+`quantization_config` says how, and must not contradict them. Knows no models.
 """
 
 from __future__ import annotations
@@ -16,24 +16,28 @@ import re2
 import torch
 from torch import Tensor
 
-from sglang.srt.configs.quantization_config import (
-    CHANNELS,
-    QuantizationConfig,
-    WeightScheme,
-)
+from sglang.srt.configs.quantization_config import CHANNELS, QuantizationConfig
 from sglang.srt.layers.ops.linear.quantized import (
     QuantizedWeight,
     dequantize,
     quantize_rows,
 )
-from sglang.srt.layers.quantization import SCALE
+from sglang.srt.layers.quantization import COLUMNS, SCALE, ZERO
+from sglang.srt.model_loader.quantized_layouts import (
+    E4M3,
+    Canonical,
+    Found,
+    Layout,
+    layout_of,
+    names_of,
+    per_item,
+)
 from sglang.srt.utils.json_file import shown
 
 if TYPE_CHECKING:
     from sglang.srt.model_loader.weight_utils import TensorHeader
 
 _E4M3, _E5M2 = "F8_E4M3", "F8_E5M2"
-_SCALE_SUFFIXES = ("_scale_inv", "_scale")
 # May be listed without being in the checkpoint: it is tied to the embedding.
 _HEAD = "lm_head"
 
@@ -41,149 +45,161 @@ Weights = Iterable[tuple[str, Tensor]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Readers:
+    """What the model makes of weights, by the name that a plain one would have.
+
+    Fields:
+        is_kept: whether it keeps a weight quantised. Others are dequantised to `dtype`,
+            on `device`.
+        is_transposed: whether the rows of a stack of matrices are its last dimension.
+    """
+
+    is_kept: Callable[[str], bool]
+    is_transposed: Callable[[str], bool]
+    dtype: torch.dtype
+    device: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QuantizedTensors:
     """The quantised weights of a checkpoint.
 
     Fields:
-        scales: name of a weight -> name of its scales.
-        scheme: how they are stored.
-        source: the checkpoint, for errors.
+        tensors: name that a plain weight would have -> names of its tensors, by suffix.
+        config: how they are stored. source: the checkpoint, for errors.
     """
 
-    scales: dict[str, str]
-    scheme: WeightScheme
+    tensors: dict[str, dict[str, str]]
+    config: QuantizationConfig
     source: str
 
     @classmethod
     def find(
         cls, headers: dict[str, TensorHeader], config: QuantizationConfig, source: str
     ) -> QuantizedTensors:
-        """Find the quantised weights by the dtypes of the tensors.
+        """Find the quantised weights by the names and dtypes of the tensors.
 
         Raises:
-            ValueError: scales are missing, or the list of modules that are not
-                quantised names an unknown or a quantised module. The message names the
-                tensor or the module.
+            ValueError: a tensor of a weight is missing, or the list of modules that are
+                not quantised names an unknown or a quantised module. The message names
+                the tensor or the module.
         """
-        assert config.scheme is not None
-        scales = {}
+        layout = layout_of(config)
+        tensors = {}
         for name, header in headers.items():
-            if header.dtype == _E5M2:
-                raise ValueError(
-                    f"{source}: tensor {name} is {_E5M2}; weights of 8 bits must be "
-                    f"{_E4M3}"
-                )
-            if header.dtype == _E4M3:
-                found = [name + end for end in _SCALE_SUFFIXES if name + end in headers]
-                if not found:
+            if not _holds_codes(name, header, layout, source):
+                continue
+            found = names_of(name, layout, headers)
+            stem = name.removesuffix(layout.codes)
+            for choices in layout.needed:
+                if choices not in found:
+                    wanted = " or ".join(stem + end for end in choices.split("|"))
                     raise ValueError(
-                        f"{source}: tensor {name} is {_E4M3}, but there is no "
-                        f"{' or '.join(name + end for end in _SCALE_SUFFIXES)}"
+                        f"{source}: tensor {name} is quantised ({header.dtype}), but "
+                        f"there is no {wanted}"
                     )
-                scales[name] = found[0]
-        _check_ignored(config, headers.keys(), scales.keys(), source)
-        return cls(scales=scales, scheme=config.scheme, source=source)
+            tensors[stem + layout.weight] = found
+        _check_ignored(config, headers.keys(), tensors.keys(), source)
+        return cls(tensors=tensors, config=config, source=source)
 
-    def read(
-        self,
-        weights: Weights,
-        *,
-        is_kept: Callable[[str], bool],
-        dtype: torch.dtype,
-        device: str,
-    ) -> Iterator[tuple[str, Tensor]]:
-        """Yield all `weights`, the quantised ones as codes and scales.
-
-        Args:
-            is_kept: whether the model keeps a weight quantised. Others are dequantised
-                to `dtype`, on `device`.
+    def read(self, weights: Weights, readers: Readers) -> Iterator[tuple[str, Tensor]]:
+        """Yield all `weights`, the quantised ones in their parts.
 
         Raises:
-            ValueError: scales have another shape than the scheme's, or one of them is
-                not a positive number. The message names the tensor.
+            ValueError: a tensor does not fit the scheme. The message names it.
         """
-        owners = {scale: weight for weight, scale in self.scales.items()}
-        waiting: dict[str, Tensor] = {}
+        owners = {
+            name: (weight, suffix)
+            for weight, found in self.tensors.items()
+            for suffix, name in found.items()
+        }
+        waiting: dict[str, dict[str, Found]] = {}
         for name, tensor in weights:
-            if name not in owners and name not in self.scales:
+            if name not in owners:
                 yield name, tensor
                 continue
-            other = owners.get(name) or self.scales[name]
-            if other not in waiting:
-                waiting[name] = tensor
-                continue
-            pair = {name: tensor, other: waiting.pop(other)}
-            weight = owners.get(name, name)
-            codes = pair[weight]
-            scales = self._by_row(self.scales[weight], pair[self.scales[weight]], codes)
-            if is_kept(weight):
-                yield weight, codes
-                yield weight + SCALE, scales
-                continue
-            whole = _whole(codes.to(device), scales.to(device), self.scheme)
-            yield weight, dequantize(whole).to(dtype)
+            weight, suffix = owners[name]
+            parts = waiting.setdefault(weight, {})
+            parts[suffix] = Found(name, tensor)
+            if len(parts) == len(self.tensors[weight]):
+                yield from self._finish(weight, waiting.pop(weight), readers)
+        for weight, parts in waiting.items():
+            missing = self.tensors[weight].keys() - parts.keys()
+            names = ", ".join(self.tensors[weight][suffix] for suffix in missing)
+            raise ValueError(f"{self.source}: {names} of {weight} cannot be read")
 
-    def _by_row(self, name: str, scales: Tensor, codes: Tensor) -> Tensor:
-        """Return a scale per row and group of columns, float32 [..., N, groups]."""
-        *stack, n, k = codes.shape
-        rows, columns = self.scheme.group_rows, self.scheme.group_columns
-        values = scales.float()
-        bad = ~(values.isfinite() & (values > 0))
-        if bool(bad.any()):
-            raise ValueError(
-                f"{self.source}: tensor {name} holds a scale of "
-                f"{values[bad][0].item()}; scales must be positive numbers"
-            )
-        if columns is not None:
-            expected = (*stack, -(-n // rows), -(-k // columns))
-            if values.shape == expected:
-                return values.repeat_interleave(rows, dim=-2)[..., :n, :]
-        else:
-            expected = (*stack, n, 1)
-            count = codes.shape[:-2].numel()
-            if values.numel() in (count, count * n):
-                return values.reshape(*stack, -1, 1).expand(expected)
-        raise ValueError(
-            f"{self.source}: tensor {name} has shape {tuple(scales.shape)}, but "
-            f"quantization_config makes it {expected}"
-            f"{' or one value' if columns is None else ''} for a weight of {(n, k)}"
+    def _finish(
+        self, weight: str, parts: dict[str, Found], readers: Readers
+    ) -> Iterator[tuple[str, Tensor]]:
+        try:
+            made = layout_of(self.config).convert(parts, self.config)
+        except ValueError as error:
+            raise ValueError(f"{self.source}: {error}") from error
+        is_stack = made.codes.dim() == 3 and readers.is_transposed(weight)
+        if not readers.is_kept(weight):
+            plain = _dequantized(self._whole(made, readers.device), readers.dtype)
+            if made.columns is not None:
+                plain = plain[:, made.columns.argsort()]
+            yield weight, plain.transpose(1, 2) if is_stack else plain
+            return
+        for ending, part in (
+            ("", made.codes),
+            (SCALE, made.scales),
+            (ZERO, made.zeros),
+            (COLUMNS, made.columns),
+        ):
+            if part is not None:
+                yield weight + ending, part.transpose(1, 2) if is_stack else part
+
+    def _whole(self, made: Canonical, device: str) -> QuantizedWeight:
+        inputs = made.codes.shape[-1] * per_item(self.config)
+        return QuantizedWeight(
+            format=self.config.weights.format,
+            codes=made.codes.to(device),
+            scales=made.scales.to(device),
+            zeros=None if made.zeros is None else made.zeros.to(device),
+            group_rows=1,
+            group_columns=self.config.weights.group_columns or inputs,
         )
 
 
-def _whole(codes: Tensor, scales: Tensor, scheme: WeightScheme) -> QuantizedWeight:
-    return QuantizedWeight(
-        format=scheme.format,
-        codes=codes,
-        scales=scales,
-        group_rows=1,
-        group_columns=scheme.group_columns or codes.shape[-1],
-    )
+def _dequantized(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """Return the weight in `dtype`; a stack matrix by matrix, because all of it in
+    float32 would be too large."""
+    if weight.codes.dim() == 2:
+        return dequantize(weight).to(dtype)
+    out = torch.empty(weight.shape, dtype=dtype, device=weight.codes.device)
+    for index, target in enumerate(out):
+        target.copy_(dequantize(weight.expert(index)))
+    return out
+
+
+def _holds_codes(name: str, header: TensorHeader, layout: Layout, source: str) -> bool:
+    if header.dtype == _E5M2:
+        raise ValueError(
+            f"{source}: tensor {name} is {_E5M2}; weights of 8 bits must be {_E4M3}"
+        )
+    if layout is E4M3:
+        return header.dtype == _E4M3
+    return name.endswith(layout.codes)
 
 
 def quantized_online(
-    weights: Weights,
-    *,
-    is_kept: Callable[[str], bool],
-    is_transposed: Callable[[str], bool],
-    device: str,
+    weights: Weights, readers: Readers
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield all `weights` of a plain checkpoint, those that `is_kept` as codes and
-    scales by row (`CHANNELS`). Computed on `device`.
-
-    Args:
-        is_transposed: whether the rows of a weight are its last dimension.
-    """
+    """Yield all `weights` of a plain checkpoint, those that are kept as codes and
+    scales by row (`CHANNELS`)."""
     assert CHANNELS.group_columns is None
     for name, tensor in weights:
-        if not is_kept(name):
+        if not readers.is_kept(name):
             yield name, tensor
             continue
-        turned = tensor.dim() == 3 and is_transposed(name)
+        turned = tensor.dim() == 3 and readers.is_transposed(name)
         matrix = tensor.transpose(-1, -2) if turned else tensor
-        for suffix, made in zip(
-            ("", SCALE), quantize_rows(matrix.to(device)), strict=True
+        for ending, made in zip(
+            ("", SCALE), quantize_rows(matrix.to(readers.device)), strict=True
         ):
-            yield name + suffix, made.transpose(-1, -2) if turned else made
+            yield name + ending, made.transpose(-1, -2) if turned else made
 
 
 def _check_ignored(
@@ -195,8 +211,8 @@ def _check_ignored(
     """Check the list of modules that are not quantised.
 
     Raises:
-        ValueError: an entry that is no pattern names no module of the checkpoint, or
-            an entry names a quantised one.
+        ValueError: an entry that is no pattern names no module of the checkpoint, an
+            entry names a quantised one, or an expression is malformed.
     """
     modules = {name.rpartition(".")[0] for name in names}
     inner = {name.rpartition(".")[0] for name in quantized}

@@ -28,7 +28,11 @@ from sglang.srt.layers.ops.moe.op import (
     moe_experts,
     pack_experts,
 )
-from sglang.srt.layers.quantization import quantize_parameter, quantized_weight
+from sglang.srt.layers.quantization import (
+    forget_parts,
+    quantize_parameter,
+    quantized_weight,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +211,8 @@ class Experts(Module):
         self._weights = pack_experts(plain)
         if self._weights is not plain:
             self.gate_up_proj = self.down_proj = None
-        self.gate_up_proj_scale = self.down_proj_scale = None
+        forget_parts(self, "gate_up_proj")
+        forget_parts(self, "down_proj")
 
     @property
     def bytes_of_one(self) -> int:

@@ -65,7 +65,7 @@ def _quantized_linear(
     n, k = weight.shape
     if out is None:
         out = x.new_empty(*x.shape[:-1], n)
-    wide, target = x.reshape(-1, k).float(), out.view(-1, n)
+    wide, target = weight.in_order(x).reshape(-1, k).float(), out.view(-1, n)
     for first, last in row_tiles(weight):
         panels = pack_panels(dequantize(weight.rows(first, last)), torch.float32)
         part = None if bias is None else bias[first:last].float()

@@ -157,7 +157,7 @@ def _linear_by_tiles(
     n, k = weight.shape
     if out is None:
         out = x.new_empty(*x.shape[:-1], n)
-    wide, target = x.reshape(-1, k).float(), out.view(-1, n)
+    wide, target = weight.in_order(x).reshape(-1, k).float(), out.view(-1, n)
     for first, last in row_tiles(weight):
         result = wide @ dequantize(weight.rows(first, last)).t()
         if bias is not None:

@@ -5,6 +5,8 @@ Owns the formats. Knows nothing of checkpoints, layers or sharding.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -25,18 +27,48 @@ class CodeFormat:
 
     Fields:
         dtype: of the stored codes.
-        per_item: codes in one element of `dtype`, along K.
+        per_item: codes in one element of `dtype`, along K; the low half of a byte is
+            the first of two.
+        scale_dtype: of stored scales: float32, or uint8 for exponents (`decode_e8m0`).
         decode: codes [..., N, K / per_item] -> float32 [..., N, K], before scaling.
     """
 
     dtype: torch.dtype
     per_item: int
     decode: Callable[[Tensor], Tensor]
+    scale_dtype: torch.dtype = torch.float32
+
+
+def _nibbles(codes: Tensor) -> Tensor:
+    """Return the halves of bytes, the low one first: [..., N, K]."""
+    return torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+
+
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_E2M1, *(-number for number in _E2M1))
+"""Values of the codes of MXFP4 (OCP Microscaling Formats 1.0)."""
+
+
+def _decode_e2m1(codes: Tensor) -> Tensor:
+    table = torch.tensor(E2M1, device=codes.device)
+    return table[_nibbles(codes).int()]
+
+
+def decode_e8m0(scales: Tensor) -> Tensor:
+    """Return 2 ** (scale - 127) of uint8 scales, exactly; 255 is NaN."""
+    powers = [*(2.0 ** (scale - 127) for scale in range(255)), math.nan]
+    return torch.tensor(powers, device=scales.device)[scales.int()]
 
 
 FORMATS: dict[WeightFormat, CodeFormat] = {
     "e4m3": CodeFormat(
         dtype=torch.float8_e4m3fn, per_item=1, decode=lambda codes: codes.float()
+    ),
+    "int4": CodeFormat(
+        dtype=torch.uint8, per_item=2, decode=lambda codes: _nibbles(codes).float() - 8
+    ),
+    "mxfp4": CodeFormat(
+        dtype=torch.uint8, per_item=2, decode=_decode_e2m1, scale_dtype=torch.uint8
     ),
 }
 
@@ -45,13 +77,15 @@ FORMATS: dict[WeightFormat, CodeFormat] = {
 class QuantizedWeight:
     """A weight [N, K] as codes with scales, or a stack of them [E, N, K].
 
-    value[n, k] = decode(codes)[n, k] * scales[n // group_rows, k // group_columns]
+    value[n, k] = (decode(codes) - zero)[n, k] * scale, where scale and zero are
+    those at [n // group_rows, k // group_columns].
 
     Fields:
         format: key of `FORMATS`.
         codes: [..., N, K / per_item], contiguous.
-        scales: [..., ceil(N / group_rows), ceil(K / group_columns)] float32,
-            contiguous.
+        scales: [..., ceil(N / group_rows), ceil(K / group_columns)], contiguous.
+        zeros: int8 like `scales`, or None for zeros; `group_rows` is then 1.
+        columns: int64 [K], the input that column k multiplies, or None for k.
         group_rows, group_columns: rows and columns that share a scale;
             `group_columns` K means all of a row.
         quantizes_inputs: products of many rows may round their inputs to 8 bits.
@@ -63,6 +97,8 @@ class QuantizedWeight:
     group_rows: int
     group_columns: int
     quantizes_inputs: bool = False
+    zeros: Tensor | None = None
+    columns: Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -72,7 +108,8 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        return self.codes.nbytes + self.scales.nbytes
+        zeros = 0 if self.zeros is None else self.zeros.nbytes
+        return self.codes.nbytes + self.scales.nbytes + zeros
 
     @property
     def is_scaled_by_row(self) -> bool:
@@ -82,43 +119,55 @@ class QuantizedWeight:
     def rows(self, first: int, last: int) -> QuantizedWeight:
         """Return a view of the rows [first, last) of a matrix; `first` is a multiple
         of `group_rows`."""
-        group = self.group_rows
-        return QuantizedWeight(
-            format=self.format,
+        group, zeros = self.group_rows, self.zeros
+        return dataclasses.replace(
+            self,
             codes=self.codes[first:last],
             scales=self.scales[first // group : -(-last // group)],
-            group_rows=group,
-            group_columns=self.group_columns,
-            quantizes_inputs=self.quantizes_inputs,
+            zeros=None if zeros is None else zeros[first:last],
         )
 
     def expert(self, index: int) -> QuantizedWeight:
         """Return a view of one matrix of a stack."""
-        return QuantizedWeight(
-            format=self.format,
+        zeros = self.zeros
+        return dataclasses.replace(
+            self,
             codes=self.codes[index],
             scales=self.scales[index],
-            group_rows=self.group_rows,
-            group_columns=self.group_columns,
-            quantizes_inputs=self.quantizes_inputs,
+            zeros=None if zeros is None else zeros[index],
         )
+
+    def in_order(self, x: Tensor) -> Tensor:
+        """Return inputs [..., K] in the order of the columns."""
+        return x if self.columns is None else x.index_select(-1, self.columns)
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
-    """Return the weight in float32, [..., N, K]. Its products are the oracle of every
-    kernel that reads the codes."""
-    return FORMATS[weight.format].decode(weight.codes) * expand_scales(weight)
-
-
-def expand_scales(weight: QuantizedWeight) -> Tensor:
-    """Return the scale of every weight, float32, broadcastable to [..., N, K]."""
-    n, k = weight.shape[-2:]
+    """Return the weight in float32, [..., N, K], with columns as they are stored. Its
+    products are the oracle of every kernel that reads the codes."""
+    values = FORMATS[weight.format].decode(weight.codes)
+    if weight.zeros is not None:
+        values = values - _spread(weight, weight.zeros)
     scales = weight.scales
+    if scales.dtype == torch.uint8:
+        scales = decode_e8m0(scales)
+    return values * _spread(weight, scales)
+
+
+def _spread(weight: QuantizedWeight, of_groups: Tensor) -> Tensor:
+    """Return what belongs to every weight, broadcastable to [..., N, K]."""
+    n, k = weight.shape[-2:]
     if weight.group_rows > 1:
-        scales = scales.repeat_interleave(weight.group_rows, dim=-2)[..., :n, :]
+        of_groups = of_groups.repeat_interleave(weight.group_rows, dim=-2)[..., :n, :]
     if weight.is_scaled_by_row:
-        return scales
-    return scales.repeat_interleave(weight.group_columns, dim=-1)[..., :k]
+        return of_groups
+    return of_groups.repeat_interleave(weight.group_columns, dim=-1)[..., :k]
+
+
+def pack_nibbles(codes: Tensor) -> Tensor:
+    """Pack codes [..., K] of 4 bits, uint8, in bytes: [..., K / 2]."""
+    pairs: Tensor = codes.unflatten(-1, (-1, 2))
+    return pairs[..., 0] | (pairs[..., 1] << 4)
 
 
 def quantize_rows(

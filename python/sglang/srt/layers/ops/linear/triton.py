@@ -21,7 +21,7 @@ from sglang.srt.layers.ops.linear.op import (
     linear_gated_ref,
     linear_ref,
 )
-from sglang.srt.layers.ops.linear.quantized import QuantizedWeight
+from sglang.srt.layers.ops.linear.quantized import FORMATS, QuantizedWeight
 from sglang.srt.layers.ops.linear.triton_gated import gated_gemm_kernel
 from sglang.srt.layers.ops.linear.triton_kernels import (
     Product,
@@ -61,10 +61,11 @@ def choose(
     if isinstance(weight, QuantizedWeight):
         if not 0 < rows <= MAX_ROWS or x.dtype == torch.float32:
             return None
+        packed = FORMATS[weight.format].per_item
         group = 0 if weight.is_scaled_by_row else weight.group_columns
-        if group % MIN_STEP:
+        if group % (MIN_STEP * packed):
             return None
-        return lookup_quantized(rows=rows, n=n, k=k, group=group)
+        return lookup_quantized(rows=rows, n=n, k=k, group=group, packed=packed > 1)
     most = MAX_GATED_ROWS if gated and is_hopper_or_later(x.device) else MAX_ROWS
     if not 0 < rows <= most or x.dtype != weight.dtype:
         return None
@@ -194,6 +195,13 @@ def _launch(
     if config.is_tall:
         raise ValueError(f"gemm: {config} only works for gated products")
     k = weight.shape[1]
+    if isinstance(weight, QuantizedWeight):
+        if not weight.is_scaled_by_row and weight.group_columns % config.block_k:
+            raise ValueError(
+                f"gemm: steps of {config.block_k} columns cut groups of "
+                f"{weight.group_columns} that share a scale"
+            )
+        x = weight.in_order(x)
     flat = _rows(x, weight, config)
     rows = flat.shape[0]
     if out is None:
@@ -247,6 +255,7 @@ def _launch(
         flat,
         stored.codes,
         stored.scales,
+        stored.zeros,
         bias_arg,
         residual_arg,
         out_rows,

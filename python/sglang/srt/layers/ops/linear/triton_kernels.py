@@ -22,7 +22,9 @@ from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 PLAIN = tl.constexpr(0)
 E4M3 = tl.constexpr(1)
 E4M3_BITS = tl.constexpr(2)
-FORMATS = {"plain": 0, "e4m3": 1, "e4m3_bits": 2}
+INT4 = tl.constexpr(3)
+MXFP4 = tl.constexpr(4)
+FORMATS = {"plain": 0, "e4m3": 1, "e4m3_bits": 2, "int4": 3, "mxfp4": 4}
 LINE = tl.constexpr(64)  # elements of 2 bytes in a cache line
 
 
@@ -39,6 +41,7 @@ class Product(NamedTuple):
         format: what the weight's codes mean, from `FORMATS`.
         group_rows, group_columns: rows and columns that share a scale.
         groups: scales of a row.
+        has_zeros: groups have zeros, too.
     """
 
     k: int
@@ -53,6 +56,7 @@ class Product(NamedTuple):
     group_rows: int = 1
     group_columns: int = 1
     groups: int = 1
+    has_zeros: bool = False
 
 
 @triton.jit
@@ -71,16 +75,103 @@ def decode(codes, like, FORMAT: tl.constexpr):
 
 
 @triton.jit
+def decode_half(nibble, like, FORMAT: tl.constexpr):
+    """Return codes of 4 bits, uint8, as values of the dtype of the tensor `like`,
+    exactly."""
+    wide = nibble.to(tl.uint16)
+    if FORMAT == INT4:
+        return (wide.to(tl.int16) - 8).to(like.dtype.element_ty)
+    else:
+        # The bits are those of a float16 / 2 ** 14.
+        half = ((wide & 8) << 12) | ((wide & 7) << 9)
+        value = half.to(tl.float16, bitcast=True) * 16384.0
+        return value.to(like.dtype.element_ty)
+
+
+@triton.jit
+def as_scale(stored, FORMAT: tl.constexpr):
+    """Return stored scales as float32."""
+    if FORMAT == MXFP4:
+        # Exponents; 0 and 255, which is NaN, do not occur in a loaded checkpoint.
+        return (stored.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+    else:
+        return stored
+
+
+@triton.jit
+def packed_product(
+    codes,
+    zeros,
+    row,
+    x_start,
+    column,
+    x_mask,
+    x,
+    FORMAT: tl.constexpr,
+    PRODUCT: tl.constexpr,
+):
+    """Multiply codes of 4 bits, bytes [block_n, block_k / 2], with x: float32 [block_n,
+    block_m], without their scale. They begin at `column`, and all have one group.
+
+    x_start: pointers [block_m, 1] to the rows of x. x_mask: of the rows that exist.
+    """
+    K: tl.constexpr = PRODUCT.k
+    even = column + 2 * tl.arange(0, PRODUCT.block_k // 2)[None, :]
+    low = decode_half(codes & 15, x, FORMAT)
+    high = decode_half(codes >> 4, x, FORMAT)
+    if PRODUCT.has_zeros:
+        group = (row // PRODUCT.group_rows) * PRODUCT.groups
+        zero = tl.load(zeros + group + column // PRODUCT.group_columns)
+        zero = zero.to(tl.int16).to(x.dtype.element_ty)
+        low -= zero[:, None]
+        high -= zero[:, None]
+    x_tile = tl.load(x_start + even, mask=x_mask & (even < K), other=0.0)
+    total = tl.dot(low, tl.trans(x_tile), input_precision="ieee")
+    x_tile = tl.load(x_start + even + 1, mask=x_mask & (even < K), other=0.0)
+    return tl.dot(high, tl.trans(x_tile), total, input_precision="ieee")
+
+
+@triton.jit
 def row_scales(scales, row, PRODUCT: tl.constexpr):
     """Return the scale of each weight row (int64), if a row has one."""
-    return tl.load(scales + row // PRODUCT.group_rows)
+    return as_scale(tl.load(scales + row // PRODUCT.group_rows), PRODUCT.format)
 
 
 @triton.jit
 def group_scales(scales, row, first, PRODUCT: tl.constexpr):
     """Return the scale of each weight row (int64) in the group of column `first`."""
     start = scales + (row // PRODUCT.group_rows) * PRODUCT.groups
-    return tl.load(start + first // PRODUCT.group_columns)
+    scale = tl.load(start + first // PRODUCT.group_columns)
+    return as_scale(scale, PRODUCT.format)
+
+
+@triton.jit
+def _add_stored(
+    total, start, scales, zeros, row, x_start, block, is_row, x, PRODUCT: tl.constexpr
+):
+    """Add a step of the sum over K of codes, scaled if its columns have a scale of
+    their own."""
+    K: tl.constexpr = PRODUCT.k
+    BLOCK_K: tl.constexpr = PRODUCT.block_k
+    first = block * BLOCK_K
+    if PRODUCT.format >= INT4:
+        item = block * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)[None, :]
+        codes = tl.load(start + item, mask=item < K // 2, other=0)
+        part = packed_product(
+            codes, zeros, row, x_start, first, is_row, x, PRODUCT.format, PRODUCT
+        )
+    else:
+        k = first + tl.arange(0, BLOCK_K)[None, :]
+        if K % BLOCK_K == 0:
+            w_tile = tl.load(start + k)
+            x_tile = tl.load(x_start + k, mask=is_row, other=0.0)
+        else:
+            w_tile = tl.load(start + k, mask=k < K, other=0.0)
+            x_tile = tl.load(x_start + k, mask=is_row & (k < K), other=0.0)
+        part = tl.dot(decode(w_tile, x, PRODUCT.format), tl.trans(x_tile))
+    if PRODUCT.groups > 1:
+        part *= group_scales(scales, row, first, PRODUCT)[:, None]
+    return total + part
 
 
 @triton.jit
@@ -203,6 +294,7 @@ def gemm_kernel(
     x,
     weight,
     scales,
+    zeros,
     bias,
     residual,
     out,
@@ -237,11 +329,12 @@ def gemm_kernel(
     last = BLOCKS * (split + 1) // SPLIT_K
     let_next_start(PDL)
     row = _weight_rows(tile, outputs, PRODUCT)
-    start = weight + row[:, None] * K
+    PER_ITEM: tl.constexpr = 2 if PRODUCT.format >= INT4 else 1
+    start = weight + row[:, None] * (K // PER_ITEM)
     if PDL:
         lines = tl.arange(0, BLOCK_K // LINE)[None, :] * LINE
         for ahead in tl.static_range(PREFETCH):
-            column = tl.minimum((first + ahead) * BLOCK_K + lines, K - 1)
+            column = tl.minimum((first + ahead) * BLOCK_K + lines, K - 1) // PER_ITEM
             prefetch((start + column).to(tl.int64, bitcast=True))
     wait_for_inputs(PDL)
     k = tl.arange(0, BLOCK_K)[None, :]
@@ -250,18 +343,20 @@ def gemm_kernel(
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for block in tl.range(first, last, num_stages=STAGES):
         here = block * BLOCK_K + k
-        if K % BLOCK_K == 0:
-            w_tile = tl.load(start + here)
-            x_tile = tl.load(x_start + here, mask=m < rows, other=0.0)
+        if PRODUCT.format != PLAIN:
+            total = _add_stored(
+                total, start, scales, zeros, row, x_start, block, m < rows, x, PRODUCT
+            )
         else:
-            w_tile = tl.load(start + here, mask=here < K, other=0.0)
-            x_tile = tl.load(x_start + here, mask=(m < rows) & (here < K), other=0.0)
-        w_tile = decode(w_tile, x, PRODUCT.format)
-        if PRODUCT.groups == 1:
+            if K % BLOCK_K == 0:
+                w_tile = tl.load(start + here)
+                x_tile = tl.load(x_start + here, mask=m < rows, other=0.0)
+            else:
+                w_tile = tl.load(start + here, mask=here < K, other=0.0)
+                x_tile = tl.load(
+                    x_start + here, mask=(m < rows) & (here < K), other=0.0
+                )
             total = tl.dot(w_tile, tl.trans(x_tile), total)
-        else:
-            scale = group_scales(scales, row, block * BLOCK_K, PRODUCT)
-            total += tl.dot(w_tile, tl.trans(x_tile)) * scale[:, None]
     if SPLIT_K > 1:
         n = tl.arange(0, BLOCK_N)[:, None]
         column = tl.arange(0, BLOCK_M)[None, :]

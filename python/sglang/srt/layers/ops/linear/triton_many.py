@@ -15,7 +15,7 @@ import triton
 from torch import Tensor
 
 from sglang.srt.layers.ops.linear.quantized import E4M3_MAX, QuantizedWeight
-from sglang.srt.layers.ops.linear.triton_kernels import FORMATS
+from sglang.srt.layers.ops.linear.triton_kernels import FORMATS, Product
 from sglang.srt.layers.ops.linear.triton_quantized import (
     block_product_kernel,
     dequantize_kernel,
@@ -36,19 +36,20 @@ class StoredWeight(NamedTuple):
     """A weight as kernels take it.
 
     Fields:
-        codes, scales: tensors of a quantised weight; of a plain one, twice the weight.
+        codes, scales, zeros: tensors of a quantised weight, or any where it has none.
         constants: the fields of `Product` and `GroupedProduct` about it.
     """
 
     codes: Tensor
     scales: Tensor
+    zeros: Tensor
     constants: dict[str, Any]
 
 
 def stored_weight(weight: Tensor | QuantizedWeight) -> StoredWeight:
     """Return what kernels read of a weight."""
     if isinstance(weight, Tensor):
-        return StoredWeight(weight, weight, {})
+        return StoredWeight(weight, weight, weight, {})
     codes, format = weight.codes, str(weight.format)
     if format == "e4m3" and not has_e4m3(codes.device):
         codes, format = codes.view(torch.uint8), "e4m3_bits"
@@ -57,8 +58,10 @@ def stored_weight(weight: Tensor | QuantizedWeight) -> StoredWeight:
         "group_rows": weight.group_rows,
         "group_columns": weight.group_columns,
         "groups": weight.scales.shape[-1],
+        "has_zeros": weight.zeros is not None,
     }
-    return StoredWeight(codes, weight.scales, constants)
+    zeros = weight.scales if weight.zeros is None else weight.zeros
+    return StoredWeight(codes, weight.scales, zeros, constants)
 
 
 def has_e4m3(device: torch.device) -> bool:
@@ -77,7 +80,7 @@ def multiply_many(
     n, k = weight.shape
     if out is None:
         out = x.new_empty(*x.shape[:-1], n)
-    rows, target = x.reshape(-1, k), out.view(-1, n)
+    rows, target = weight.in_order(x).reshape(-1, k), out.view(-1, n)
     if not rows.shape[0]:
         return out
     if _rounds(rows, weight):
@@ -98,6 +101,8 @@ def _rounds(rows: Tensor, weight: QuantizedWeight) -> bool:
     """Whether to round rows [T, K] to 8 bits."""
     n, k = weight.shape
     if not weight.quantizes_inputs or rows.dtype != torch.bfloat16:
+        return False
+    if weight.format != "e4m3":
         return False
     by_row = weight.is_scaled_by_row and weight.group_rows == 1
     by_block = weight.group_columns == weight.group_rows == _BLOCK
@@ -199,13 +204,19 @@ def dequantize_to(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     dequantize_kernel[(n, triton.cdiv(k, block))](
         stored.codes,
         stored.scales,
+        stored.zeros,
         plain,
-        K=k,
-        BLOCK=block,
-        FORMAT=stored.constants["format"],
-        GROUP_ROWS=weight.group_rows,
-        GROUP_COLUMNS=weight.group_columns,
-        GROUPS=weight.scales.shape[-1],
+        PRODUCT=Product(
+            k=k,
+            block_m=1,
+            block_n=1,
+            block_k=block,
+            gated=False,
+            gelu=False,
+            has_bias=False,
+            has_residual=False,
+            **stored.constants,
+        ),
         **launch_options(plain.device),
     )
     return plain

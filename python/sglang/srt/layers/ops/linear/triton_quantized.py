@@ -7,7 +7,12 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.ops.linear.triton_kernels import decode
+from sglang.srt.layers.ops.linear.triton_kernels import (
+    INT4,
+    as_scale,
+    decode,
+    decode_half,
+)
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
 
@@ -52,25 +57,34 @@ def round_rows_kernel(
 def dequantize_kernel(
     codes,
     scales,
+    zeros,
     plain,
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
-    FORMAT: tl.constexpr,
-    GROUP_ROWS: tl.constexpr,
-    GROUP_COLUMNS: tl.constexpr,
-    GROUPS: tl.constexpr,
+    PRODUCT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """plain [N, K] = decode(codes) * scales, for one block of a row."""
+    """plain [N, K] = (decode(codes) - zeros) * scales, for one block of a row.
+
+    PRODUCT: `Product`, of which k, block_k and what describes the weight are read.
+    """
+    K: tl.constexpr = PRODUCT.k
+    FORMAT: tl.constexpr = PRODUCT.format
     row = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    k = tl.program_id(1) * PRODUCT.block_k + tl.arange(0, PRODUCT.block_k)
     inside = k < K
     let_next_start(PDL)
-    code = tl.load(codes + row * K + k, mask=inside, other=0.0)
-    start = scales + (row // GROUP_ROWS) * GROUPS
-    scale = tl.load(start + k // GROUP_COLUMNS, mask=inside, other=0.0)
-    value = decode(code, plain, FORMAT).to(tl.float32) * scale
+    group = (row // PRODUCT.group_rows) * PRODUCT.groups + k // PRODUCT.group_columns
+    scale = as_scale(tl.load(scales + group, mask=inside, other=0), FORMAT)
+    if FORMAT >= INT4:
+        byte = tl.load(codes + row * (K // 2) + k // 2, mask=inside, other=0)
+        nibble = tl.where(k % 2 == 0, byte & 15, byte >> 4)
+        value = decode_half(nibble, plain, FORMAT).to(tl.float32)
+    else:
+        code = tl.load(codes + row * K + k, mask=inside, other=0.0)
+        value = decode(code, plain, FORMAT).to(tl.float32)
+    if PRODUCT.has_zeros:
+        value -= tl.load(zeros + group, mask=inside, other=0).to(tl.float32)
     wait_for_inputs(PDL)
+    value *= scale
     tl.store(plain + row * K + k, value.to(plain.dtype.element_ty), mask=inside)
 
 

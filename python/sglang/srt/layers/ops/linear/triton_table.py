@@ -89,7 +89,9 @@ def lookup(*, rows: int, n: int, k: int, gated: bool) -> GemmConfig | None:
 
 
 @functools.cache
-def lookup_quantized(*, rows: int, n: int, k: int, group: int) -> GemmConfig:
+def lookup_quantized(
+    *, rows: int, n: int, k: int, group: int, packed: bool = False
+) -> GemmConfig:
     """Return the configuration for `rows` rows, at most `MAX_ROWS`, and a quantised
     weight [n, k].
 
@@ -98,9 +100,10 @@ def lookup_quantized(*, rows: int, n: int, k: int, group: int) -> GemmConfig:
     Args:
         group: columns that share a scale, or 0 if all of a row do. A step of the sum
             stays inside of a group.
+        packed: a byte has two codes; no kernel multiplies one row of them in registers.
     """
     block_k = min(128, group & -group) if group else 128
-    if rows == 1 and not group:
+    if rows == 1 and not group and not packed:
         return dataclasses.replace(_one_row(n=n, k=k), block_k=min(1024, _power(k)))
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     tiles = -(-n // 64)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import triton
 from torch import Tensor
 
+from sglang.srt.layers.ops.linear.quantized import FORMATS
 from sglang.srt.layers.ops.linear.triton_many import stored_weight
 from sglang.srt.layers.ops.linear.triton_table import MIN_STEP
 from sglang.srt.layers.ops.moe.op import ExpertWeights, SwiGLUClamp
@@ -145,6 +146,7 @@ def _product(
         x,
         stored.codes,
         stored.scales,
+        stored.zeros,
         x if bias is None else bias,
         listed.rows,
         listed.block_experts,
@@ -195,9 +197,10 @@ def _step(weight: Tensor | QuantizedWeight) -> int:
     if isinstance(weight, Tensor) or weight.is_scaled_by_row:
         return BLOCK_K
     step = min(BLOCK_K, weight.group_columns & -weight.group_columns)
-    if step < MIN_STEP:
+    least = MIN_STEP * FORMATS[weight.format].per_item
+    if step < least:
         raise ValueError(
             f"moe_experts: groups of {weight.group_columns} columns share a scale; "
-            f"supported: multiples of {MIN_STEP}"
+            f"supported: multiples of {least}"
         )
     return step

@@ -14,7 +14,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.ops.linear.triton_kernels import PLAIN, decode
+from sglang.srt.layers.ops.linear.triton_kernels import (
+    INT4,
+    PLAIN,
+    as_scale,
+    decode,
+    packed_product,
+)
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
 
@@ -33,7 +39,8 @@ class GroupedProduct(NamedTuple):
         direct: block i is assignment i, without a list of rows; there is one token.
         addends: products of the one token, which the last program of a tile to arrive
             adds; 0 if none does.
-        format, group_rows, group_columns, groups: of the weight, as in `Product`.
+        format, group_rows, group_columns, groups, has_zeros: of the weight, as in
+            `Product`.
     """
 
     k: int
@@ -52,6 +59,7 @@ class GroupedProduct(NamedTuple):
     group_rows: int = 1
     group_columns: int = 1
     groups: int = 1
+    has_zeros: bool = False
 
 
 @triton.jit
@@ -79,7 +87,40 @@ def expert_scales(scales, row, first, PRODUCT: tl.constexpr):
     """Return the scales of an expert's rows [block_n, 1] in the group of column
     `first`."""
     start = scales + (row // PRODUCT.group_rows) * PRODUCT.groups
-    return tl.load(start + first // PRODUCT.group_columns)
+    scale = tl.load(start + first // PRODUCT.group_columns)
+    return as_scale(scale, PRODUCT.format)
+
+
+@triton.jit
+def _add_packed(
+    total,
+    w_start,
+    scales,
+    zeros,
+    row,
+    x_start,
+    first,
+    is_row,
+    x,
+    PRODUCT: tl.constexpr,
+):
+    """`_add_product` of codes of 4 bits."""
+    item = first // 2 + tl.arange(0, PRODUCT.block_k // 2)[None, :]
+    codes = tl.load(w_start + item, mask=item < PRODUCT.k // 2, other=0)
+    part = packed_product(
+        codes,
+        zeros,
+        tl.reshape(row, (PRODUCT.block_n,)),
+        x_start,
+        first,
+        is_row,
+        x,
+        PRODUCT.format,
+        PRODUCT,
+    )
+    if PRODUCT.groups > 1:
+        part *= expert_scales(scales, row, first, PRODUCT)
+    return total + part
 
 
 @triton.jit
@@ -113,6 +154,7 @@ def grouped_kernel(
     x,
     weight,
     weight_scales,
+    weight_zeros,
     bias,
     rows,
     block_experts,
@@ -152,26 +194,62 @@ def grouped_kernel(
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[:, None]
     # Rows past the end repeat the last one and are not stored.
     gate_row = tl.minimum(n, N - 1)
-    w_start = weight + (owner * ROWS + gate_row) * K
-    weight_scales += (
-        owner * ((ROWS + PRODUCT.group_rows - 1) // PRODUCT.group_rows) * PRODUCT.groups
-    )
+    PACKED: tl.constexpr = PRODUCT.format >= INT4
+    PER_ITEM: tl.constexpr = 2 if PACKED else 1
+    w_start = weight + (owner * ROWS + gate_row) * (K // PER_ITEM)
+    groups = (ROWS + PRODUCT.group_rows - 1) // PRODUCT.group_rows * PRODUCT.groups
+    weight_scales += owner * groups
+    weight_zeros += owner * groups
     x_start = x + (row // PRODUCT.top_k).to(tl.int64)[:, None] * K
     k = tl.arange(0, BLOCK_K)[None, :]
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     up_total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     for first in tl.range(0, K, BLOCK_K, num_stages=STAGES):
         here = first + k
-        x_tile = tl.trans(_columns(x_start, here, is_row, K, BLOCK_K))
-        w_tile = _columns(w_start, here, True, K, BLOCK_K)
-        total = _add_product(
-            total, w_tile, x_tile, weight_scales, gate_row, first, x, PRODUCT
-        )
-        if PRODUCT.gated:
-            w_tile = _columns(w_start + N * K, here, True, K, BLOCK_K)
-            up_total = _add_product(
-                up_total, w_tile, x_tile, weight_scales, gate_row + N, first, x, PRODUCT
+        if PACKED:
+            total = _add_packed(
+                total,
+                w_start,
+                weight_scales,
+                weight_zeros,
+                gate_row,
+                x_start,
+                first,
+                is_row,
+                x,
+                PRODUCT,
             )
+            if PRODUCT.gated:
+                up_total = _add_packed(
+                    up_total,
+                    w_start + N * (K // 2),
+                    weight_scales,
+                    weight_zeros,
+                    gate_row + N,
+                    x_start,
+                    first,
+                    is_row,
+                    x,
+                    PRODUCT,
+                )
+        else:
+            x_tile = tl.trans(_columns(x_start, here, is_row, K, BLOCK_K))
+            w_tile = _columns(w_start, here, True, K, BLOCK_K)
+            total = _add_product(
+                total, w_tile, x_tile, weight_scales, gate_row, first, x, PRODUCT
+            )
+            if PRODUCT.gated:
+                w_tile = _columns(w_start + N * K, here, True, K, BLOCK_K)
+                up_total = _add_product(
+                    up_total,
+                    w_tile,
+                    x_tile,
+                    weight_scales,
+                    gate_row + N,
+                    first,
+                    x,
+                    PRODUCT,
+                )
     if PRODUCT.format != PLAIN and PRODUCT.groups == 1:
         total *= expert_scales(weight_scales, gate_row, 0, PRODUCT)
         if PRODUCT.gated:
