@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode, HostLens
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
-from sglang.srt.layers.attention.paged_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.cpu_backends import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 

@@ -13,9 +13,11 @@ from sglang.faults.fault_points import (
 )
 from sglang.srt.configs.draft_layout import BranchLayout, BranchRegion
 from sglang.srt.layers.attention.branch_lists import BranchLists
+from sglang.srt.layers.attention.cpu_backends import (
+    TorchNativeAttnBackend,
+)
 from sglang.srt.layers.attention.paged_backend import (
     BranchDraftDecode,
-    TorchNativeAttnBackend,
 )
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows

@@ -38,7 +38,7 @@ from sglang.srt.layers.attention.base_attn_backend import (
     AttentionBackend,
     DraftDecodeBackend,
 )
-from sglang.srt.layers.attention.paged_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.cpu_backends import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows, draft_out_cache_loc

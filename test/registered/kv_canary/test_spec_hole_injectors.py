@@ -14,8 +14,10 @@ from kv_canary.faults.catalogue import STEP_FAULTS
 from kv_canary.faults.fault import Serving
 from kv_canary.view import KVReadView
 from sglang.srt.forward.batch import ForwardBatch
-from sglang.srt.layers.attention.paged_backend import (
+from sglang.srt.layers.attention.cpu_backends import (
     CpuNativeAttnBackend,
+)
+from sglang.srt.layers.attention.paged_backend import (
     PagedAttnBackend,
 )
 from sglang.test.ci.ci_register import register_cpu_ci

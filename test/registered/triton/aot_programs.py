@@ -134,36 +134,7 @@ def pointwise(dtype: str) -> Iterator[Variant]:
         )
     for with_norm in (False, True):
         for heads, warps in ((4, 2), (16, 4)):
-            yield Variant(
-                f"rope norm={with_norm} heads={heads}",
-                rope.rope_store_kv_kernel,
-                {
-                    **dict.fromkeys(("q", "k", "v", "k_cache", "v_cache"), p),
-                    **dict.fromkeys(("q_norm_weight", "k_norm_weight"), p),
-                    "positions": "*i64",
-                    "out_cache_loc": "*i64",
-                    "cos_sin_cache": "*fp32",
-                    "eps": "fp32",
-                    "scales": SCALES,
-                },
-                {
-                    "HEADS": rope.Heads(
-                        q_heads=32,
-                        kv_heads=8,
-                        dim=128,
-                        dim_block=128,
-                        half=64,
-                        half_block=64,
-                        rest_block=1,
-                        block=heads,
-                        has_q_norm=with_norm,
-                        has_k_norm=with_norm,
-                    ),
-                    "UPDATE_K": heads == 16,
-                    "PDL": True,
-                },
-                warps,
-            )
+            yield rope_variant(p, p, heads=heads, warps=warps, with_norm=with_norm)
     yield from stores_of_8_bits()
     for page_size in (1, 64):
         yield Variant(
@@ -179,24 +150,7 @@ def pointwise(dtype: str) -> Iterator[Variant]:
             4,
         )
     for q_heads in (16, 128):
-        names = ("q", "k", "k_cache", "norm_weight")
-        yield Variant(
-            f"latent store {q_heads}",
-            latent_store.latent_store_kernel,
-            {
-                **dict.fromkeys(names, p),
-                "positions": "*i64",
-                "out_cache_loc": "*i64",
-                "cos_sin_cache": "*fp32",
-                **dict.fromkeys(("eps", "scale"), "fp32"),
-            },
-            {
-                "LATENT": latent_store.latent_sizes(q_heads, 192, 576, 64),
-                "MOST": 0,
-                "PDL": True,
-            },
-            4,
-        )
+        yield latent_store_variant(p, p, q_heads=q_heads)
     for moves in (1, 64, move_kv.MAX_MOVES):
         rows, channels = move_kv.tile_shape(moves, 1024)
         yield Variant(
@@ -229,57 +183,68 @@ def pointwise(dtype: str) -> Iterator[Variant]:
         )
 
 
+def rope_variant(
+    p: str, cache: str, *, heads: int, warps: int, with_norm: bool, most: int = 0
+) -> Variant:
+    """The kernel that rotates values of type `p` and stores them in `cache`."""
+    return Variant(
+        f"rope {cache} norm={with_norm} heads={heads}",
+        rope.rope_store_kv_kernel,
+        {
+            **dict.fromkeys(("q", "k", "v"), p),
+            **dict.fromkeys(("k_cache", "v_cache"), cache),
+            **dict.fromkeys(("q_norm_weight", "k_norm_weight"), p),
+            **dict.fromkeys(("positions", "out_cache_loc"), "*i64"),
+            "cos_sin_cache": "*fp32",
+            "eps": "fp32",
+            "scales": SCALES,
+        },
+        {
+            "HEADS": rope.Heads(
+                q_heads=32,
+                kv_heads=8,
+                dim=128,
+                dim_block=128,
+                half=64,
+                half_block=64,
+                rest_block=1,
+                block=heads,
+                has_q_norm=with_norm,
+                has_k_norm=with_norm,
+                most=most,
+            ),
+            "UPDATE_K": heads == 16,
+            "PDL": True,
+        },
+        warps,
+    )
+
+
+def latent_store_variant(p: str, cache: str, *, q_heads: int, most: int = 0) -> Variant:
+    return Variant(
+        f"latent store {cache} {q_heads}",
+        latent_store.latent_store_kernel,
+        {
+            **dict.fromkeys(("q", "k", "norm_weight"), p),
+            "k_cache": cache,
+            **dict.fromkeys(("positions", "out_cache_loc"), "*i64"),
+            "cos_sin_cache": "*fp32",
+            **dict.fromkeys(("eps", "scale"), "fp32"),
+        },
+        {
+            "LATENT": latent_store.latent_sizes(q_heads, 192, 576, 64),
+            "MOST": most,
+            "PDL": True,
+        },
+        4,
+    )
+
+
 def stores_of_8_bits() -> Iterator[Variant]:
-    """The store kernels into caches of 8 bits, as variants of those above."""
-    for kind, most in (("fp8e4nv", 448), ("fp8e5", 57344)):
-        yield Variant(
-            f"rope {kind}",
-            rope.rope_store_kv_kernel,
-            {
-                **dict.fromkeys(("q", "k", "v", "q_norm_weight"), "*bf16"),
-                **dict.fromkeys(("k_cache", "v_cache"), f"*{kind}"),
-                "k_norm_weight": "*bf16",
-                **dict.fromkeys(("positions", "out_cache_loc"), "*i64"),
-                "cos_sin_cache": "*fp32",
-                "eps": "fp32",
-                "scales": SCALES,
-            },
-            {
-                "HEADS": rope.Heads(
-                    q_heads=32,
-                    kv_heads=8,
-                    dim=128,
-                    dim_block=128,
-                    half=64,
-                    half_block=64,
-                    rest_block=1,
-                    block=4,
-                    has_q_norm=False,
-                    has_k_norm=True,
-                    most=most,
-                ),
-                "UPDATE_K": False,
-                "PDL": True,
-            },
-            2,
-        )
-        yield Variant(
-            f"latent store {kind}",
-            latent_store.latent_store_kernel,
-            {
-                **dict.fromkeys(("q", "k", "norm_weight"), "*bf16"),
-                "k_cache": f"*{kind}",
-                **dict.fromkeys(("positions", "out_cache_loc"), "*i64"),
-                "cos_sin_cache": "*fp32",
-                **dict.fromkeys(("eps", "scale"), "fp32"),
-            },
-            {
-                "LATENT": latent_store.latent_sizes(16, 192, 576, 64),
-                "MOST": most,
-                "PDL": True,
-            },
-            4,
-        )
+    p = POINTERS["bf16"]
+    for cache, most in (("*fp8e4nv", 448), ("*fp8e5", 57344)):
+        yield rope_variant(p, cache, heads=4, warps=2, with_norm=True, most=most)
+        yield latent_store_variant(p, cache, q_heads=16, most=most)
 
 
 def filters() -> Iterator[Variant]:

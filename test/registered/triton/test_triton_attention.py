@@ -21,7 +21,7 @@ from attention_problem import (
 )
 
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode
-from sglang.srt.layers.attention.paged_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.cpu_backends import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.ops.attention.decode.launch import (
     TARGET_PROGRAMS,

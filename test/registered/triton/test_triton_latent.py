@@ -25,7 +25,7 @@ from attention_problem import (
 
 from sglang.srt.configs.latent_config import LatentConfig
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode
-from sglang.srt.layers.attention.paged_backend import TorchNativeAttnBackend
+from sglang.srt.layers.attention.cpu_backends import TorchNativeAttnBackend
 from sglang.srt.layers.attention.triton_backend import TritonAttnBackend
 from sglang.srt.layers.latent_attention import LatentAttention
 from sglang.srt.layers.layernorm import RMSNorm

@@ -15,6 +15,11 @@ KV_DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 """Values of --kv-cache-dtype besides the compute type."""
 
 
+def kv_dtype_name(dtype: torch.dtype) -> str:
+    """Return the value of --kv-cache-dtype for a dtype of 8 bits."""
+    return next(name for name, known in KV_DTYPES.items() if known == dtype)
+
+
 class KVScales(NamedTuple):
     """What K and V of a layer are divided by before they are stored."""
 

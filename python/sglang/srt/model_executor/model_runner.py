@@ -27,7 +27,6 @@ from sglang.srt.layers.state.forward import StateCommit, StateForward
 from sglang.srt.layers.state.layer import StateLayer
 from sglang.srt.lora.adapters import Adapters, create_adapters
 from sglang.srt.model_executor.adapter_inputs import AdapterInputs
-from sglang.srt.mem_cache.kv_dtype import KV_DTYPES
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
 )
@@ -36,6 +35,7 @@ from sglang.srt.model_executor.cuda_graph_runner import (
     cuda_graph_backend,
 )
 from sglang.srt.model_executor.input_buffers import GraphInputBuffers
+from sglang.srt.model_executor.kv_storage import resolve_kv_dtype, set_kv_scales
 from sglang.srt.model_executor.memory_plan import (
     NO_DRAFT_MEMORY,
     DraftMemory,
@@ -45,7 +45,6 @@ from sglang.srt.model_executor.model_runner_kv_cache_mixin import (
     ModelRunnerKVCacheMixin,
     SharedPools,
 )
-from sglang.srt.model_loader.kv_scales import find_kv_scales
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import (
     CausalLM,
@@ -131,7 +130,9 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.spec_algorithm = server_args.speculative_algorithm
         self.device = server_args.device
         self.dtype = dtype or self._resolve_dtype()
-        self.kv_dtype = self._resolve_kv_dtype()
+        self.kv_dtype = resolve_kv_dtype(
+            server_args, computes=self.dtype, is_draft=is_draft_worker
+        )
         self.page_size = server_args.page_size
         self.watcher_bytes_per_slot = watcher_bytes_per_slot
         self.watcher_bytes_per_head = watcher_bytes_per_head
@@ -184,30 +185,6 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         raw = self.model_config.raw
         stored = str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")
         return TORCH_DTYPES["float16" if stored == "float16" else "bfloat16"]
-
-    def _resolve_kv_dtype(self) -> torch.dtype:
-        """Return the dtype that KV is stored in.
-
-        Raises:
-            ValueError: the flag asks for a type that this model or device lacks.
-        """
-        args = self.server_args
-        flag, name = "--kv-cache-dtype", args.kv_cache_dtype
-        if self.is_draft_worker and args.speculative_draft_kv_cache_dtype is not None:
-            flag = "--speculative-draft-kv-cache-dtype"
-            name = args.speculative_draft_kv_cache_dtype
-        if name in KV_DTYPES:
-            if self.device != "cpu" and torch.cuda.get_device_capability() < (8, 9):
-                raise ValueError(
-                    f"{flag} {name} needs a GPU of compute capability 8.9; use auto"
-                )
-            return KV_DTYPES[name]
-        if name == "bfloat16" and self.dtype != torch.bfloat16:
-            raise ValueError(
-                f"{flag} {name}: the model computes in {self.dtype}, and KV is stored "
-                "in the compute type or in 8 bits; use --dtype bfloat16, or auto"
-            )
-        return self.dtype
 
     def initialize(self) -> None:
         """Load the weights, build the pools and the attention backend.
@@ -302,8 +279,13 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         """
         with explain_out_of_memory("building the KV pool", self.server_args):
             self._init_pools(shared=shared, draft_memory=draft_memory)
-        if self.kv_dtype.itemsize == 1:
-            self._set_kv_scales()
+        set_kv_scales(
+            self.token_to_kv_pool,
+            self.server_args,
+            self.model_config,
+            is_draft=self.is_draft_worker,
+            has_file=not isinstance(self.model, MockModel),
+        )
         assert self.server_args.attention_backend is not None
         self.attn_backend = create_attention_backend(
             self.server_args.attention_backend,
@@ -324,19 +306,6 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             self.max_total_num_tokens,
             time.perf_counter() - self._began,
         )
-
-    def _set_kv_scales(self) -> None:
-        args, pool = self.server_args, self.token_to_kv_pool
-        is_target = not self.is_draft_worker
-        scales = find_kv_scales(
-            self.model_config.path,
-            layers=self.model_config.attention_layers,
-            param_path=args.quantization_param_path if is_target else None,
-            rank=get_tp_group().rank,
-            has_file=args.load_format != "dummy"
-            and not isinstance(self.model, MockModel),
-        )
-        pool.set_scales(scales)
 
     def _verifies_trees(self) -> bool:
         """Whether forwards of this model have tree masks."""

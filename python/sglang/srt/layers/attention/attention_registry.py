@@ -17,7 +17,7 @@ from sglang.srt.configs.attention_backends import (
     AttentionNeed,
     check_needs,
 )
-from sglang.srt.layers.attention.paged_backend import (
+from sglang.srt.layers.attention.cpu_backends import (
     CpuNativeAttnBackend,
     TorchNativeAttnBackend,
 )

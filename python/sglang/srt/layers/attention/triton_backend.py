@@ -5,6 +5,7 @@ Imported only if Triton is installed; `attention_registry` sees to that.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cached_property
@@ -54,6 +55,7 @@ from sglang.srt.layers.ops.attention.latent_expanded.launch import (
 from sglang.srt.layers.ops.attention.latent_expanded.table import serves
 from sglang.srt.layers.ops.latent_store.op import latent_store
 from sglang.srt.layers.ops.rope.op import rope_store_kv
+from sglang.srt.mem_cache.kv_dtype import kv_dtype_name
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,6 +69,8 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import CallWrapper, StackWrapper
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import KVCache, ReqToTokenPool
+
+logger = logging.getLogger(__name__)
 
 
 class TritonPlan(AttentionPlan):
@@ -140,6 +144,12 @@ class TritonAttnBackend(PagedAttnBackend):
         self._extend_workspace: ExtendWorkspace | None = None
         # Kernels of new K and V, and those for Hopper, read one dtype.
         self._has_8_bits = kv_pool.dtype.itemsize == 1
+        if self._has_8_bits:
+            logger.warning(
+                "--kv-cache-dtype %s: attention runs on the general kernels, not on "
+                "those for Hopper and for long prefills, which read 16 bits",
+                kv_dtype_name(kv_pool.dtype),
+            )
         self.plans_prefills = not self._has_8_bits and hopper_serves(
             head_dim=self._head_dim, dtype=kv_pool.dtype, device=k_cache.device
         )

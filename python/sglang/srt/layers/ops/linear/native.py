@@ -9,11 +9,11 @@ from sglang.srt.layers.ops.linear.op import (
     PANEL,
     AnyWeight,
     PackedWeight,
+    linear_by_tiles,
     linear_ref,
     pack_panels,
-    row_tiles,
 )
-from sglang.srt.layers.ops.linear.quantized import QuantizedWeight, dequantize
+from sglang.srt.layers.ops.linear.quantized import QuantizedWeight
 from sglang_kernels import ops
 
 FEW_ROWS = 4
@@ -30,7 +30,7 @@ def linear(
     out: Tensor | None = None,
 ) -> Tensor:
     if isinstance(weight, QuantizedWeight):
-        return _quantized_linear(x, weight, bias, out)
+        return linear_by_tiles(x, weight, bias, out, _multiply_tile)
     if not isinstance(weight, PackedWeight):
         return _plain_linear(x, weight, bias, out)
     if weight.panel != PANEL:
@@ -58,18 +58,9 @@ def _plain_linear(
     return out
 
 
-def _quantized_linear(
-    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor | None
-) -> Tensor:
-    """Dequantise a tile of rows at a time, and multiply as a packed weight is."""
-    n, k = weight.shape
-    if out is None:
-        out = x.new_empty(*x.shape[:-1], n)
-    wide, target = weight.in_order(x).reshape(-1, k).float(), out.view(-1, n)
-    for first, last in row_tiles(weight):
-        panels = pack_panels(dequantize(weight.rows(first, last)), torch.float32)
-        part = None if bias is None else bias[first:last].float()
-        result = wide.new_empty(len(wide), last - first)
-        ops.packed_linear(wide, panels, last - first, part, result)
-        target[:, first:last] = result
+def _multiply_tile(x: Tensor, tile: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply as a packed weight is, in an order that does not depend on the rows."""
+    out = x.new_empty(len(x), len(tile))
+    panels = pack_panels(tile, torch.float32)
+    ops.packed_linear(x, panels, len(tile), bias, out)
     return out

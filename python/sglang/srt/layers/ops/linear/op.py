@@ -6,7 +6,7 @@ Owns the packed format; knows nothing of layers or sharding.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -140,7 +140,7 @@ def linear_ref(
         result = result.to(x.dtype)
         return result if out is None else out.copy_(result)
     if isinstance(weight, QuantizedWeight):
-        return _linear_by_tiles(x, weight, bias, out)
+        return linear_by_tiles(x, weight, bias, out, functional.linear)
     if out is None:
         return functional.linear(x, weight, bias)
     rows, target = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
@@ -151,18 +151,26 @@ def linear_ref(
     return out
 
 
-def _linear_by_tiles(
-    x: Tensor, weight: QuantizedWeight, bias: Tensor | None, out: Tensor | None
+def linear_by_tiles(
+    x: Tensor,
+    weight: QuantizedWeight,
+    bias: Tensor | None,
+    out: Tensor | None,
+    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
 ) -> Tensor:
+    """`linear` that dequantises a tile of rows at a time.
+
+    Args:
+        multiply: returns rows [T, K] times a tile [n, K], plus its biases; float32.
+    """
     n, k = weight.shape
     if out is None:
         out = x.new_empty(*x.shape[:-1], n)
     wide, target = weight.in_order(x).reshape(-1, k).float(), out.view(-1, n)
     for first, last in row_tiles(weight):
-        result = wide @ dequantize(weight.rows(first, last)).t()
-        if bias is not None:
-            result += bias[first:last].float()
-        target[:, first:last] = result
+        tile = dequantize(weight.rows(first, last))
+        part = None if bias is None else bias[first:last].float()
+        target[:, first:last] = multiply(wide, tile, part)
     return out
 
 
