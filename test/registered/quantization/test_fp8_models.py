@@ -170,9 +170,9 @@ def test_each_rank_holds_its_part(
 
 def pairs(ours: Module, theirs: Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     if isinstance(ours, Linear) and isinstance(theirs, Linear):
-        assert ours.weight is not None and theirs.weight is not None
-        made = ours.quantized
-        values = ours.weight.data if made is None else dequantize(made).double()
+        made, plain = ours.quantized, ours.weight
+        assert theirs.weight is not None and (made is None) == (plain is not None)
+        values = plain.data if made is None else dequantize(made).double()
         yield values, theirs.weight.data
     if isinstance(ours, Experts) and isinstance(theirs, Experts):
         for expert in range(ours.weights.count):

@@ -27,6 +27,7 @@ from sglang.srt.layers.ops.linear.op import (
     linear_into,
     pack_weight,
 )
+from sglang.srt.layers.ops.linear.quantized import QuantizedPanels
 from sglang.srt.layers.quantization import (
     forget_parts,
     quantize_parameter,
@@ -208,7 +209,7 @@ class Linear(Module):
         self.full_shape = weight.full_shape()
         self.adapters: LayerAdapters | None = None
         self._packed: PackedWeight | None = None
-        self._quantized: QuantizedWeight | None = None
+        self._quantized: QuantizedWeight | QuantizedPanels | None = None
         if not is_plain:
             quantize_parameter(self, "weight")
 
@@ -217,9 +218,13 @@ class Linear(Module):
         weight = self.weight
         if weight is None:
             return
-        self._quantized = quantized_weight(self, "weight")
-        if self._quantized is not None:
+        found = quantized_weight(self, "weight")
+        if found is not None:
             forget_parts(self, "weight")
+            self._quantized = found
+            if weight.is_cpu:
+                self._quantized = QuantizedPanels.pack(found)
+                self.weight = None
         elif weight.is_cpu and weight.dtype == torch.float32:
             self._packed = pack_weight(weight.data)
             self.weight = None
@@ -230,7 +235,7 @@ class Linear(Module):
         return self._packed
 
     @property
-    def quantized(self) -> QuantizedWeight | None:
+    def quantized(self) -> QuantizedWeight | QuantizedPanels | None:
         """The quantised weight, or None if the weight is plain."""
         return self._quantized
 

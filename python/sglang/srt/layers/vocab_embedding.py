@@ -15,7 +15,6 @@ from sglang.srt.distributed.partition import divide_padded, padded_size
 from sglang.srt.layers.linear import Linear, LoadableParameter
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.linear.op import PackedWeight, unpack_weight
-from sglang.srt.layers.ops.linear.quantized import QuantizedWeight
 
 
 class VocabEmbedding(Module):
@@ -67,7 +66,7 @@ class LMHead(Linear):
         """Return the weights of these entries (int64 [n]), [n, hidden_size]. Only if
         this rank holds the whole head."""
         weight = self._any_weight()
-        assert not isinstance(weight, QuantizedWeight)
+        assert isinstance(weight, (Tensor, PackedWeight)), "a head is plain"
         whole = unpack_weight(weight) if isinstance(weight, PackedWeight) else weight
         return whole.data.index_select(0, token_ids)
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from kv_canary.op import native_available
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.layers.ops.decoder_stack import StackLayer, StackPlan, StackSizes
-from sglang.srt.layers.ops.linear.op import PANEL, PackedWeight
+from sglang.srt.layers.ops.linear.quantized import PANEL
 
 if TYPE_CHECKING:
     from sglang.srt.layers.layernorm import RMSNorm
     from sglang.srt.layers.linear import Linear
+    from sglang.srt.layers.ops.linear.op import PackedWeight
 
 
 class PlainLayer(NamedTuple):

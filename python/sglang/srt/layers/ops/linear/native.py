@@ -6,14 +6,16 @@ import torch
 from torch import Tensor
 
 from sglang.srt.layers.ops.linear.op import (
-    PANEL,
     AnyWeight,
     PackedWeight,
-    linear_by_tiles,
+    linear_by_panels,
     linear_ref,
-    pack_panels,
 )
-from sglang.srt.layers.ops.linear.quantized import QuantizedWeight
+from sglang.srt.layers.ops.linear.quantized import (
+    PANEL,
+    QuantizedPanels,
+    QuantizedWeight,
+)
 from sglang_kernels import ops
 
 FEW_ROWS = 4
@@ -30,7 +32,9 @@ def linear(
     out: Tensor | None = None,
 ) -> Tensor:
     if isinstance(weight, QuantizedWeight):
-        return linear_by_tiles(x, weight, bias, out, _multiply_tile)
+        weight = QuantizedPanels.pack(weight)
+    if isinstance(weight, QuantizedPanels):
+        return linear_by_panels(x, weight, bias, out, _multiply_panels)
     if not isinstance(weight, PackedWeight):
         return _plain_linear(x, weight, bias, out)
     if weight.panel != PANEL:
@@ -58,9 +62,10 @@ def _plain_linear(
     return out
 
 
-def _multiply_tile(x: Tensor, tile: Tensor, bias: Tensor | None) -> Tensor:
+def _multiply_panels(
+    x: Tensor, panels: Tensor, outputs: int, bias: Tensor | None
+) -> Tensor:
     """Multiply as a packed weight is, in an order that does not depend on the rows."""
-    out = x.new_empty(len(x), len(tile))
-    panels = pack_panels(tile, torch.float32)
-    ops.packed_linear(x, panels, len(tile), bias, out)
+    out = x.new_empty(len(x), outputs)
+    ops.packed_linear(x, panels, outputs, bias, out)
     return out

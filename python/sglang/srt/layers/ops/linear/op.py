@@ -5,8 +5,7 @@ Owns the packed format; knows nothing of layers or sharding.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -15,7 +14,11 @@ from torch.nn import functional
 
 from kv_canary.op import native_available
 from sglang.srt.layers.ops.activation.op import GATED
-from sglang.srt.layers.ops.linear.quantized import QuantizedWeight, dequantize
+from sglang.srt.layers.ops.linear.quantized import (
+    PANEL,
+    QuantizedPanels,
+    QuantizedWeight,
+)
 from sglang.srt.utils.dispatch import Op
 
 _TRITON = "sglang.srt.layers.ops.linear.triton:"
@@ -24,9 +27,6 @@ ADD_ROWS = 1024
 """From this many rows on cuBLAS adds the residual. With few rows it would then stop
 splitting the sum over K: a decode step of 256 rows of the 8B shape took 16.95 ms
 instead of 16.5 (H200)."""
-
-PANEL = 32
-"""Output columns per panel of the native format."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,10 +47,10 @@ class PackedWeight:
     data: Tensor
 
 
-AnyWeight = Tensor | PackedWeight | QuantizedWeight
+AnyWeight = Tensor | PackedWeight | QuantizedWeight | QuantizedPanels
 """A weight [N, K] of a product."""
 
-TILE = 1 << 20
+TILE = 1 << 18
 """Weights that a product on the CPU dequantises at a time."""
 
 
@@ -140,7 +140,9 @@ def linear_ref(
         result = result.to(x.dtype)
         return result if out is None else out.copy_(result)
     if isinstance(weight, QuantizedWeight):
-        return linear_by_tiles(x, weight, bias, out, functional.linear)
+        weight = QuantizedPanels.pack(weight)
+    if isinstance(weight, QuantizedPanels):
+        return linear_by_panels(x, weight, bias, out, _multiply_panels)
     if out is None:
         return functional.linear(x, weight, bias)
     rows, target = x.reshape(-1, x.shape[-1]), out.view(-1, out.shape[-1])
@@ -151,36 +153,36 @@ def linear_ref(
     return out
 
 
-def linear_by_tiles(
+def linear_by_panels(
     x: Tensor,
-    weight: QuantizedWeight,
+    weight: QuantizedPanels,
     bias: Tensor | None,
     out: Tensor | None,
-    multiply: Callable[[Tensor, Tensor, Tensor | None], Tensor],
+    multiply: Callable[[Tensor, Tensor, int, Tensor | None], Tensor],
 ) -> Tensor:
-    """`linear` that dequantises a tile of rows at a time.
+    """`linear` that dequantises some panels at a time.
 
     Args:
-        multiply: returns rows [T, K] times a tile [n, K], plus its biases; float32.
+        multiply: returns rows [T, K] times panels [p, K, 32], of which the first
+            outputs are kept, plus their biases; float32.
     """
-    n, k = weight.shape
+    n, step = weight.n, max(TILE // (weight.k * PANEL), 1)
     if out is None:
         out = x.new_empty(*x.shape[:-1], n)
-    wide, target = weight.in_order(x).reshape(-1, k).float(), out.view(-1, n)
-    for first, last in row_tiles(weight):
-        tile = dequantize(weight.rows(first, last))
+    wide, target = weight.in_order(x).reshape(-1, weight.k).float(), out.view(-1, n)
+    for panel in range(0, len(weight.codes), step):
+        panels = weight.dequantize(panel, panel + step)
+        first, last = panel * PANEL, min((panel + step) * PANEL, n)
         part = None if bias is None else bias[first:last].float()
-        target[:, first:last] = multiply(wide, tile, part)
+        target[:, first:last] = multiply(wide, panels, last - first, part)
     return out
 
 
-def row_tiles(weight: QuantizedWeight) -> Iterator[tuple[int, int]]:
-    """Yield intervals of rows of about `TILE` weights, which begin at groups."""
-    n, k = weight.shape
-    group = math.lcm(weight.group_rows, PANEL)
-    step = max(TILE // k // group, 1) * group
-    for first in range(0, n, step):
-        yield first, min(first + step, n)
+def _multiply_panels(
+    x: Tensor, panels: Tensor, outputs: int, bias: Tensor | None
+) -> Tensor:
+    rows = panels.transpose(1, 2).flatten(0, 1)[:outputs]
+    return functional.linear(x, rows, bias)
 
 
 linear = Op(

@@ -21,7 +21,11 @@ from sglang.srt.layers.ops.linear.op import (
     linear_gated_ref,
     linear_ref,
 )
-from sglang.srt.layers.ops.linear.quantized import FORMATS, QuantizedWeight
+from sglang.srt.layers.ops.linear.quantized import (
+    FORMATS,
+    QuantizedPanels,
+    QuantizedWeight,
+)
 from sglang.srt.layers.ops.linear.triton_gated import gated_gemm_kernel
 from sglang.srt.layers.ops.linear.triton_kernels import (
     Product,
@@ -84,7 +88,7 @@ def linear(
     out: Tensor | None = None,
 ) -> Tensor:
     """`ops.linear.linear`: runs `gemm` where it is faster, else torch."""
-    if not isinstance(weight, PackedWeight):
+    if not isinstance(weight, (PackedWeight, QuantizedPanels)):
         config = choose(x, weight)
         if config is not None:
             return gemm(x, weight, bias, config=config, out=out)
@@ -95,7 +99,7 @@ def linear(
 
 def linear_add(x: Tensor, weight: AnyWeight, residual: Tensor) -> Tensor:
     """`ops.linear.linear_add`: one launch where `gemm` is faster."""
-    if not isinstance(weight, PackedWeight):
+    if not isinstance(weight, (PackedWeight, QuantizedPanels)):
         config = choose(x, weight)
         if config is not None:
             return gemm(x, weight, config=config, residual=residual, out=residual)
@@ -110,7 +114,7 @@ def linear_gated(
     out: Tensor | None = None,
 ) -> Tensor:
     """`ops.linear.linear_gated`: one launch where that is faster."""
-    if not isinstance(weight, PackedWeight):
+    if not isinstance(weight, (PackedWeight, QuantizedPanels)):
         config = choose(x, weight, gated=True)
         if config is not None:
             return gemm_gated(x, weight, activation, config=config, out=out)

@@ -14,12 +14,11 @@ from torch.nn import functional
 
 from kv_canary.op import native_available
 from sglang.srt.layers.ops.linear.op import (
-    PANEL,
     PackedWeight,
     pack_panels,
     unpack_weight,
 )
-from sglang.srt.layers.ops.linear.quantized import QuantizedWeight, dequantize
+from sglang.srt.layers.ops.linear.quantized import PANEL, QuantizedWeight, dequantize
 from sglang.srt.utils.dispatch import Op
 
 HALF = PANEL // 2
