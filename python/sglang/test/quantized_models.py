@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor
 
 from sglang.srt.layers.ops.linear.quantized import E4M3_MAX
+from sglang.srt.model_loader.weight_utils import iterate_weights
 
 E4M3 = torch.float8_e4m3fn
 Tensors = dict[str, Tensor]
@@ -235,15 +236,22 @@ FOUR_BITS = {
     "packed": packed_recipe(size=32, symmetric=True),
     "packed-zeros": packed_recipe(size=16, symmetric=False),
 }
+
+
+def tensor_recipe() -> Recipe:
+    """Return one scale per tensor, with a static scale of activations."""
+    config = {"quant_method": "fp8", "activation_scheme": "static"}
+    return Recipe(config=config, store=_store_tensor, values=_values)
+
+
+def channel_recipe() -> Recipe:
+    """Return a scale per row, in the format of compressed-tensors."""
+    return Recipe(config=_compressed("channel"), store=_store_channel, values=_values)
+
+
 RECIPES = {
-    "tensor": Recipe(
-        config={"quant_method": "fp8", "activation_scheme": "static"},
-        store=_store_tensor,
-        values=_values,
-    ),
-    "channel": Recipe(
-        config=_compressed("channel"), store=_store_channel, values=_values
-    ),
+    "tensor": tensor_recipe(),
+    "channel": channel_recipe(),
     "block": block_recipe(32, 32),
     "block-128": block_recipe(128, 128),
 }
@@ -272,7 +280,7 @@ def quantize_folder(
     Args:
         oracle: folder for the plain model with exactly these values, in float32.
     """
-    weights = load_file(folder / "model.safetensors")
+    weights = dict(iterate_weights(folder))
     stored: Tensors = {}
     plain: Tensors = {}
     for name, tensor in weights.items():
@@ -301,5 +309,6 @@ def _write(folder: Path, target: Path, tensors: Tensors, extra: dict[str, Any]) 
 
 def _other_files(folder: Path) -> Iterator[Path]:
     for file in folder.iterdir():
-        if file.is_file() and file.name not in ("model.safetensors", "config.json"):
+        is_weights = ".safetensors" in file.name or file.suffix == ".gguf"
+        if file.is_file() and not is_weights and file.name != "config.json":
             yield file
