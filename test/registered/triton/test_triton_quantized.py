@@ -40,9 +40,10 @@ needs_cuda = pytest.mark.skipif(DEVICE == "cpu", reason="needs CUDA")
 DTYPE = torch.float16 if DEVICE == "cpu" else torch.bfloat16
 # Half of the last place of the result, and the roundings of its sum.
 TOLERANCE = {torch.float16: 2**-11, torch.bfloat16: 2**-8}[DTYPE] * 1.1
-SHAPES = [(70, 200), (128, 256)]
+SHAPES = [(70, 200)]
 if DEVICE == "cuda":
-    SHAPES += [(6144, 4096), (1536, 7168)]
+    SHAPES += [(128, 256), (6144, 4096), (1536, 7168)]
+ROWS = [1, 17, 64, 65, 130] if DEVICE == "cuda" else [1, 65]
 CONFIGS = [
     GemmConfig(block_n=64, block_k=64, split_k=1, stages=2, prefetch=1),
     GemmConfig(block_n=32, block_k=64, split_k=3, stages=3),
@@ -111,7 +112,7 @@ def test_few_rows(config: GemmConfig, scheme: str) -> None:
         if not weight.is_scaled_by_row:
             step = min(config.block_k, weight.group_columns)
             config = dataclasses.replace(config, block_k=step)
-        for rows in (1, 5, 33):
+        for rows in (1, 33):
             x = torch.randn(rows, k, device=DEVICE).to(DTYPE)
             found = gemm.gemm(x, weight, config=config)
             assert relative_error(found, x.double() @ values(weight).T) < TOLERANCE
@@ -142,7 +143,7 @@ def test_epilogues(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("rows", [1, 17, 64, 65, 130])
+@pytest.mark.parametrize("rows", ROWS)
 def test_the_op_takes_any_number_of_rows(rows: int, scheme: str) -> None:
     n, k = SHAPES[0]
     weight = quantized(n, k, *SCHEMES[scheme])
@@ -230,7 +231,7 @@ def test_rounding_rows(group: int) -> None:
 @pytest.mark.parametrize("rows", [1, 130])
 def test_products_of_blocks_in_8_bits(rows: int) -> None:
     """The rounding of the inputs is part of the oracle, so it is exact up to sums."""
-    shapes = [(200, 256), (144, 320)] if DEVICE == "cpu" else [*SHAPES, (144, 336)]
+    shapes = [(144, 320)] if DEVICE == "cpu" else [*SHAPES, (144, 336)]
     for n, k in shapes:
         weight = quantized(n, k, *SCHEMES["blocks"])
         x = torch.randn(rows, k, device=DEVICE).to(DTYPE)
