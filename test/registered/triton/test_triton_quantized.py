@@ -228,7 +228,7 @@ def test_rounding_rows(group: int) -> None:
     assert float(codes.float().abs().max()) == E4M3_MAX
 
 
-@pytest.mark.parametrize("rows", [1, 130])
+@pytest.mark.parametrize("rows", [1, 130] if DEVICE == "cuda" else [3])
 def test_products_of_blocks_in_8_bits(rows: int) -> None:
     """The rounding of the inputs is part of the oracle, so it is exact up to sums."""
     shapes = [(144, 320)] if DEVICE == "cpu" else [*SHAPES, (144, 336)]
