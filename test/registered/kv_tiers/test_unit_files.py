@@ -9,6 +9,7 @@ import random
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.kv_tiers import files as unit_files
@@ -16,8 +17,10 @@ from sglang.srt.kv_tiers.damage import DamageKind
 from sglang.srt.kv_tiers.files import BadUnit, FileLimits, FileStore, open_folder
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.harness import EngineHarness
 from sglang.test.scale import count
 from sglang.test.tier_traffic import serve, tiered, tiers_of
+from sglang.test.tiny_models import write_tiny_model
 
 register_cpu_ci(est_time=12, suite="cpu", full_time=300)
 
@@ -203,7 +206,34 @@ class TestEngine:
             assert (tiers.storage.stats.read >= 10) or life == 0
             harness.scheduler.tiers.close()
 
-    def test_another_model_does_not(self, tmp_path):
+    @pytest.mark.parametrize("changed", ["one weight", "configuration"])
+    def test_another_model_does_not(self, tmp_path, changed):
+        """Not even if all but one number is equal."""
+        models = [write_tiny_model(tmp_path / str(n), "LlamaForCausalLM") for n in "ab"]
+        if changed == "one weight":
+            file = next(models[1].glob("*.safetensors"))
+            tensors = load_file(file)
+            name = next(name for name in tensors if "down_proj" in name)
+            tensors[name][0, 0] += 0.5
+            save_file(tensors, file)
+        else:
+            file = models[1] / "config.json"
+            config = json.loads(file.read_text())
+            file.write_text(json.dumps(config | {"rope_theta": 20000.0}))
+        prompt = [7] * 200
+        found = []
+        for model in (models[0], models[0], models[1]):
+            harness = EngineHarness(
+                model,
+                max_total_tokens=640,
+                enable_hierarchical_cache=True,
+                **self.options(tmp_path / "kv"),
+            )
+            found.append(harness.generate(prompt, max_new_tokens=2).cached_tokens)
+            harness.scheduler.tiers.close()
+        assert found == [0, 192, 0]
+
+    def test_another_layout_does_not(self, tmp_path):
         prompt = list(range(200))
         harness = tiered(tmp_path / "a", "plain", **self.options(tmp_path / "kv"))
         harness.generate(prompt, max_new_tokens=2)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.model_loader.weight_utils import open_tensors, read_tensor
+from sglang.srt.utils.hashing import hash_file
 from sglang.srt.utils.json_file import shown
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 REVISION_BYTES = 8
 _PREFIX = re.compile(r"^(?:base_model\.model\.)?")
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
-_HASHED_BYTES = 1 << 22
 
 
 class Pair(NamedTuple):
@@ -193,7 +193,5 @@ def _revision(file: Path, config: AdapterConfig) -> str:
     """Return a digest of everything that decides the adapter's products."""
     hashed = blake2b(digest_size=REVISION_BYTES)
     hashed.update(f"{config.rank} {config.alpha!r} {config.is_rank_stable}\n".encode())
-    with file.open("rb") as opened:
-        while block := opened.read(_HASHED_BYTES):
-            hashed.update(block)
+    hash_file(hashed, file)
     return hashed.hexdigest()

@@ -183,9 +183,9 @@ def _settle(model: LoadableModel, quantized: Iterable[str]) -> set[str]:
     parameters = _loadable_parameters(model)
     covered: dict[str, set[str | None]] = {}
     for name in quantized:
-        own = _own_name(model, name)
+        own = own_name(model, name)
         if own is not None:
-            target, shard = _locate(own, model.packed_modules)
+            target, shard = locate(own, model.packed_modules)
             if target in parameters:
                 shards = parameters[target].covered_by(shard)
                 covered.setdefault(target, set()).update(shards)
@@ -209,8 +209,8 @@ def _settle(model: LoadableModel, quantized: Iterable[str]) -> set[str]:
 
 def _target(model: LoadableModel, name: str) -> str | None:
     """Return the parameter that a checkpoint tensor belongs to, or None."""
-    own = _own_name(model, name)
-    return None if own is None else _locate(own, model.packed_modules)[0]
+    own = own_name(model, name)
+    return None if own is None else locate(own, model.packed_modules)[0]
 
 
 def _gather_packed(model: nn.Module) -> None:

@@ -1,8 +1,11 @@
-"""Stable hashes of strings."""
+"""Stable hashes of strings and files."""
 
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
+
+_HASHED_BYTES = 1 << 22
 
 
 def hash_string(text: str) -> int:
@@ -17,3 +20,10 @@ def digest(text: str) -> str:
     """
     data = text.encode("utf-8", "surrogatepass")
     return hashlib.blake2b(data, digest_size=16).hexdigest()
+
+
+def hash_file(hashed: hashlib.blake2b, file: Path) -> None:
+    """Add the contents of a file to a hash. Other threads run meanwhile."""
+    with file.open("rb") as opened:
+        while block := opened.read(_HASHED_BYTES):
+            hashed.update(block)

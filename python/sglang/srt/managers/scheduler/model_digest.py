@@ -4,42 +4,56 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from hashlib import blake2b
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
+from sglang.srt.model_loader.weight_utils import weight_files
+from sglang.srt.utils.hashing import hash_file
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.server_args import ServerArgs
 
 DIGEST_BYTES = 16
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def model_digest(runners: Sequence[ModelRunner], layout: bytes) -> bytes:
-    """Return a digest of the models' weights on this rank and their configurations,
-    16 bytes. Reads all weights once.
+def model_digest(
+    server_args: ServerArgs, runners: Sequence[ModelRunner], layout: bytes
+) -> bytes:
+    """Return a digest of the models' files and configurations and of how they are
+    loaded, 16 bytes. Reads all files.
 
     Args:
         layout: digest of what is kept of them.
     """
     digest = blake2b(layout, digest_size=DIGEST_BYTES)
+    loading = (server_args.load_format, server_args.dtype, server_args.quantization)
+    digest.update(repr(loading).encode())
+    is_dummy = server_args.load_format == "dummy"
     for runner in runners:
-        config = runner.model_config.raw
-        digest.update(json.dumps(config, sort_keys=True, default=str).encode())
-        state = runner.model.state_dict(keep_vars=True)
-        for name in sorted(state):
-            tensor = state[name].detach()
-            about = (name, tuple(tensor.shape), str(tensor.dtype))
-            digest.update(repr(about).encode())
-            digest.update(_row_sums(tensor).cpu().numpy().tobytes())
+        config = runner.model_config
+        digest.update(json.dumps(config.raw, sort_keys=True, default=str).encode())
+        for group in runner.token_to_kv_pool.groups:
+            digest.update(repr(sorted(group.tensors.scales.items())).encode())
+        for found in () if is_dummy else _file_digests(config.path):
+            digest.update(found)
     return digest.digest()
 
 
-def _row_sums(tensor: Tensor) -> Tensor:
-    """Return the sum of each row's bits as integers, int64 [rows]."""
-    rows = tensor.reshape(tensor.shape[0], -1) if tensor.dim() > 1 else tensor[None]
-    words = rows.contiguous().view(_WORDS[tensor.element_size()])
-    return words.sum(dim=1, dtype=torch.int64)
+def _file_digests(path: Path) -> list[bytes]:
+    """Return digests of a model's weight files, which are hashed side by side."""
+    if path.is_file():
+        files = [path]
+    else:
+        # A mock model has none.
+        files = weight_files(path) if any(path.glob("*.safetensors")) else []
+    with ThreadPoolExecutor() as threads:
+        return list(threads.map(_file_digest, files))
+
+
+def _file_digest(file: Path) -> bytes:
+    digest = blake2b(digest_size=DIGEST_BYTES)
+    hash_file(digest, file)
+    return digest.digest()

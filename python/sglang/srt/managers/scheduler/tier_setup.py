@@ -81,7 +81,7 @@ def create_tier_loads(
     identity = _layout_digest(groups, rank=group.rank, size=group.size)
     config, storage = storage_config(server_args), None
     if server_args.hicache_storage_backend is not None:
-        identity = model_digest(runners, identity)
+        identity = model_digest(server_args, runners, identity)
         storage = _open_storage(config, groups, cache, identity=identity)
     tiers = KVTiers(
         cache=cache,
