@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
 DIGEST_BYTES = 16
+# Flags that change what weights become.
+_LOADING = (
+    *("load_format", "dtype", "quantization", "fp8_gemm_runner_backend"),
+    "speculative_draft_model_quantization",
+)
 
 
 def model_digest(
@@ -29,7 +34,7 @@ def model_digest(
         layout: digest of what is kept of them.
     """
     digest = blake2b(layout, digest_size=DIGEST_BYTES)
-    loading = (server_args.load_format, server_args.dtype, server_args.quantization)
+    loading = [getattr(server_args, name) for name in _LOADING]
     digest.update(repr(loading).encode())
     is_dummy = server_args.load_format == "dummy"
     for runner in runners:
