@@ -148,7 +148,7 @@ class ForwardView:
         writer_kind: who writes the new tokens.
         manager: number of the forward in its launch, whose phase its launches step.
         oracle: (tokens, positions), [T] each, that the inputs must equal; negative if
-            unknown. For tests.
+            unknown. Given by a host that knows them, or by a test.
         max_depth: ancestors that are walked in a tree, and most tokens after its root
             that can be accepted.
         numbers, tensors: for the native ops, `FORWARD_NUMBERS` and `ROW_FIELDS` in

@@ -77,6 +77,7 @@ class World:
     Attributes:
         canary: of the pool, mode `log`.
         tables: block numbers that attention reads, by request: faults go here.
+        is_synchronous: whether the host knows sampled tokens before the next step.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class World:
         is_cached: bool = True,
         mode: Mode = Mode.LOG,
         dtype: torch.dtype = torch.float32,
+        is_synchronous: bool = True,
     ) -> None:
         torch.manual_seed(0)
         self.random = random.Random(0)
@@ -102,6 +104,7 @@ class World:
         self.tables: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
+        self.is_synchronous = is_synchronous
         self._next_block = 1
 
     def blocks(self, count: int) -> list[int]:
@@ -128,6 +131,9 @@ class World:
         skipped: Sequence[tuple[str, int]] = (),
         slots: dict[tuple[str, int], int] | None = None,
         seq_lens: dict[str, int] | None = None,
+        inputs: dict[tuple[str, int], int] | None = None,
+        proposed: dict[str, list[int]] | None = None,
+        accepted: dict[str, int] | None = None,
         **step: Any,
     ) -> list[tuple[str, int, int, str]]:
         """One step in which requests get new tokens; (request, slot, position,
@@ -137,10 +143,26 @@ class World:
             skipped: (request, position) that the model does not store.
             slots: by (request, position), where it is told to store instead.
             seq_lens: by request, what attention is told to read.
+            inputs: by (request, position), the token that the model gets instead.
+            proposed: by request, its last new tokens.
+            accepted: by request, how many of them the sampler takes; none by default.
+
+        A row with more new tokens than are known gets proposals, all accepted.
         """
         before = len(self.canary.reporter.incidents)
+        proposed, accepted = dict(proposed or {}), dict(accepted or {})
+        for rid, count in rows.items():
+            more = self.computed[rid] + count - len(self.tokens[rid])
+            if rid not in proposed and more > 0:
+                proposed[rid] = [self.random.randrange(1000) for _ in range(more)]
+                accepted[rid] = more
         scheduled = [
-            RowStep(rid=rid, computed=self.computed[rid], scheduled=count)
+            RowStep(
+                rid=rid,
+                computed=self.computed[rid],
+                scheduled=count,
+                proposed=proposed.get(rid, ()),
+            )
             for rid, count in rows.items()
         ]
         self.canary.plan(Step(rows=scheduled, **step))
@@ -150,11 +172,11 @@ class World:
         stored: list[int] = []
         starts = [0]
         for rid, count in rows.items():
-            for position in range(self.computed[rid], self.computed[rid] + count):
-                known = self.tokens[rid]
-                while len(known) <= position:
-                    known.append(self.random.randrange(1000))
-                ids.append(known[position])
+            begin = self.computed[rid]
+            known = [*self.tokens[rid], *proposed.get(rid, ())]
+            for position in range(begin, begin + count):
+                token = (inputs or {}).get((rid, position), known[position])
+                ids.append(token)
                 positions.append(position)
                 place = (slots or {}).get((rid, position), self.slot(rid, position))
                 written.append(place)
@@ -188,16 +210,32 @@ class World:
             k, v = torch.randn(2, len(ids), HEADS, DIM).to(kv)
             self.pool.store(kv, k, v, torch.tensor(stored))
         self.canary.after()
+        self._sample(scheduled, accepted)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
             self.canary.poll()
-        for rid, count in rows.items():
-            self.computed[rid] += count
         return [
             (v["rid"], v["slot"], v["position"], "+".join(v["reasons"]))
             for incident in list(self.canary.reporter.incidents)[before:]
             for v in incident["violations"]
         ]
+
+    def _sample(self, rows: Sequence[RowStep], accepted: dict[str, int]) -> None:
+        """Draw the next token of each row, after the proposed ones that are taken; for
+        a row whose prompt goes on, one that nobody takes."""
+        width = 1 + max(row.drafts for row in rows)
+        drawn = torch.full((len(rows), width), -1, dtype=torch.int32, device=DEVICE)
+        for line, row in zip(drawn, rows, strict=True):
+            taken = accepted.get(row.rid, 0)
+            new = [*row.proposed[:taken], self.random.randrange(1000)]
+            line[: len(new)] = torch.tensor(new)
+            tokens = self.tokens[row.rid]
+            self.computed[row.rid] += row.scheduled - row.drafts + taken
+            if self.computed[row.rid] >= len(tokens):
+                tokens += new
+                if self.is_synchronous:
+                    self.canary.note_tokens(row.rid, new)
+        self.canary.sampled(drawn)
 
     def start(self, rid: str = "A", count: int = 20) -> list[int]:
         """A request of `count` tokens, prefilled and found clean; its blocks."""

@@ -38,7 +38,7 @@ from kv_canary.engines.page_probe import learn_pages, page_axis
 from kv_canary.engines.reporting import log_through
 from kv_canary.engines.settings import Mode, Settings, SettingsError, read_settings
 from kv_canary.engines.sglang import plugin as sglang_plugin
-from kv_canary.engines.vllm import plugin
+from kv_canary.engines.vllm import plugin, runner_v2
 from kv_canary.engines.vllm.limits import LIMITS, refused_by
 from kv_canary.engines.vllm.runner_v2 import _reads
 from kv_canary.engines.vllm.steps import lora_salt, read_step
@@ -291,10 +291,10 @@ def test_a_scheduler_output_is_read() -> None:
     ]
     assert step.admitted[0].salt == lora_salt(new.lora_request) != 0
     assert step.grown == [("B", ([6],))]
-    assert [(r.rid, r.computed, r.scheduled, r.drafts) for r in step.rows] == [
-        ("B", 4, 3, 2),
-        ("A", 0, 3, 0),
-        ("C", 0, 3, 0),
+    assert [(r.rid, r.computed, r.scheduled, list(r.proposed)) for r in step.rows] == [
+        ("B", 4, 3, [1, 2]),
+        ("A", 0, 3, []),
+        ("C", 0, 3, []),
     ]
     assert step.copies == [(1, 2)]
 
@@ -314,6 +314,20 @@ def test_a_batch_of_the_v2_runner_is_read() -> None:
     assert reads.rids == ["A", "B"] and reads.num_tokens == 3
     assert [tuple(group.block_table.shape) for group in reads.groups] == [(2, 6)] * 2
     assert reads.groups[1].slot_mapping[0] == 8
+
+
+def test_what_the_v2_runner_sampled_is_noted() -> None:
+    """Its counts come along; rows without a canary are left alone."""
+    noted: list[tuple[Any, ...]] = []
+    canary = SimpleNamespace(sampled=lambda *given: noted.append(given))
+    output = SimpleNamespace(sampled_token_ids=torch.tensor([[5, 0], [6, 7]]))
+    result = (output, torch.tensor([1, 2]), torch.tensor([1, 0]))
+    for attachment in (None, SimpleNamespace(canary=canary)):
+        runner = SimpleNamespace(kv_canary=attachment)
+        given = runner_v2._sample(lambda *_: result, runner, "hidden", "batch", None)
+        assert given is result
+    ((tokens, counts),) = noted
+    assert (tokens.tolist(), counts.tolist()) == ([[5, 0], [6, 7]], [1, 2])
 
 
 def test_nothing_is_imported_or_wrapped_without_the_variable(

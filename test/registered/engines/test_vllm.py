@@ -26,7 +26,7 @@ PYTHON = REPO / ".engines-venv" / "bin" / "python"
 TRAFFIC = Path(__file__).with_name("vllm_traffic.py")
 SEEDS = count(ci=1, full=20)
 LIMIT_SECONDS = 2400
-CLASSES = {"plain": 10, "hybrid": 1}
+CLASSES = {"plain": 13, "hybrid": 1, "asynchronous": 13}
 
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason=f"{PYTHON} is not there: make engines-venv"
@@ -67,6 +67,7 @@ def test_each_class_of_fault_is_named(model: str) -> None:
         ("plain", {"num_gpu_blocks_override": 24}),
         ("plain", {"enable_prefix_caching": False, "num_gpu_blocks_override": 24}),
         ("hybrid", {}),
+        ("asynchronous", {"num_gpu_blocks_override": 24}),
         (
             "plain",
             {
@@ -79,7 +80,7 @@ def test_each_class_of_fault_is_named(model: str) -> None:
             },
         ),
     ],
-    ids=["mixed", "uncached", "hybrid", "ngram"],
+    ids=["mixed", "uncached", "hybrid", "asynchronous", "ngram"],
 )
 def test_clean_traffic_is_silent_and_unchanged(
     model: str, options: dict[str, Any]
@@ -93,12 +94,12 @@ def test_clean_traffic_is_silent_and_unchanged(
 
 _RENAMED = """
 from kv_canary.engines.vllm import plugin
-from kv_canary.faults.vllm.host import Host, write_model
+from kv_canary.faults.vllm.host import VllmHost, write_model
 import pathlib, tempfile
 import vllm.v1.worker.gpu_model_runner as m
 m.GPUModelRunner.forward_of_the_model = m.GPUModelRunner._model_forward
 del m.GPUModelRunner._model_forward
-Host(write_model(pathlib.Path(tempfile.mkdtemp()), "plain"))
+VllmHost(write_model(pathlib.Path(tempfile.mkdtemp()), "plain"))
 print("started")
 """
 

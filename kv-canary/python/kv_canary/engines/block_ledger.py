@@ -11,7 +11,7 @@ from kv_canary.evidence import Owner
 from kv_canary.serials import SerialMap
 
 if TYPE_CHECKING:
-    from kv_canary.engines.step import Admission, BlockIds
+    from kv_canary.engines.step import Admission, BlockIds, RowStep
 
 
 @dataclass(slots=True, kw_only=True)
@@ -20,7 +20,7 @@ class LedgerRequest:
 
     Fields:
         row: its row in the canary's tables.
-        tokens: tokens that the host knows.
+        tokens: tokens that the host knows. given: how many came with the request.
         blocks: its blocks, by group.
         computed: tokens whose KV is stored after the newest step.
         is_ahead: whether its newest step also stored tokens that were only proposed.
@@ -31,9 +31,17 @@ class LedgerRequest:
     serial: int
     salt: int
     tokens: list[int]
+    given: int
     blocks: list[list[int]]
     computed: int
     is_ahead: bool = False
+
+    def sampled_ahead(self, row: RowStep) -> int:
+        """Return how many known new tokens a step's first sampled token follows after
+        the first one, or -1 if nothing is sampled: more of the prompt is to come."""
+        known = row.scheduled - row.drafts
+        is_last = row.computed + known >= len(self.tokens)
+        return known - 1 if is_last else -1
 
 
 @dataclass(slots=True)
@@ -134,6 +142,7 @@ class BlockLedger:
             serial=serial,
             salt=admission.salt,
             tokens=list(admission.tokens),
+            given=len(admission.tokens),
             blocks=[[] for _ in self._page_sizes],
             computed=admission.computed,
         )

@@ -5,6 +5,7 @@ plan(step)       who got, shares and gave up which blocks; frees, moves, announc
   before(reads)  views of the forward, one per group
   (the model)
   after()        records; on the CPU the findings as well
+sampled(tokens)  the next inputs of the rows
 finish(...)      on a GPU the findings, when the step's tokens reach the host
 ```
 """
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING
 from kv_canary import launches
 from kv_canary.engines.block_ledger import BlockLedger, Changes, LedgerRequest
 from kv_canary.engines.group_canary import RING_CAPACITY, Group, GroupCanary
+from kv_canary.engines.inputs import SampledRows, known_inputs
 from kv_canary.engines.reporting import create_worker_reporter
 from kv_canary.records import WriterKind, request_lineage
 from kv_canary.runtime.host import HostCapabilities
@@ -27,6 +29,8 @@ from kv_canary.runtime.uploads import upload_rows
 from kv_canary.view import ForwardView
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from kv_canary.engines.settings import Settings
     from kv_canary.engines.step import ForwardReads, RowStep, Step
     from kv_canary.reporter import OwnerOf
@@ -99,6 +103,8 @@ class EngineCanary:
         self._testimony = Testimony(owner_of=self._owner_lookup)
         self._step: Step | None = None
         self._rows: dict[str, RowStep] = {}
+        # The rows of the newest forward, until their next tokens are known.
+        self._sampling: SampledRows | None = None
 
     @property
     def forwards(self) -> int:
@@ -112,6 +118,9 @@ class EngineCanary:
             CanaryViolation: in mode `raise`, if an earlier forward found something.
         """
         self.poll()
+        if self._sampling is not None:
+            self._sampling.forget(self.groups[0].state)
+            self._sampling = None
         self._step = step
         self._rows = {row.rid: row for row in step.rows}
         changes = self.ledger.changes()
@@ -136,15 +145,17 @@ class EngineCanary:
         Raises:
             RuntimeError: one of its rows was never announced.
         """
-        make = self._view(reads)
+        make, self._sampling = self._view(reads)
+        oracle = known_inputs(reads, self._rows, self.ledger)
         prefix = [self._rows[rid].computed for rid in reads.rids]
         seq_lens = reads.seq_lens[: len(reads.rids)].long()
         views, num_read = [], []
         for group, tables in zip(self.groups, reads.groups, strict=True):
             table, count = group.reads(tables, seq_lens, prefix)
             slots = tables.slot_mapping[: reads.num_tokens].long()
-            views.append(make(out_cache_loc=slots, reads=(table,)))
+            views.append(make(out_cache_loc=slots, reads=(table,), oracle=oracle))
             num_read.append(count)
+            oracle = None  # Inputs are the same in all groups.
         self._runtime.forward.before(views, num_read=num_read)
 
     def after(self) -> None:
@@ -164,6 +175,22 @@ class EngineCanary:
         if self._sweep_interval and self.forwards % self._sweep_interval == 0:
             found = self._sweep()
         self._runtime.end(self._runtime.send(found=found), self._testimony)
+
+    def sampled(self, tokens: Tensor, counts: Tensor | None = None) -> None:
+        """Record what was sampled for the rows of the newest forward. Their next inputs
+        are compared with it.
+
+        Args:
+            tokens: [R, n], in the order of the forward's rows.
+            counts: [R], how many of the n are sampled. None: those before the first
+                negative one.
+
+        Raises:
+            RuntimeError: there are tokens for another number of rows.
+        """
+        rows, self._sampling = self._sampling, None
+        if rows is not None:
+            launches.note_tokens(self.groups[0].state, rows.next_inputs(tokens, counts))
 
     def finish(self) -> None:
         """Note that the step's tokens are about to leave.
@@ -249,8 +276,11 @@ class EngineCanary:
             )
         return request_lineage(request.tokens[:length], request.salt)
 
-    def _view(self, reads: ForwardReads) -> Callable[..., ForwardView]:
-        """Return a function that makes the forward's view in a group from its slots."""
+    def _view(
+        self, reads: ForwardReads
+    ) -> tuple[Callable[..., ForwardView], SampledRows]:
+        """Return a function that makes the forward's view in a group from its slots,
+        and the rows that will be sampled."""
         try:
             rows = [self._rows[rid] for rid in reads.rids]
             requests = [self.ledger[rid] for rid in reads.rids]
@@ -259,18 +289,25 @@ class EngineCanary:
                 f"kv_canary: the forward has a row of request {error}, which the "
                 "scheduler did not announce"
             ) from None
-        req_rows, prefix, extend, serials, salts = upload_rows(
+        req_rows, prefix, extend, serials, salts, ahead = upload_rows(
             [
                 [request.row for request in requests],
                 [row.computed for row in rows],
                 [row.scheduled for row in rows],
                 [request.serial for request in requests],
                 [request.salt for request in requests],
+                [
+                    request.sampled_ahead(row)
+                    for request, row in zip(requests, rows, strict=True)
+                ],
             ],
             self._device,
         )
         is_decode = all(row.scheduled == 1 for row in rows)
-        return partial(
+        sampling = SampledRows(
+            req_rows=req_rows, serials=serials, prefix_lens=prefix, ahead=ahead
+        )
+        make = partial(
             ForwardView,
             req_rows=req_rows,
             prefix_lens=prefix,
@@ -282,6 +319,7 @@ class EngineCanary:
             positions=reads.positions[: reads.num_tokens].long(),
             writer_kind=WriterKind.DECODE if is_decode else WriterKind.EXTEND,
         )
+        return make, sampling
 
     def _sweep(self) -> list[GroupFindings]:
         found = []

@@ -35,13 +35,18 @@ class RowStep:
 
     Fields:
         computed: tokens before the step; scheduled: new tokens.
-        drafts: new tokens that are only proposed.
+        proposed: the last new tokens, if they are only proposed; negative if unknown.
     """
 
     rid: str
     computed: int
     scheduled: int
-    drafts: int = 0
+    proposed: Sequence[int] = ()
+
+    @property
+    def drafts(self) -> int:
+        """New tokens that are only proposed."""
+        return len(self.proposed)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

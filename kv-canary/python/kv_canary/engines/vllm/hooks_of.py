@@ -18,6 +18,7 @@ INIT_DEVICE = Hook(
 _POOL = "the KV pool, once it is there"
 _STEP = "blocks and requests of a step; the end of its forward"
 _TOKENS = "the step's tokens, before they leave the worker"
+_SAMPLED = "the sampled tokens, with which the next inputs are compared"
 
 V1_HOOKS = {
     "pool": Hook(
@@ -44,6 +45,12 @@ V1_HOOKS = {
         parameters=("grammar_output",),
         purpose=_TOKENS,
     ),
+    "sampled": Hook(
+        owner=V1,
+        method="_sample",
+        parameters=("logits", "spec_decode_metadata"),
+        purpose=_SAMPLED,
+    ),
 }
 V2_HOOKS = {
     "pool": Hook(
@@ -69,6 +76,12 @@ V2_HOOKS = {
         method="sample_tokens",
         parameters=("grammar_output",),
         purpose=_TOKENS,
+    ),
+    "sampled": Hook(
+        owner=V2,
+        method="sample",
+        parameters=("hidden_states", "input_batch", "grammar_output"),
+        purpose=_SAMPLED,
     ),
 }
 RECORDS = (

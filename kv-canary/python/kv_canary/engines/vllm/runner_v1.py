@@ -40,6 +40,7 @@ def wrap_runner(settings: Settings) -> list[Callable[[], None]]:
         "step": _execute_model,
         "forward": _model_forward,
         "tokens": sample_tokens,
+        "sampled": _sample,
     }
     return [wrap(hook, around[name]) for name, hook in V1_HOOKS.items()]
 
@@ -69,6 +70,14 @@ def _model_forward(
         reads = _reads(self, attachment.num_tokens, input_ids, positions)
         attachment.check(reads)
     return method(self, input_ids, positions, *args, **kwargs)
+
+
+def _sample(method: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    output = method(self, *args, **kwargs)
+    attachment = get_attachment(self)
+    if attachment is not None:
+        attachment.canary.sampled(output.sampled_token_ids)
+    return output
 
 
 def _reads(

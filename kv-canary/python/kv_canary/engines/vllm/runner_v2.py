@@ -35,6 +35,7 @@ def wrap_runner(settings: Settings) -> list[Callable[[], None]]:
         "step": _execute_model,
         "forward": _prepare_attn,
         "tokens": sample_tokens,
+        "sampled": _sample,
     }
     return [wrap(hook, around[name]) for name, hook in V2_HOOKS.items()]
 
@@ -66,6 +67,15 @@ def _prepare_attn(method: Method, self: Any, input_batch: Any) -> Any:
             _reads(input_batch, attachment.num_tokens, block_tables, slot_mappings)
         )
     return block_tables, slot_mappings
+
+
+def _sample(method: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    sampled = method(self, *args, **kwargs)
+    attachment = get_attachment(self)
+    if attachment is not None:
+        output, num_sampled, _ = sampled
+        attachment.canary.sampled(output.sampled_token_ids, num_sampled)
+    return sampled
 
 
 def _reads(

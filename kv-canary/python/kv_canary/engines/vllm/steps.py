@@ -36,7 +36,7 @@ def read_step(output: Any, ledger: BlockLedger) -> Step:
                 rid=rid,
                 computed=computed[rid],
                 scheduled=scheduled,
-                drafts=len(drafts.get(rid, ())),
+                proposed=drafts.get(rid, ()),
             )
             for rid, scheduled in output.num_scheduled_tokens.items()
         ],

@@ -48,7 +48,9 @@ _HYBRID = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "rope_local_base_freq": 10000.0,
 }
-MODELS = {"plain": _PLAIN, "hybrid": _HYBRID}
+MODELS = {"plain": _PLAIN, "hybrid": _HYBRID, "asynchronous": _PLAIN}
+OPTIONS: dict[str, dict[str, Any]] = {"asynchronous": {"async_scheduling": True}}
+"""Arguments of `LLM` by model."""
 
 
 def write_model(folder: Path, kind: str) -> Path:
@@ -63,7 +65,7 @@ class VllmHost:
     """vLLM in this process; weights are random, prompts are token ids.
 
     Args:
-        model: a folder made by `write_model`.
+        model: a folder made by `write_model`, whose name is its kind.
         options: further arguments of `LLM`.
     """
 
@@ -87,7 +89,10 @@ class VllmHost:
             "dtype": "float32",
             "seed": 0,
         }
-        self._llm = vllm.LLM(**{**arguments, **options})
+        arguments |= {**OPTIONS.get(model.name, {}), **options}
+        if arguments.get("async_scheduling"):
+            _allow_asynchronous_scheduling()
+        self._llm = vllm.LLM(**arguments)
         self._engine = self._llm.llm_engine
         self._next = 0
         self.preemptions = 0
@@ -189,6 +194,20 @@ class VllmHost:
         """Run a short request to tell the worker which requests finished last."""
         self.add([3, 4, 5], new_tokens=1)
         self.drain()
+
+
+def _allow_asynchronous_scheduling() -> None:
+    """Keep the option on the CPU too, where vLLM runs it but turns it off."""
+    platform = importlib.import_module("vllm.platforms").current_platform
+    if not platform.is_cpu():
+        return
+    check = platform.check_and_update_config
+
+    def check_and_update_config(vllm_config: Any) -> None:
+        check(vllm_config)
+        vllm_config.scheduler_config.async_scheduling = True
+
+    platform.check_and_update_config = check_and_update_config
 
 
 def random_tokens(rng: random.Random, count: int) -> list[int]:

@@ -342,10 +342,73 @@ def wrong_positions(host: VllmHost, rng: random.Random) -> Planted:
     return Planted(due=lambda: _writes(request, start, shift=1), undo=undo)
 
 
+def _change_inputs(
+    host: VllmHost, change: Callable[[torch.Tensor, Callable[[str], int]], None]
+) -> Undo:
+    """Let `change` alter the ids that a forward gets; its second argument returns the
+    place of a request's first new token."""
+    runner = host.runner
+
+    def place(rid: str) -> int:
+        return int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[rid]])
+
+    def around(method: Any, *args: Any, **kwargs: Any) -> Any:
+        result = method(*args, **kwargs)
+        change(runner.input_ids.gpu, place)
+        return result
+
+    return _around(runner, "_prepare_input_ids", around)
+
+
+def wrong_input_token(host: VllmHost, rng: random.Random) -> Planted:
+    request = rng.choice((_a(host), _b(host)))
+    start = request.computed
+
+    def change(ids: torch.Tensor, place: Callable[[str], int]) -> None:
+        ids[place(request.rid)] ^= 1
+
+    undo = _change_inputs(host, change)
+    return Planted(due=lambda: _writes(request, start), undo=undo)
+
+
+def swapped_input_tokens(host: VllmHost, rng: random.Random) -> Planted:
+    a, b = _a(host), _b(host)
+    starts = (a.computed, b.computed)
+
+    def change(ids: torch.Tensor, place: Callable[[str], int]) -> None:
+        both = torch.tensor([place(a.rid), place(b.rid)])
+        ids[both] = ids[both.flip(0)]
+
+    undo = _change_inputs(host, change)
+    return Planted(due=lambda: _writes(a, starts[0]) | _writes(b, starts[1]), undo=undo)
+
+
+def changed_prompt_token(host: VllmHost, rng: random.Random) -> Planted:
+    _, _, prefix = _names[host]
+    name = host.add(prefix + random_tokens(rng, 5), new_tokens=4)
+
+    def change(ids: torch.Tensor, place: Callable[[str], int]) -> None:
+        ids[place(host.request(name).rid)] ^= 1
+
+    undo = _change_inputs(host, change)
+    host.step()
+    undo()
+    request = host.request(name)
+    cached = len(prefix) // BLOCK * BLOCK
+    slots = frozenset({(request.rid, _slot(request, cached), cached)})
+    return Planted(due=lambda: slots)
+
+
 PLANTERS: Mapping[str, Plant] = {
     name: globals()[name.replace(" ", "_")] for name in by_host_name(HostEngine.VLLM)
 }
 """By fault name; the function's name has underscores."""
 
 IN_HYBRID = ("block of another group",)
-"""Faults that need two groups of layers."""
+
+
+def faults_of(kind: str) -> list[str]:
+    """Return the faults that are planted in a model: those that need two groups of
+    layers in the hybrid one, the others elsewhere."""
+    is_hybrid = kind == "hybrid"
+    return [name for name in PLANTERS if (name in IN_HYBRID) is is_hybrid]

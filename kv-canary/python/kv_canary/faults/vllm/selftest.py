@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from kv_canary.faults.vllm.host import MODELS, VllmHost, write_model
-from kv_canary.faults.vllm.planters import IN_HYBRID, PLANTERS, run_fault
+from kv_canary.faults.vllm.planters import faults_of, run_fault
 
 
 def run(kind: str, seeds: int) -> bool:
@@ -19,9 +19,7 @@ def run(kind: str, seeds: int) -> bool:
     named: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         host = VllmHost(write_model(Path(folder), kind))
-        for name in PLANTERS:
-            if (name in IN_HYBRID) != (kind == "hybrid"):
-                continue
+        for name in faults_of(kind):
             outcomes = [run_fault(host, name, seed) for seed in range(seeds)]
             count = named[name] = sum(outcome.named for outcome in outcomes)
             found = list(dict.fromkeys(d for o in outcomes for d in o.found))

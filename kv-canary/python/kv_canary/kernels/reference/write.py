@@ -275,7 +275,7 @@ def _check_published(
 def _check_oracle(
     rows: ForwardView, oracle: tuple[Tensor, Tensor], new: NewTokens
 ) -> _Inputs:
-    """Compare new tokens with the tests' oracle."""
+    """Compare new tokens with the oracle, which knows some of them."""
     tokens, positions = (part[new.place] for part in oracle)
     wrong = (tokens >= 0) & (tokens != rows.input_ids[new.place])
     misplaced = (positions >= 0) & (positions != rows.positions[new.place])
