@@ -17,6 +17,7 @@ from kv_canary.diagnosis import (
     Diagnosis,
     blames_write,
     goes_elsewhere,
+    has_bytes_of_another_slot,
     is_aliased,
     is_copied_state,
     is_left_by_former_owner,
@@ -662,6 +663,13 @@ CHECKS: tuple[Check, ...] = (
                 look_at="the copy between a checkpoint and the row's slot; what wrote "
                 "to the checkpoint meanwhile",
                 applies=is_copied_state,
+            ),
+            Diagnosis(
+                name="moved without its record",
+                when="the slot has the bytes that were recorded for another slot, in "
+                "all layers; plugins, with `rotate` or `all`",
+                look_at="who copied these blocks: a copy of bytes must be announced",
+                applies=has_bytes_of_another_slot,
             ),
             Diagnosis(
                 name="bytes changed in place",

@@ -107,6 +107,10 @@ def is_aliased(violation: Evidence) -> bool:
     return has_moved or is_elsewhere or not violation.owner.is_shared
 
 
+def has_bytes_of_another_slot(violation: Evidence) -> bool:
+    return violation.bytes_from >= 0
+
+
 def is_of_state(violation: Evidence) -> bool:
     return violation.group == STATE
 

@@ -77,6 +77,7 @@ class Evidence:
         found_fingerprint, computed_fingerprint: fingerprints of the slot's bytes.
         owner: owner of the slot.
         draft: step and branch, in a draft step.
+        bytes_from: another slot that the bytes were recorded for, or -1 if unknown.
         blames_write: whether attention reads the row's column, but the forward writes
             to another slot.
     """
@@ -104,4 +105,5 @@ class Evidence:
     group: str = "full"
     owner: Owner = Owner("unknown")
     draft: DraftBranch | None = None
+    bytes_from: int = -1
     blames_write: bool = False

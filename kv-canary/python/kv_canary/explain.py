@@ -136,10 +136,11 @@ def _state_place(violation: dict[str, Any]) -> str:
 
 
 def _head(violation: dict[str, Any]) -> str:
-    """Return the layer and head whose bytes differ, if known."""
+    """Return the layer and head whose bytes differ, as far as known."""
     if "layer" not in violation:
         return ""
-    return f", layer {violation['layer']}, KV head {violation['kv_head']}"
+    head = f", KV head {violation['kv_head']}" if "kv_head" in violation else ""
+    return f", layer {violation['layer']}{head}"
 
 
 def _group(violation: dict[str, Any]) -> str:
@@ -298,6 +299,8 @@ def _found(violation: dict[str, Any], *, with_bytes: bool) -> str:
         return _writer(violation)
     found = violation["found"]
     bytes_ = f", fingerprint {found['fingerprint']}" if with_bytes else ""
+    if with_bytes and "bytes_of_slot" in found:
+        bytes_ += f", now with the bytes of slot {found['bytes_of_slot']}"
     return f"{_record(found)}{bytes_}, {_writer(violation)}"
 
 

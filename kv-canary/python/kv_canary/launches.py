@@ -22,6 +22,7 @@ from kv_canary.kernels.reference import (
     ends,
     notes,
     records,
+    slot_sums,
     states,
     write,
 )
@@ -69,6 +70,7 @@ _check_drawn = _op(drawn.check_drawn)
 _finish_accepted = _op(accepted.finish_accepted)
 _check_states = _op(states.check_states, is_native=False)
 _note_states = _op(states.note_states, is_native=False)
+_sum_slots = _op(slot_sums.sum_slots)
 
 
 def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
@@ -171,6 +173,28 @@ def note_states(
         ends_forward: also advance the clock.
     """
     _note_states(state, rows, source, kind, ends_forward)
+
+
+def sum_slots(
+    values: Tensor,
+    bases: Tensor,
+    offsets: Tensor,
+    keys: Tensor,
+    slots: Tensor,
+    page_stride: int,
+    sums: Tensor,
+) -> None:
+    """Sum up the values of slots, each multiplied by the key of its place.
+
+    Args:
+        values: int8, int16 or int32 [m], the memory of all layers.
+        bases: int64 [L], first value of each layer. page_stride: from page to page.
+        offsets: int64 [page_size, n], places in a page of a slot's values.
+        keys: int64 [n].
+        slots: int64 [N]; slots and offsets must lie in `values`.
+        sums: int64 [N, L], written. All tensors are contiguous.
+    """
+    _sum_slots(values, bases, offsets, keys, slots, page_stride, sums)
 
 
 def set_lineage(state: CanaryState, rows: Tensor, values: Tensor) -> None:

@@ -45,6 +45,8 @@ FIRST_CLOCK = 1
 HASHED_AT_ONCE = 1 << 14
 # In the high half of the fingerprints that attention reports: a head, below its layer.
 PLACE_LAYER_SHIFT = 16
+NO_HEAD = (1 << PLACE_LAYER_SHIFT) - 1
+"""The head of a place that is a whole layer."""
 TAG_MANAGER_SHIFT = 8
 TAG_MANAGER_MASK = 255
 TAG_POOL_SHIFT = 16
@@ -133,8 +135,8 @@ class Ring(IntEnum):
 
     EXPECTED_WORD0 has all ones in its token half if the token is unknown.
     EXPECTED_SLOT is the slot of the row's columns, or -1 if unknown.
-    Fingerprints of ATTENTION hold a sum of a head's bytes and, in the high half, layer
-    and head (`unpack_place`).
+    Fingerprints of ATTENTION hold a sum of the bytes of a head, or of a layer, and, in
+    the high half, layer and head (`unpack_place`).
     TAG comes from `ring_tag`.
     An entry of DRAWN with GRAMMAR_MASK has the words of the mask row in the WORD0
     columns, serial and tokens accepted. LOGITS_ROW has sums of rows as lineages.
@@ -223,8 +225,14 @@ def unpack_word3(word: int) -> Provenance:
     return Provenance((word >> CLOCK_SHIFT) & CLOCK_MASK, kind, word & SERIAL_MASK)
 
 
+def pack_place(layer: int, head: int) -> int:
+    """Return the high half of a fingerprint that names a layer and head."""
+    return (layer << PLACE_LAYER_SHIFT | head) << HALF_BITS
+
+
 def unpack_place(fingerprint: int) -> tuple[int, int]:
-    """Return (layer, KV head) of a fingerprint that attention reports."""
+    """Return (layer, KV head) of a fingerprint that attention reports. The head is
+    `NO_HEAD` if whole layers were compared."""
     place = fingerprint >> HALF_BITS
     return place >> PLACE_LAYER_SHIFT, place & ((1 << PLACE_LAYER_SHIFT) - 1)
 

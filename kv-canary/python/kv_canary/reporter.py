@@ -32,6 +32,8 @@ REMEMBERED_KEYS = 65_536
 
 # Returns the owner of a slot according to the host's records.
 OwnerOf = Callable[[int], Owner]
+# Returns the slot that a slot's bytes were recorded for, or -1.
+SourceOf = Callable[[int], int]
 # Returns a forward's mode by name, or "sweep", or None if it is no longer known.
 ModeOf = Callable[[Violation], str | None]
 # Returns the branch whose draft step found it, or None outside draft steps.
@@ -184,6 +186,7 @@ class ViolationReporter:
         mode_of: ModeOf,
         branch_of: BranchOf,
         details: Callable[[Violation], dict[str, Any]],
+        source_of: SourceOf = lambda slot: -1,
     ) -> list[Finding]:
         """Return the new violations, with what the host knows about them now.
 
@@ -193,6 +196,7 @@ class ViolationReporter:
             mode_of: returns the mode of the forward that found a violation.
             branch_of: returns the branch of the draft step that found it.
             details: returns fields of an incident that only the host can add.
+            source_of: returns the slot that a slot's bytes were recorded for, or -1.
         """
         if self._options.is_repaired:
             # A later finding is about another damage.
@@ -204,6 +208,7 @@ class ViolationReporter:
                 violation,
                 owner=owner_of(violation.slot),
                 draft=branch_of(violation),
+                bytes_from=source_of(violation.slot),
                 blames_write=bool(violation.reasons & Reason.READ_SET)
                 and _place(violation, violation.slot, violation.expected_slot) in stray,
             )

@@ -1,17 +1,15 @@
-"""Fingerprints of slots whose bytes lie anywhere in the pages of a pool.
+"""Checks of the bytes of slots that lie anywhere in the pages of a pool.
 
-`layout.Fingerprint` views a pool whose slots are runs of bytes, as kernels need it. An
-engine may keep one allocation per layer, K beside V, or a slot's values scattered over
-its page. `SlotBytes` gathers them by offsets: in torch, on any device, without waiting
-for it. A forward's launches then run without fingerprints of their own, between
-`mark_new` and `note_new`.
+A forward's launches run without fingerprints of their own, between `mark_new` and
+`note_new`, and the reads of its attention are compared between `read` and
+`ByteReads.finish`. All of it runs on any device, without waiting for it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,49 +18,27 @@ from kv_canary.checks import Reason
 from kv_canary.hashing import mix64
 from kv_canary.kernels.reference.report import Report, flag
 from kv_canary.kernels.reference.rows import load_slots
-from kv_canary.layout import CHUNK_BYTES, FingerprintMode
+from kv_canary.layer_sums import LayerSums
+from kv_canary.layout import FingerprintMode
 from kv_canary.records import (
     CLOCK_MASK,
     CLOCK_SHIFT,
     POISON_WORD,
-    SENTINEL,
     TOKEN_MASK,
+    Counter,
     Launch,
     Record,
     Ring,
     fingerprint_keys,
     pack_word0_tensor,
-    sample_place,
 )
-from kv_canary.span import memory_span
+from kv_canary.slot_places import WORDS_PER_CHUNK, PageLayout, SlotPlaces
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 
 if TYPE_CHECKING:
     from kv_canary.state import CanaryState
 
-_WORD_BYTES = torch.int64.itemsize
-_WORDS_PER_CHUNK = CHUNK_BYTES // _WORD_BYTES
-# Values gathered at once if all bytes are covered.
-_SLOTS_AT_ONCE = 4096
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageLayout:
-    """Where the values of a page's slots lie; the same for all layers of a group.
-
-    Fields:
-        page_stride: values from one page to the next.
-        k, v: int64 [page_size, n], offsets of a slot's values from the page's first
-            value.
-    """
-
-    page_stride: int
-    k: Tensor
-    v: Tensor
-
-    @property
-    def page_size(self) -> int:
-        return self.k.shape[0]
+_OF_LAYERS = (FingerprintMode.ROTATE, FingerprintMode.ALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,78 +65,174 @@ class ByteFindings:
         report.add(self.columns)
 
 
+class _Compared(NamedTuple):
+    """Fingerprints of slots, [n] each: which differ, as recorded, and as they are."""
+
+    bad: Tensor
+    kept: Tensor
+    computed: Tensor
+
+
+class _Elements(NamedTuple):
+    """What attention reads of a forward's prefixes, [n] each.
+
+    Fields:
+        row: row of the batch. position: of the token.
+        slot: where it is read. record: the tail record there, [n, words].
+        due: whether the slot's bytes count.
+    """
+
+    row: Tensor
+    position: Tensor
+    slot: Tensor
+    record: Tensor
+    due: Tensor
+
+
+class ByteReads:
+    """The bytes that one forward reads, compared by layer until `finish`.
+
+    Args:
+        layers: numbers of the layers to compare.
+        compared: what was compared already.
+
+    Attributes:
+        due: layers that are still to be compared.
+    """
+
+    def __init__(
+        self,
+        state: CanaryState,
+        view: ForwardView,
+        elements: _Elements,
+        compared: _Compared,
+        sums: LayerSums | None,
+        layers: Sequence[int] = (),
+    ) -> None:
+        self._state = state
+        self._view = view
+        self._elements = elements
+        self._compared = compared
+        self._sums = sums
+        self.due = list(layers)
+
+    def compare(self, layer: int) -> None:
+        """Compare a layer now, as its attention is about to read it."""
+        assert self._sums is not None
+        self.due.remove(layer)
+        slot = self._elements.slot
+        computed = self._sums.compute(slot, layer)[:, 0]
+        kept = self._sums.kept[slot, layer]
+        first = self._compared
+        bad = self._elements.due & (computed != kept)
+        # A slot that is damaged in several layers is reported for the first one.
+        is_first = bad & ~first.bad
+        self._compared = _Compared(
+            bad=first.bad | bad,
+            kept=torch.where(is_first, self._sums.named(kept, layer), first.kept),
+            computed=torch.where(
+                is_first, self._sums.named(computed, layer), first.computed
+            ),
+        )
+
+    def compare_rest(self) -> None:
+        """Compare the layers that are still due."""
+        for layer in tuple(self.due):
+            self.compare(layer)
+
+    def finish(self) -> ByteFindings:
+        """Compare what is left, and return the findings."""
+        self.compare_rest()
+        row, position, slot, record, due = self._elements
+        if self._sums is not None:
+            self._state.counters[Counter.REHASHED_SLOTS] += due.sum()
+        return ByteFindings(
+            count=self._compared.bad.sum(),
+            launch=Launch.VERIFY if self._sums is None else Launch.ATTENTION,
+            columns={
+                **_columns(slot, record, self._compared),
+                Ring.REQ_ROW: self._view.req_rows[row],
+                Ring.SERIAL: self._view.serials[row],
+                Ring.POSITION: position,
+                Ring.EXPECTED_WORD0: pack_word0_tensor(-torch.ones_like(row), position),
+                Ring.BATCH_ROW: row,
+                Ring.EXPECTED_SLOT: slot,
+            },
+        )
+
+
 class SlotBytes:
     """The bytes of a group of layers, by slot.
 
     Args:
         layers: a tensor per layer, of any shape, that begins with page 0; all of one
             dtype and device. Kept alive.
-        mode: what a fingerprint covers, PARTIAL or ALL.
+        mode: PARTIAL compares 16 bytes of K and of V in one layer on every read.
+            ROTATE compares all bytes of one layer, another one in each forward; ALL
+            those of all layers.
+        num_slots: slots of the group, including the scratch page.
+        numbers: names of the layers in reports; 0, 1, ... by default.
 
     Raises:
         ValueError: the layers or offsets are impossible, or do not form whole chunks.
+
+    Attributes:
+        num_layers: number of layers.
     """
 
     def __init__(
-        self, layers: Sequence[Tensor], layout: PageLayout, mode: FingerprintMode
+        self,
+        layers: Sequence[Tensor],
+        layout: PageLayout,
+        mode: FingerprintMode,
+        *,
+        num_slots: int,
+        numbers: Sequence[int] = (),
     ) -> None:
-        if mode not in (FingerprintMode.PARTIAL, FingerprintMode.ALL):
-            raise ValueError(f"SlotBytes: mode {mode.name.lower()}; use partial or all")
-        first, size = layers[0], layers[0].element_size()
-        for half in (layout.k, layout.v):
-            if half.shape[1] == 0 or half.shape[1] * size % CHUNK_BYTES:
-                raise ValueError(
-                    f"SlotBytes: a slot has {half.shape[1]} values of {size} bytes per "
-                    f"layer; the canary fingerprints runs of {CHUNK_BYTES} bytes"
-                )
-        if layout.k.shape != layout.v.shape:
-            raise ValueError(
-                f"SlotBytes: K has offsets {list(layout.k.shape)}, V "
-                f"{list(layout.v.shape)}"
-            )
-        self._layers = list(layers)
-        self._mode = mode
-        self._layout = layout
-        device = first.device
-        self._halves = (layout.k.to(device), layout.v.to(device))
-        self._flat, begin = memory_span(layers)
-        bases = [layer.data_ptr() - begin for layer in layers]
-        if any(base % size for base in bases):
-            raise ValueError(f"SlotBytes: layers at {bases} bytes, values of {size}")
-        self._bases = torch.tensor([base // size for base in bases], device=device)
-        self._per_chunk = CHUNK_BYTES // size
-        self._num_chunks = layout.k.shape[1] // self._per_chunk
-        pattern = torch.tensor([SENTINEL, SENTINEL], device=device)
-        self._sentinel = pattern.view(self._flat.dtype)
+        if mode is FingerprintMode.NONE:
+            raise ValueError("SlotBytes: mode none; use partial, rotate or all")
+        self._places = places = SlotPlaces(layers, layout)
+        self._rotates = mode is FingerprintMode.ROTATE
+        self._sums: LayerSums | None = None
+        if mode in _OF_LAYERS:
+            self._sums = LayerSums(places, num_slots=num_slots, numbers=numbers)
+        self.num_layers = places.num_layers
+        self._turn = 0
 
-    def fingerprints(self, slots: Tensor, lineages: Tensor) -> Tensor:
-        """Return fingerprints [n] of slots [n] whose records have these lineages."""
-        sums = self._sampled if self._mode is FingerprintMode.PARTIAL else self._whole
-        low, high = (sums(half, slots, lineages) for half in self._halves)
-        return (low & TOKEN_MASK) | (high << 32)
+    @property
+    def covers_all(self) -> bool:
+        """Whether all bytes of a slot are compared, at least in turn."""
+        return self._sums is not None
+
+    # -- new tokens ----------------------------------------------------------------
 
     def mark_new(self, state: CanaryState, view: ForwardView) -> None:
         """Make a missing store show. Call it after the head records, before the
         model."""
+        places = self._places
         slots, is_new = self._new_slots(state, view)
         lineages = state.head[slots, Record.LINEAGE]
-        for half in self._halves:
-            index = self._sample_index(half, slots, lineages)
-            values = torch.where(is_new[:, None], self._sentinel, self._flat[index])
-            self._flat.index_put_((index,), values)
+        for half in places.halves:
+            index = places.sample_index(half, slots, lineages)
+            values = torch.where(is_new[:, None], places.sentinel, places.flat[index])
+            places.flat.index_put_((index,), values)
 
     def note_new(self, state: CanaryState, view: ForwardView) -> ByteFindings:
-        """Put fingerprints of the new tokens' slots into their records, after
-        `write_tail`. Finds slots that were not stored."""
+        """Keep fingerprints of the new tokens' slots, after `write_tail`. Finds slots
+        that were not stored."""
+        places = self._places
         slots, is_new = self._new_slots(state, view)
         lineages = state.tail[slots, Record.LINEAGE]
         missing = torch.zeros_like(is_new)
-        for half in self._halves:
-            found = self._flat[self._sample_index(half, slots, lineages)]
-            missing |= (found == self._sentinel).all(dim=1)
-        old = state.tail[slots, Record.FINGERPRINT]
-        new = torch.where(is_new, self.fingerprints(slots, lineages), old)
-        state.tail[:, Record.FINGERPRINT].index_copy_(0, slots, new)
+        for half in places.halves:
+            found = places.flat[places.sample_index(half, slots, lineages)]
+            missing |= (found == places.sentinel).all(dim=1)
+        if self._sums is not None:
+            self._sums.keep(slots)
+        else:
+            old = state.tail[slots, Record.FINGERPRINT]
+            new = torch.where(is_new, self._sampled(slots, lineages), old)
+            state.tail[:, Record.FINGERPRINT].index_copy_(0, slots, new)
         missing &= is_new
         row = _rows_of_tokens(view)
         record = state.tail[slots]
@@ -182,15 +254,81 @@ class SlotBytes:
             },
         )
 
-    def check(
+    def move(self, dst: Tensor, src: Tensor) -> None:
+        """Note that the bytes of slots `src` were moved to `dst`, [n] int64 each."""
+        if self._sums is not None:
+            self._sums.move(dst, src)
+
+    # -- reads ---------------------------------------------------------------------
+
+    def read(
         self, state: CanaryState, view: ForwardView, table: KVReadView, *, total: int
-    ) -> ByteFindings:
-        """Compare the bytes of `table`'s prefix elements with their records. Slots that
-        this forward writes are left out, because their bytes are still to come.
+    ) -> ByteReads:
+        """Begin to compare the bytes of `table`'s prefix elements. Slots that this
+        forward writes are left out, because their bytes are still to come.
 
         Args:
             total: prefix elements of all rows, known to the host.
         """
+        elements = self._elements(state, view, table, total)
+        if self._sums is None:
+            compared = self._compare_samples(*elements[2:])
+            return ByteReads(state, view, elements, compared, None)
+        nothing = torch.zeros_like(elements.slot)
+        compared = _Compared(nothing.bool(), nothing, nothing)
+        layers = range(self.num_layers)
+        if self._rotates:
+            self._turn = (self._turn + 1) % self.num_layers
+            layers = range(self._turn, self._turn + 1)
+        return ByteReads(state, view, elements, compared, self._sums, layers)
+
+    def check_slots(self, state: CanaryState, slots: Tensor) -> ByteFindings:
+        """Compare the bytes of slots [n] int64, which no forward reads, with their
+        records. Poisoned slots have none."""
+        record = state.tail[slots]
+        due = record[:, Record.WORD0] != POISON_WORD
+        if self._sums is None:
+            compared = self._compare_samples(slots, record, due)
+        else:
+            computed, kept = self._sums.compute(slots), self._sums.kept[slots]
+            differs = computed != kept
+            layer = differs.int().argmax(dim=1)
+            compared = _Compared(
+                due & differs.any(dim=1),
+                *(s.gather(1, layer[:, None])[:, 0] for s in (kept, computed)),
+            )
+        return ByteFindings(
+            count=compared.bad.sum(),
+            launch=Launch.SWEEP,
+            columns={
+                **_columns(slots, record, compared),
+                Ring.POSITION: record[:, Record.WORD0] >> 32,
+                Ring.EXPECTED_WORD0: record[:, Record.WORD0],
+            },
+        )
+
+    def find_sources(self, slots: Tensor) -> Tensor:
+        """Return for each of slots [n] int64 another slot that its bytes were recorded
+        for, or -1. Samples do not tell."""
+        if self._sums is None:
+            return torch.full_like(slots, -1)
+        return self._sums.find_sources(slots)
+
+    def flip(self, slot: int, lineage: int) -> None:
+        """Flip a bit of K of `slot` inside the sample of a record with this lineage, to
+        plant a fault."""
+        flat = self._places.flat
+        of = torch.tensor([slot], device=flat.device)
+        at = self._places.sample_index(
+            self._places.halves[0], of, torch.full_like(of, lineage)
+        ).view(-1)[0]
+        flat[at] ^= 1
+
+    # -- details -------------------------------------------------------------------
+
+    def _elements(
+        self, state: CanaryState, view: ForwardView, table: KVReadView, total: int
+    ) -> _Elements:
         first = table.first_position
         if first is None:
             first = torch.zeros_like(view.prefix_lens)
@@ -203,123 +341,61 @@ class SlotBytes:
         row = row * is_row
         element = torch.arange(total, device=row.device) - (lens.cumsum(0) - lens)[row]
         slot = load_slots(table, row, element * is_row)
-        readable = is_row & (slot >= self._layout.page_size) & (slot < state.num_slots)
+        readable = is_row & (slot >= self._places.page_size) & (slot < state.num_slots)
         slot = slot * readable
         record = state.tail[slot]
         written = (record[:, Record.WORD3] >> CLOCK_SHIFT) & CLOCK_MASK
         due = readable & (record[:, Record.WORD0] != POISON_WORD)
         due &= written != (state.clock & CLOCK_MASK)
-        position = first[row] + element
-        bad, compared = self._compared(slot, record, due)
-        return ByteFindings(
-            count=bad.sum(),
-            launch=Launch.VERIFY,
-            columns={
-                **compared,
-                Ring.REQ_ROW: view.req_rows[row],
-                Ring.SERIAL: view.serials[row],
-                Ring.POSITION: position,
-                Ring.EXPECTED_WORD0: pack_word0_tensor(-torch.ones_like(row), position),
-                Ring.BATCH_ROW: row,
-                Ring.EXPECTED_SLOT: slot,
-            },
-        )
+        return _Elements(row, first[row] + element, slot, record, due)
 
-    def check_slots(self, state: CanaryState, slots: Tensor) -> ByteFindings:
-        """Compare the bytes of slots [n] int64, which no forward reads, with their
-        records. Poisoned slots have none."""
-        record = state.tail[slots]
-        due = record[:, Record.WORD0] != POISON_WORD
-        bad, compared = self._compared(slots, record, due)
-        return ByteFindings(
-            count=bad.sum(),
-            launch=Launch.SWEEP,
-            columns={
-                **compared,
-                Ring.POSITION: record[:, Record.WORD0] >> 32,
-                Ring.EXPECTED_WORD0: record[:, Record.WORD0],
-            },
-        )
-
-    def _compared(
-        self, slots: Tensor, record: Tensor, due: Tensor
-    ) -> tuple[Tensor, dict[Ring, Tensor]]:
-        """Return (bool [n], bytes that differ from their record; the columns that say
-        so).
-
-        Args:
-            record: records of the slots, [n, words]. due: slots whose bytes count.
-        """
-        lineages = record[:, Record.LINEAGE]
-        found = self.fingerprints(slots, lineages)
-        bad = due & (found != record[:, Record.FINGERPRINT])
-        return bad, {
-            Ring.REASONS: flag(Reason.VERIFY_REAL_KV, bad),
-            Ring.SLOT: slots,
-            Ring.FOUND_WORD0: record[:, Record.WORD0],
-            # Verify compares it; here it says which bytes are sampled.
-            Ring.EXPECTED_LINEAGE: lineages,
-            Ring.FOUND_LINEAGE: lineages,
-            Ring.FOUND_WORD3: record[:, Record.WORD3],
-            Ring.FOUND_FINGERPRINT: record[:, Record.FINGERPRINT],
-            Ring.COMPUTED_FINGERPRINT: found,
-        }
-
-    def flip(self, slot: int, lineage: int) -> None:
-        """Flip a bit of K of `slot` inside the sample of a record with this lineage, to
-        plant a fault."""
-        of = torch.tensor([slot], device=self._flat.device)
-        index = self._sample_index(
-            self._halves[0], of, torch.full_like(of, lineage)
-        ).view(-1)[0]
-        self._flat[index] ^= 1
+    def _compare_samples(self, slots: Tensor, record: Tensor, due: Tensor) -> _Compared:
+        """Compare samples of slots [n] with their records [n, words], where due."""
+        computed = self._sampled(slots, record[:, Record.LINEAGE])
+        kept = record[:, Record.FINGERPRINT]
+        return _Compared(due & (computed != kept), kept, computed)
 
     def _new_slots(
         self, state: CanaryState, view: ForwardView
     ) -> tuple[Tensor, Tensor]:
         """Return (slots [T], 0 if nothing is recorded; whether it is)."""
         slots = view.out_cache_loc
-        is_new = (slots >= self._layout.page_size) & (slots < state.num_slots)
+        is_new = (slots >= self._places.page_size) & (slots < state.num_slots)
         return slots * is_new, is_new
 
-    def _index(self, layer: Tensor, slots: Tensor, offsets: Tensor) -> Tensor:
-        page = slots // self._layout.page_size
-        return (self._bases[layer] + page * self._layout.page_stride)[:, None] + offsets
-
-    def _sample_index(self, half: Tensor, slots: Tensor, lineages: Tensor) -> Tensor:
-        """Return places of the sampled values, [n, values of a chunk]."""
-        layer, chunk = sample_place(
-            lineages, layers=len(self._layers), chunks=self._num_chunks
-        )
-        steps = torch.arange(self._per_chunk, device=slots.device)
-        values = chunk[:, None] * self._per_chunk + steps
-        offset = (slots % self._layout.page_size)[:, None]
-        return self._index(layer, slots, half[offset, values])
-
-    def _sampled(self, half: Tensor, slots: Tensor, lineages: Tensor) -> Tensor:
-        layer, chunk = sample_place(
-            lineages, layers=len(self._layers), chunks=self._num_chunks
-        )
-        values = self._flat[self._sample_index(half, slots, lineages)]
-        steps = torch.arange(_WORDS_PER_CHUNK, device=slots.device)
+    def _sampled(self, slots: Tensor, lineages: Tensor) -> Tensor:
+        """Return fingerprints [n] of the samples of slots [n] whose records have these
+        lineages."""
+        places = self._places
+        layer, chunk = places.sampled(slots, lineages)
+        steps = torch.arange(WORDS_PER_CHUNK, device=slots.device)
         keys = fingerprint_keys(
-            layer[:, None], chunk[:, None] * _WORDS_PER_CHUNK + steps
+            layer[:, None], chunk[:, None] * WORDS_PER_CHUNK + steps
         )
-        return mix64(values.view(torch.int64) ^ keys).sum(dim=1)
+        low, high = (
+            mix64(values.view(torch.int64) ^ keys).sum(dim=1)
+            for values in (
+                places.flat[places.sample_index(half, slots, lineages)]
+                for half in places.halves
+            )
+        )
+        return (low & TOKEN_MASK) | (high << 32)
 
-    def _whole(self, half: Tensor, slots: Tensor, lineages: Tensor) -> Tensor:
-        sums = torch.zeros_like(slots)
-        for begin in range(0, len(slots), _SLOTS_AT_ONCE):
-            some = slots[begin : begin + _SLOTS_AT_ONCE]
-            offsets = half[some % self._layout.page_size]
-            for number in range(len(self._layers)):
-                layer = torch.full_like(some, number)
-                values = self._flat[self._index(layer, some, offsets)]
-                words = values.view(torch.int64)
-                steps = torch.arange(words.shape[1], device=slots.device)
-                keys = fingerprint_keys(layer[:1], steps)
-                sums[begin : begin + _SLOTS_AT_ONCE] += mix64(words ^ keys).sum(dim=1)
-        return sums
+
+def _columns(slots: Tensor, record: Tensor, compared: _Compared) -> dict[Ring, Tensor]:
+    """Return the columns of the ring that say which bytes differ from their record."""
+    lineages = record[:, Record.LINEAGE]
+    return {
+        Ring.REASONS: flag(Reason.VERIFY_REAL_KV, compared.bad),
+        Ring.SLOT: slots,
+        Ring.FOUND_WORD0: record[:, Record.WORD0],
+        # Verify compares it; here it says which bytes are sampled.
+        Ring.EXPECTED_LINEAGE: lineages,
+        Ring.FOUND_LINEAGE: lineages,
+        Ring.FOUND_WORD3: record[:, Record.WORD3],
+        Ring.FOUND_FINGERPRINT: compared.kept,
+        Ring.COMPUTED_FINGERPRINT: compared.computed,
+    }
 
 
 def _rows_of_tokens(view: ForwardView) -> Tensor:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from kv_canary.checks import Shows, diagnose, reason_labels, reasons_where
 from kv_canary.evidence import STATE, Evidence, RecordWord
 from kv_canary.records import (
+    NO_HEAD,
     SERIAL_MASK,
     TAG_POOL_SHIFT,
     Launch,
@@ -81,12 +82,12 @@ class Violation(Evidence):
 
     @property
     def place(self) -> dict[str, int]:
-        """The group's layer and the rank's KV head whose bytes differ, the first if
-        there are several, and only if attention found them."""
+        """The group's layer and, if heads were compared, the rank's KV head whose bytes
+        differ; the first if there are several, and only if attention found them."""
         if self.launch != Launch.ATTENTION.name.lower():
             return {}
         layer, head = unpack_place(self.found_fingerprint)
-        return {"layer": layer, "kv_head": head}
+        return {"layer": layer} | ({} if head == NO_HEAD else {"kv_head": head})
 
     @property
     def branch(self) -> int:
@@ -172,6 +173,7 @@ class Violation(Evidence):
                 **record(self.found),
                 "lineage": f"0x{self.found_lineage & _MASK64:016x}",
                 "fingerprint": f"0x{self.found_fingerprint & _MASK64:016x}",
+                **({} if self.bytes_from < 0 else {"bytes_of_slot": self.bytes_from}),
             },
             "writer": {
                 "kind": _kind_name(self.writer.kind),

@@ -476,6 +476,15 @@ Args:
     req_rows, serials, tokens, prefix_lens, extend_lens: [rows] int64.
     marks: [2, rows] int64, written.
 """
+canary_sum_slots: Callable[..., None] = builtin("canary_sum_slots")
+"""Sum up the values of slots, each multiplied by the key of its place.
+
+Args:
+    values: [m] int8, int16 or int32; bases: [layers] int64.
+    offsets: [page_size, n] int64; keys: [n] int64; slots: [slots] int64.
+    page_stride: values from one page to the next.
+    sums: [slots, layers] int64, written.
+"""
 canary_note_accepted: Callable[..., None] = builtin("canary_note_accepted")
 """Check an accepted path and record its last token.
 

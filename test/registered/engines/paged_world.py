@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -78,18 +78,20 @@ class World:
         canary: of the pool, mode `log`.
         tables: block numbers that attention reads, by request: faults go here.
         is_synchronous: whether the host knows sampled tokens before the next step.
+        in_attention: by layer, what its attention does besides.
     """
 
     def __init__(
         self,
         layout: str = LAYOUTS[0],
         *,
-        real_data: str = "partial",
+        real_data: str = "rotate",
         window: int | None = None,
         is_cached: bool = True,
         mode: Mode = Mode.LOG,
         dtype: torch.dtype = torch.float32,
         is_synchronous: bool = True,
+        in_pass: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.random = random.Random(0)
@@ -105,6 +107,8 @@ class World:
         self.tokens: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
         self.is_synchronous = is_synchronous
+        self.canary.groups[0].compares_in_pass = in_pass
+        self.in_attention: dict[int, Callable[[], None]] = {}
         self._next_block = 1
 
     def blocks(self, count: int) -> list[int]:
@@ -206,9 +210,12 @@ class World:
                 ],
             )
         )
-        for kv in self.pool.layers:
+        for layer, kv in enumerate(self.pool.layers):
             k, v = torch.randn(2, len(ids), HEADS, DIM).to(kv)
             self.pool.store(kv, k, v, torch.tensor(stored))
+            if self.canary.groups[0].compares_in_pass:
+                self.canary.groups[0].attend(layer)
+            self.in_attention.get(layer, lambda: None)()
         self.canary.after()
         self._sample(scheduled, accepted)
         if DEVICE == "cuda":

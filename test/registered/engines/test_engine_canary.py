@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from paged_world import LAYOUTS, PAGE, World
+from paged_world import DIM, LAYERS, LAYOUTS, PAGE, PAGES, World
 
 from kv_canary import launches
 from kv_canary.engines.settings import Mode
@@ -35,7 +35,7 @@ def share_in_one_forward(world: World) -> list[object]:
 
 
 @each_layout
-@pytest.mark.parametrize("real_data", ["none", "partial", "all"])
+@pytest.mark.parametrize("real_data", ["none", "partial", "rotate", "all"])
 def test_rows_that_share_blocks_are_silent(layout: str, real_data: str) -> None:
     world = World(layout, real_data=real_data, dtype=torch.bfloat16)
     assert share_in_one_forward(world) == []
@@ -81,6 +81,83 @@ def test_a_device_and_the_reference_agree() -> None:
             # Programs of a GPU that run at once report in any order.
             ours, theirs = sorted(ours), sorted(theirs)
         assert ours == theirs, name
+
+
+def flip_bit(world: World, slot: int, layer: int) -> None:
+    """A bit of V of a slot in one layer."""
+    kv = world.pool.layers[layer].view(torch.int32)
+    index = {
+        "one allocation": (slot // PAGE, slot % PAGE, 1, DIM + 3),
+        "K before V": (1, slot // PAGE, slot % PAGE, 0, 9),
+        "K transposed": (slot // PAGE, 1, 1, slot % PAGE * DIM + 4),
+    }[world.pool.layout]
+    kv[index] ^= 1 << 30
+
+
+@each_layout
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_any_flipped_bit_is_named_within_a_rotation(layout: str, layer: int) -> None:
+    """In the layer's turn, and with the layer."""
+    world = World(layout)
+    world.start()
+    slot = world.slot("A", 5)
+    flip_bit(world, slot, layer)
+    found = [world.forward({"A": 1}) for _ in range(LAYERS)]
+    assert sorted(found) == [[], [], [("A", slot, 5, "verify_real_kv")]]
+    (said,) = world.canary.reporter.incidents[-1]["violations"]
+    assert said["layer"] == layer and "kv_head" not in said
+    assert said["diagnosis"] == "bytes changed in place"
+
+
+@pytest.mark.parametrize("in_pass", [True, False])
+def test_damage_by_an_earlier_layer_of_the_same_pass(in_pass: bool) -> None:
+    """Named before its tokens leave if bytes are compared as attention reads them; else
+    by the next forward."""
+    world = World(real_data="all", in_pass=in_pass)
+    world.start()
+    slot = world.slot("A", 5)
+    world.in_attention[0] = lambda: flip_bit(world, slot, 2)
+    due = [("A", slot, 5, "verify_real_kv")]
+    assert world.forward({"A": 1}) == (due if in_pass else [])
+    world.in_attention.clear()
+    assert world.forward({"A": 1}) == ([] if in_pass else due)
+
+
+def test_a_layer_without_attention_is_compared_all_the_same() -> None:
+    world = World(real_data="all", in_pass=True)
+    world.start()
+    flip_bit(world, world.slot("A", 5), 1)
+    group = world.canary.groups[0]
+    attend, group.attend = group.attend, lambda layer: None  # type: ignore[method-assign]
+    assert len(world.forward({"A": 1})) == 1
+    group.attend = attend  # type: ignore[method-assign]
+
+
+@each_layout
+def test_bytes_of_another_block_are_named_as_moved(layout: str) -> None:
+    """A whole block is copied over another one, whose records stay."""
+    world = World(layout)
+    a, b = world.start("A"), world.start("B")
+    for kv in world.pool.layers:
+        axis = list(kv.shape).index(PAGES)
+        kv.select(axis, a[1]).copy_(kv.select(axis, b[0]))
+    found = world.forward({"A": 1})
+    assert [entry[:3] for entry in found] == [
+        ("A", a[1] * PAGE + i, PAGE + i) for i in range(PAGE)
+    ]
+    for i, said in enumerate(world.canary.reporter.incidents[-1]["violations"]):
+        assert said["diagnosis"] == "moved without its record"
+        assert said["found"]["bytes_of_slot"] == b[0] * PAGE + i
+
+
+def test_bytes_that_became_zero_are_not_named_as_moved() -> None:
+    world = World()
+    blocks = world.start()
+    for kv in world.pool.layers:
+        kv[blocks[0]] = 0
+    assert len(world.forward({"A": 1})) == PAGE
+    (said, *_) = world.canary.reporter.incidents[-1]["violations"]
+    assert said["diagnosis"] == "bytes changed in place"
 
 
 @each_layout
@@ -226,8 +303,9 @@ def test_a_forward_that_went_past_the_canary_is_an_error() -> None:
         world.canary.finish()
 
 
-def test_a_sweep_finds_damage_that_nobody_reads() -> None:
-    world = World(real_data="all")
+@pytest.mark.parametrize("real_data", ["rotate", "all"])
+def test_a_sweep_finds_damage_that_nobody_reads(real_data: str) -> None:
+    world = World(real_data=real_data)
     blocks = world.start()
     world.start("B")
     world.forward({"B": 1}, released=["A"])

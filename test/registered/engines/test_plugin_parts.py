@@ -99,7 +99,7 @@ def test_settings_are_read(tmp_path: Path) -> None:
     [
         ("KV_CANARY", "on", "choose from off, log, raise"),
         ("KV_CANARY", "", "choose from off, log, raise"),
-        ("KV_CANARY_REAL_DATA", "some", "choose from none, partial, all"),
+        ("KV_CANARY_REAL_DATA", "some", "choose from none, partial, rotate, all"),
         ("KV_CANARY_SWEEP_INTERVAL", "-1", "a whole number"),
         ("KV_CANARY_SWEEP_INTERVAL", "٣", "a whole number"),
         ("KV_CANARY_METRICS_PORT", "65536", "a port"),

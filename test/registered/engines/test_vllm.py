@@ -26,7 +26,7 @@ PYTHON = REPO / ".engines-venv" / "bin" / "python"
 TRAFFIC = Path(__file__).with_name("vllm_traffic.py")
 SEEDS = count(ci=1, full=20)
 LIMIT_SECONDS = 2400
-CLASSES = {"plain": 13, "hybrid": 1, "asynchronous": 13}
+CLASSES = {"plain": 14, "hybrid": 1, "asynchronous": 14}
 
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason=f"{PYTHON} is not there: make engines-venv"

@@ -38,6 +38,7 @@ from kv_canary.kernels.triton import (
     ends,
     notes,
     records,
+    slot_sums,
     verify,
     write,
 )
@@ -53,7 +54,10 @@ from sglang.test.scale import sampled
 # SGLang puts a function of its own in this place, which no kernel may name.
 triton.next_power_of_2 = lambda n: 1 << max(n - 1, 0).bit_length()
 TARGET = GPUTarget("cuda", 90, 32)
-MODULES = (accepted, before, carried, drawn, ends, notes, records, verify, write)
+MODULES = (
+    *(accepted, before, carried, drawn, ends, notes, records),
+    *(slot_sums, verify, write),
+)
 KERNELS = {
     name: value
     for module in MODULES
@@ -370,6 +374,19 @@ def launch_drawn(*, has_all: bool, draws: bool, vocab: int) -> None:
     drawn.check_drawn(create_canary(), tokens, longs(64) if has_all else None)
 
 
+def launch_sums(dtype: torch.dtype, *, layers: int) -> None:
+    """K and V of 8 heads of 128 channels, in pages of 16."""
+    slot_sums.sum_slots(
+        torch.zeros(64, dtype=dtype),
+        longs(layers),
+        longs(16 * 2048).view(16, 2048),
+        longs(2048),
+        longs(),
+        16 * 2048,
+        longs(ROWS * layers).view(ROWS, layers),
+    )
+
+
 def launches() -> Iterator[tuple[str, Any]]:
     """Names, and what launches one kernel each."""
     for rows in ALL_ROWS:
@@ -400,6 +417,12 @@ def launches() -> Iterator[tuple[str, Any]]:
             yield (
                 f"tail {rows} sums {mode.name}",
                 lambda mode=mode, rows=rows: launch_tail(mode, rows, has_sums=True),
+            )
+    for dtype in (torch.int8, torch.int16, torch.int32):
+        for layers in (1, 32):
+            yield (
+                f"sums {dtype} {layers}",
+                lambda dtype=dtype, layers=layers: launch_sums(dtype, layers=layers),
             )
     state = create_canary()
     for live in (None, longs(1)):
@@ -488,6 +511,8 @@ def variants() -> list[Variant]:
 
 # Triton's names of the pointers.
 TYPES = {
+    torch.int8: "*i8",
+    torch.int16: "*i16",
     torch.uint8: "*u8",
     torch.int32: "*i32",
     torch.int64: "*i64",

@@ -68,7 +68,7 @@ def doctor(host: Host) -> int:
     print(f"engine: {host.version()}")
     print(f"kernels: {_kernels()}")
     try:
-        settings = read_settings()
+        settings = read_settings(real_data=host.real_data)
     except SettingsError as error:
         print(f"settings: {error}")
         return 1

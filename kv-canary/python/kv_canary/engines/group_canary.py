@@ -14,13 +14,14 @@ from kv_canary.layout import FingerprintMode
 from kv_canary.pool_checks import PoolChecks
 from kv_canary.runtime.group import CanaryGroup
 from kv_canary.runtime.uploads import upload
-from kv_canary.slot_bytes import ByteFindings, PageLayout, SlotBytes
+from kv_canary.slot_bytes import ByteFindings, SlotBytes
 from kv_canary.state import create_state
 from kv_canary.view import KVReadView
 from kv_canary.violation import POOLS
 
 if TYPE_CHECKING:
     from kv_canary.engines.step import GroupReads
+    from kv_canary.slot_places import PageLayout
 
 RING_CAPACITY = 1024
 
@@ -82,10 +83,13 @@ class GroupCanary(CanaryGroup):
         self.table = torch.zeros(
             num_rows + 1, columns, dtype=torch.int32, device=device
         )
-        has_bytes = mode is not FingerprintMode.NONE
+        num_slots = group.num_blocks * group.page_size
+        slot_bytes = None
+        if mode is not FingerprintMode.NONE:
+            slot_bytes = SlotBytes(group.layers, group.pages, mode, num_slots=num_slots)
         super().__init__(
             state=create_state(
-                num_slots=group.num_blocks * group.page_size,
+                num_slots=num_slots,
                 req_rows=num_rows + 1,
                 ring_capacity=RING_CAPACITY,
                 num_managers=1,
@@ -93,9 +97,7 @@ class GroupCanary(CanaryGroup):
                 pool=len(POOLS) * number,
             ),
             checks=PoolChecks(page_size=group.page_size, req_to_token=self.table),
-            slot_bytes=(
-                SlotBytes(group.layers, group.pages, mode) if has_bytes else None
-            ),
+            slot_bytes=slot_bytes,
             stamps_first=stamps_first,
         )
         self._offsets = np.arange(group.page_size, dtype=np.int64)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
+from kv_canary.engines.settings import DEFAULT_REAL_DATA
 from kv_canary.engines.sglang import hooks_of as sglang_hooks
 from kv_canary.engines.sglang import limits as sglang_limits
 from kv_canary.engines.sglang import plugin as sglang_plugin
@@ -35,6 +36,7 @@ class Host:
         expectations: what the plugin wraps and reads.
         optional: more of these, which only some versions have.
         sees: kinds of KV. limits: options that are refused. rest: what else is refused.
+        real_data: default of `KV_CANARY_REAL_DATA`.
         models: models of the self-test, each run in its own process.
         plugins_variable: variable that names the plugins the engine may load.
         self_test_environment: more variables for the self-test, besides
@@ -52,6 +54,7 @@ class Host:
     models: Sequence[str]
     plugins_variable: str
     self_test_environment: dict[str, str]
+    real_data: str = DEFAULT_REAL_DATA
     optional: Sequence[Expectation] = ()
 
 
@@ -82,6 +85,7 @@ HOSTS = (
         models=("plain", "eagle"),
         plugins_variable=sglang_plugin.VARIABLE,
         self_test_environment={"KV_CANARY_REAL_DATA": "all"},
+        real_data=sglang_plugin.REAL_DATA,
         optional=(sglang_hooks.DRAFT_EXTEND,),
     ),
 )

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kv_canary.engines.hooks import Refusal
-from kv_canary.slot_bytes import PageLayout
+from kv_canary.slot_places import PageLayout
 
 Store = Callable[[Tensor, Tensor, Tensor], None]
 """Stores keys, values [1, heads, size] in slots [1]."""

@@ -16,8 +16,10 @@ PREFIX = "KV_CANARY"
 REAL_DATA = {
     "none": FingerprintMode.NONE,
     "partial": FingerprintMode.PARTIAL,
+    "rotate": FingerprintMode.ROTATE,
     "all": FingerprintMode.ALL,
 }
+DEFAULT_REAL_DATA = "rotate"
 _OFF = ("off", "none")
 _MODES = {"off" if mode is Mode.OFF else mode.value: mode for mode in PLUGIN_MODES}
 _YES_NO = {"0": False, "1": True}
@@ -45,7 +47,7 @@ class Settings:
     """
 
     mode: Mode = Mode.OFF
-    real_data: str = "partial"
+    real_data: str = DEFAULT_REAL_DATA
     sweep_interval: int = 0
     report_dir: Path | None = None
     report_tokens: bool = False
@@ -62,8 +64,13 @@ class Settings:
         return next(name for name, mode in _MODES.items() if mode is self.mode)
 
 
-def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
+def read_settings(
+    environ: Mapping[str, str] = os.environ, *, real_data: str = DEFAULT_REAL_DATA
+) -> Settings:
     """Read the settings in `environ`; missing ones have their defaults.
+
+    Args:
+        real_data: the host's default of KV_CANARY_REAL_DATA.
 
     Raises:
         SettingsError: a value is invalid, or a variable is unknown.
@@ -84,7 +91,7 @@ def read_settings(environ: Mapping[str, str] = os.environ) -> Settings:
             f"{unknown[0]}={given[unknown[0]]!r}: no such variable; there are "
             f"{', '.join(readers)}"
         )
-    values: dict[str, object] = {}
+    values: dict[str, object] = {"real_data": real_data}
     for name, value in given.items():
         field, read = readers[name]
         values[field] = read(name, value)

@@ -138,6 +138,18 @@ def note_tokens(state: CanaryState, sampled: SampledTokens, marks: Tensor) -> No
     ops.canary_note_tokens(state.arena, *sampled, marks)
 
 
+def sum_slots(
+    values: Tensor,
+    bases: Tensor,
+    offsets: Tensor,
+    keys: Tensor,
+    slots: Tensor,
+    page_stride: int,
+    sums: Tensor,
+) -> None:
+    ops.canary_sum_slots(values, bases, offsets, keys, slots, page_stride, sums)
+
+
 def carry(state: CanaryState, carried: CarriedState) -> None:
     carried.check_layout()
     if (checked := carried.checked) is not None:

@@ -13,11 +13,16 @@ import torch
 from torch import Tensor
 
 from kv_canary import launches
+from kv_canary.checks import Reason
+from kv_canary.records import Ring
 from kv_canary.runtime.uploads import upload
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kv_canary.pool_checks import PoolChecks
-    from kv_canary.slot_bytes import ByteFindings, SlotBytes
+    from kv_canary.reporter import SourceOf
+    from kv_canary.slot_bytes import ByteFindings, ByteReads, SlotBytes
     from kv_canary.state import CanaryState
     from kv_canary.view import ForwardView
 
@@ -43,6 +48,8 @@ class CanaryGroup:
 
     Attributes:
         freed: slots freed since the last `settle`, int64 [n] each.
+        compares_in_pass: whether the host calls `attend` as each layer's attention is
+            about to read. Otherwise bytes are compared before the forward.
     """
 
     def __init__(
@@ -60,6 +67,8 @@ class CanaryGroup:
         self.bytes = slot_bytes
         self.freed: list[Tensor] = []
         self._stamps_first = stamps_first
+        self.compares_in_pass = False
+        self._reading: ByteReads | None = None
         self._found: list[ByteFindings] = []
         self._device = state.head.device
 
@@ -76,6 +85,8 @@ class CanaryGroup:
         sums = self.checks.fingerprint.sums
         if sums is not None:
             sums.index_copy_(0, dst, sums.index_select(0, src))
+        if self.bytes is not None:
+            self.bytes.move(dst, src)
 
     def settle(self) -> None:
         """Poison the freed slots, in stream order."""
@@ -126,11 +137,19 @@ class CanaryGroup:
         if self.bytes is not None:
             if num_read is None:
                 num_read = int((view.prefix_lens * (view.req_rows != 0)).sum())
-            self._found = []
+            self._found, self._reading = [], None
             if num_read:
                 table = view.reads[0]
-                self._found.append(self.bytes.check(state, view, table, total=num_read))
+                self._reading = self.bytes.read(state, view, table, total=num_read)
+                if not self.compares_in_pass:
+                    self._reading.compare_rest()
             self.bytes.mark_new(state, view)
+
+    def attend(self, layer: int) -> None:
+        """Compare the bytes of a layer that attention is about to read."""
+        reading = self._reading
+        if reading is not None and layer in reading.due:
+            reading.compare(layer)
 
     def after(
         self, view: ForwardView, *, advance: bool, findings: Tensor | None = None
@@ -139,6 +158,9 @@ class CanaryGroup:
         launches.write_tail(
             self.state, view, self.checks, advance=advance, findings=findings
         )
+        if self._reading is not None:
+            self._found.append(self._reading.finish())
+            self._reading = None
         if self.bytes is not None:
             self._found.append(self.bytes.note_new(self.state, view))
 
@@ -148,6 +170,18 @@ class CanaryGroup:
         """Take the findings of `bytes` in the forward that ended last."""
         found, self._found = self._found, []
         return found
+
+    def find_sources(self, entries: Sequence[Sequence[int]]) -> SourceOf:
+        """Look up where the bytes come from that entries are about. Waits for the
+        device."""
+        slots = sorted(
+            {e[Ring.SLOT] for e in entries if e[Ring.REASONS] & Reason.VERIFY_REAL_KV}
+        )
+        if self.bytes is None or not slots:
+            return lambda slot: -1
+        found = self.bytes.find_sources(torch.tensor(slots, device=self._device))
+        sources = dict(zip(slots, found.tolist(), strict=True))
+        return lambda slot: sources.get(slot, -1)
 
     def take_entries(self) -> Entries:
         """Empty the ring; waits for the device."""

@@ -269,12 +269,14 @@ class CanaryRuntime(Generic[GroupT]):
         dropped, others = 0, list(host_entries)
         for group in self.groups:
             entries, more = group.take_entries()
+            source_of = group.find_sources(entries)
             found += self.reporter.examine(
                 [*entries, *others],
                 owner_of=testimony.owner_of(group),
                 mode_of=testimony.mode_of,
                 branch_of=testimony.branch_of,
                 details=testimony.details,
+                source_of=source_of,
             )
             dropped, others = dropped + more, []
         return Examined(found, dropped)

@@ -21,6 +21,9 @@ OLDEST = (0, 5, 11)
 VARIABLE = "SGLANG_PLUGINS"
 """SGLang's variable: names of the plugins that may load, separated by commas."""
 NAME = "kv_canary"
+REAL_DATA = "partial"
+"""Default of `KV_CANARY_REAL_DATA`. Here `rotate` compares slots in turn, not layers: a
+slot that is overwritten whole is only named when its turn comes."""
 SELF_TEST = "SELFTEST_OF_KV_CANARY"
 """Set only by the self-test: its plan for the scheduler's process."""
 
@@ -62,7 +65,7 @@ def register() -> None:
             that should be checked would run unchecked.
     """
     try:
-        settings = read_settings()
+        settings = read_settings(real_data=REAL_DATA)
     except SettingsError as error:
         raise SystemExit(f"kv_canary: {error}") from error
     if settings.mode is Mode.OFF or _undo:

@@ -19,11 +19,16 @@ from kv_canary.layout import (
     create_fingerprint,
     scattered_fingerprint,
 )
-from kv_canary.slot_bytes import PageLayout, SlotBytes
+from kv_canary.slot_bytes import SlotBytes
+from kv_canary.slot_places import PageLayout
 from kv_canary.span import stack_layers
 
 FULL, LATENT = "full", "latent"
 _ROW_MAJOR = (None, "nhd")
+
+
+ROTATION_STEPS = 128
+"""Tokens of a row in which `rotate` compares each of its slots once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +96,7 @@ def read_pool(pool: Any, mode: FingerprintMode) -> SeenPool:
             if all(stack is not None for stack in stacks):
                 fingerprint = _fingerprint(mode, group, stacks, page_size)
             elif tensors[0].is_cpu:
-                scattered = _scattered(mode, tensors, page_size)
+                scattered = _scattered(mode, group, tensors, page_size)
             else:
                 fingerprint = scattered_fingerprint(
                     mode, list(halves.values()), page_size, group
@@ -114,11 +119,12 @@ def _fingerprint(
     k, v = stacks[0], stacks[1] if group == FULL else None
     assert k is not None
     layers = LayerGroup(name=group, k=k, v=v)
-    return create_fingerprint(mode, PoolLayout(groups=[layers], page_size=page_size))
+    layout = PoolLayout(groups=[layers], page_size=page_size)
+    return create_fingerprint(mode, layout, rotation_period=ROTATION_STEPS)
 
 
 def _scattered(
-    mode: FingerprintMode, tensors: Sequence[Tensor], page_size: int
+    mode: FingerprintMode, group: str, tensors: Sequence[Tensor], page_size: int
 ) -> SlotBytes:
     """Return bytes by offsets: each tensor of K and of V is a layer, cut in two."""
     step, size = tensors[0].stride(0), tensors[0][0].numel()
@@ -128,7 +134,14 @@ def _scattered(
         k=offsets[:, : size // 2],
         v=offsets[:, size // 2 :],
     )
-    return SlotBytes(tensors, pages, mode)
+    halves = 2 if group == FULL else 1
+    return SlotBytes(
+        tensors,
+        pages,
+        mode,
+        num_slots=len(tensors[0]),
+        numbers=[*range(len(tensors) // halves)] * halves,
+    )
 
 
 def _tensors(pool: Any, name: str) -> list[Tensor]:

@@ -12,6 +12,7 @@ from kv_canary.engines.engine_canary import EngineCanary
 from kv_canary.engines.hooks import Refusal
 from kv_canary.engines.metrics import serve_metrics
 from kv_canary.engines.reporting import unless_refused
+from kv_canary.engines.vllm.layers import compare_in_pass
 from kv_canary.engines.vllm.limits import refused_by
 from kv_canary.engines.vllm.pool import read_groups
 from kv_canary.engines.vllm.steps import read_step
@@ -111,16 +112,20 @@ def attach(runner: Any, settings: Settings) -> None:
     if canary is None:
         return
     setattr(runner, _ATTRIBUTE, Attachment(canary))
+    why_before = compare_in_pass(runner, canary)
+    where = "as attention reads them" if not why_before else "before each forward"
     for group in canary.groups:
         logger.warning(
             "kv_canary: checks group %r: %d layers, %d blocks of %d slots (mode %s, "
-            "real data %s)",
+            "real data %s, compared %s%s)",
             group.group.name,
             len(group.group.layers),
             group.group.num_blocks,
             group.group.page_size,
             settings.mode.value,
             settings.real_data,
+            where,
+            f": {why_before}" if why_before else "",
         )
 
 

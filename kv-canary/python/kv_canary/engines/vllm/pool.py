@@ -14,7 +14,7 @@ from kv_canary.engines.page_probe import learn_pages, page_axis
 from kv_canary.engines.vllm.limits import WINDOW_SPECS, is_seen, spec_name
 
 if TYPE_CHECKING:
-    from kv_canary.slot_bytes import PageLayout
+    from kv_canary.slot_places import PageLayout
 
 _STORE = "do_kv_cache_update"
 
@@ -67,7 +67,7 @@ def _read_layers(
     kind: tuple[object, ...] = ()
     for index, name in enumerate(names):
         layer, spec = modules[name], specs[index % len(specs)]
-        kv = _kv_tensor(layer, name)
+        kv = kv_tensor(layer, name)
         if kv.data_ptr() in tensors:
             continue  # shares the KV of an earlier layer
         axis = page_axis(kv, num_blocks, name)
@@ -85,7 +85,12 @@ def _read_layers(
     return list(tensors.values()), pages
 
 
-def _kv_tensor(layer: Any, name: str) -> Tensor:
+def kv_tensor(layer: Any, name: str) -> Tensor:
+    """Return the KV tensor of a layer.
+
+    Raises:
+        Refusal: it has none, or several.
+    """
     kv = layer.kv_cache
     if isinstance(kv, list | tuple) and len(kv) == 1:
         kv = kv[0]

@@ -16,6 +16,7 @@ import torch
 from kv_canary.faults.catalogue import by_host_name
 from kv_canary.faults.fault import HostEngine
 from kv_canary.faults.vllm.host import BLOCK, VllmHost, random_tokens
+from kv_canary.records import Record
 
 Undo = Callable[[], None]
 Read = tuple[str, int, int]
@@ -136,8 +137,20 @@ def flipped_byte(host: VllmHost, rng: random.Random) -> Planted:
     slot = block * BLOCK + position % BLOCK
     canary = host.canary.groups[0]
     assert canary.bytes is not None
-    canary.bytes.flip(slot, int(canary.state.tail[slot, 1]))
+    lineage = int(canary.state.tail[slot, Record.LINEAGE])
+    if canary.bytes.covers_all:
+        lineage = rng.getrandbits(62)  # anywhere, not only in the sample
+    canary.bytes.flip(slot, lineage)
     return Planted(due=lambda: frozenset({(request.rid, slot, position)}))
+
+
+def block_over_another_one(host: VllmHost, rng: random.Random) -> Planted:
+    """Copy a whole block of B over one of A, whose records stay."""
+    request, index = _a(host), rng.randrange(3)
+    block, source = request.blocks[0][index], _b(host).blocks[0][rng.randrange(3)]
+    for layer in _layers(host):
+        layer[block].copy_(layer[source])
+    return Planted(due=lambda: _in_block(request.rid, block, index))
 
 
 def swapped_table_entry(host: VllmHost, rng: random.Random) -> Planted:

@@ -1,0 +1,103 @@
+"""Where the values of slots lie in the pages of a pool, and which are sampled.
+
+`layout.Fingerprint` views a pool whose slots are runs of bytes, as kernels need it. An
+engine may keep one allocation per layer, K beside V, or a slot's values scattered over
+its page. Values are then found by offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kv_canary.layout import CHUNK_BYTES
+from kv_canary.records import SENTINEL, sample_place
+from kv_canary.span import memory_span
+
+WORDS_PER_CHUNK = CHUNK_BYTES // torch.int64.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PageLayout:
+    """Where the values of a page's slots lie; the same for all layers of a group.
+
+    Fields:
+        page_stride: values from one page to the next.
+        k, v: int64 [page_size, n], offsets of a slot's values from the page's first
+            value.
+    """
+
+    page_stride: int
+    k: Tensor
+    v: Tensor
+
+    @property
+    def page_size(self) -> int:
+        return self.k.shape[0]
+
+
+class SlotPlaces:
+    """The values of a group's slots, in every layer.
+
+    Args:
+        layers: a tensor per layer, of any shape, that begins with page 0; all of one
+            dtype and device. Kept alive.
+
+    Raises:
+        ValueError: the layers or offsets are impossible, or do not form whole chunks.
+
+    Attributes:
+        flat: the memory of all layers as integers of the values' size.
+        bases: int64 [layers], index in `flat` of each layer's first value.
+        halves: offsets of K and of V, int64 [page_size, n] each.
+        page_size, page_stride: as in `PageLayout`.
+    """
+
+    def __init__(self, layers: Sequence[Tensor], layout: PageLayout) -> None:
+        first, size = layers[0], layers[0].element_size()
+        for half in (layout.k, layout.v):
+            if half.shape[1] == 0 or half.shape[1] * size % CHUNK_BYTES:
+                raise ValueError(
+                    f"SlotBytes: a slot has {half.shape[1]} values of {size} bytes per "
+                    f"layer; the canary fingerprints runs of {CHUNK_BYTES} bytes"
+                )
+        if layout.k.shape != layout.v.shape:
+            raise ValueError(
+                f"SlotBytes: K has offsets {list(layout.k.shape)}, V "
+                f"{list(layout.v.shape)}"
+            )
+        self._layers = list(layers)
+        device = first.device
+        self.halves = (layout.k.to(device), layout.v.to(device))
+        self.page_size, self.page_stride = layout.page_size, layout.page_stride
+        self.flat, begin = memory_span(layers)
+        bases = [layer.data_ptr() - begin for layer in layers]
+        if any(base % size for base in bases):
+            raise ValueError(f"SlotBytes: layers at {bases} bytes, values of {size}")
+        self.bases = torch.tensor([base // size for base in bases], device=device)
+        self._per_chunk = CHUNK_BYTES // size
+        self._num_chunks = layout.k.shape[1] // self._per_chunk
+        pattern = torch.tensor([SENTINEL, SENTINEL], device=device)
+        self.sentinel = pattern.view(self.flat.dtype)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def sampled(self, slots: Tensor, lineages: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (layer, chunk), [n] each, that are sampled of slots whose records have
+        these lineages."""
+        return sample_place(lineages, layers=self.num_layers, chunks=self._num_chunks)
+
+    def sample_index(self, half: Tensor, slots: Tensor, lineages: Tensor) -> Tensor:
+        """Return the places in `flat` of the sampled values, [n, values of a chunk]."""
+        layer, chunk = self.sampled(slots, lineages)
+        steps = torch.arange(self._per_chunk, device=slots.device)
+        values = chunk[:, None] * self._per_chunk + steps
+        offset = (slots % self.page_size)[:, None]
+        page = slots // self.page_size
+        begins = self.bases[layer] + page * self.page_stride
+        return begins[:, None] + half[offset, values]
