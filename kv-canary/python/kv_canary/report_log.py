@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 QUIET_SECONDS = 60.0
+_REMEMBERED = 10_000
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,15 +43,26 @@ class ReportLog:
 
     Args:
         with_tokens: whether lines include token ids.
+        request_lines: most further lines per `QUIET_SECONDS`, each about a request that
+            had no line of that diagnosis yet.
         clock: returns the time in seconds.
     """
 
     def __init__(
-        self, *, with_tokens: bool, clock: Callable[[], float] = time.monotonic
+        self,
+        *,
+        with_tokens: bool,
+        request_lines: int = 0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._with_tokens = with_tokens
         self._clock = clock
         self._kinds: dict[str, _Kind] = {}
+        self._request_lines = request_lines
+        self._lines_left = request_lines
+        self._lines_since = clock()
+        # (diagnosis, serial) that had a line, the oldest first.
+        self._told: OrderedDict[tuple[str, int], None] = OrderedDict()
 
     def violations(self, fresh: Sequence[Violation]) -> bool:
         """Log one line for each diagnosis that is due for one, and count the others.
@@ -73,11 +86,12 @@ class ReportLog:
         if kind is None:
             kind = self._kinds[name] = _Kind(last_line=now)
         kind.total += len(found)
+        if is_due:
+            self._tell(name, found[0])
+        told = is_due + self._tell_requests(name, found)
+        kind.held_back += 0 if is_explained else len(found) - told
         if not is_due:
-            kind.held_back += 0 if is_explained else len(found)
             return
-        logger.error("%s", found[0].line(with_tokens=self._with_tokens))
-        kind.held_back += 0 if is_explained else len(found) - 1
         if kind.held_back:
             logger.error(
                 "kv_canary: %d more violation(s) in the last %.0f s, %d in all, of: %s",
@@ -87,6 +101,28 @@ class ReportLog:
                 found[0].diagnosis,
             )
         kind.last_line, kind.held_back = now, 0
+
+    def _tell(self, name: str, violation: Violation) -> None:
+        logger.error("%s", violation.line(with_tokens=self._with_tokens))
+        self._told[name, violation.serial] = None
+        if len(self._told) > _REMEMBERED:
+            self._told.popitem(last=False)
+
+    def _tell_requests(self, name: str, found: Sequence[Violation]) -> int:
+        """Log a line for each request that had none, as long as lines are left. Returns
+        how many."""
+        now = self._clock()
+        if now - self._lines_since >= QUIET_SECONDS:
+            self._lines_left, self._lines_since = self._request_lines, now
+        told = 0
+        for violation in found:
+            if self._lines_left == told:
+                break
+            if violation.serial and (name, violation.serial) not in self._told:
+                self._tell(name, violation)
+                told += 1
+        self._lines_left -= told
+        return told
 
     def explain(self, incident: dict[str, Any], file: Path | None) -> None:
         """Log the whole incident in words, and where its file is."""

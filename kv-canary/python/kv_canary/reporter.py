@@ -68,6 +68,7 @@ class ReportOptions:
             twice.
         folder: receives one JSON file per incident, or None.
         with_tokens: whether reports include token ids.
+        request_lines: see `ReportLog`.
         max_files: most files of this process; 0 for no limit. max_files_option: its
             name for users.
         replay_command: command that replays an incident, given its file's name.
@@ -79,6 +80,7 @@ class ReportOptions:
     is_repaired: bool = False
     folder: Path | None = None
     with_tokens: bool = False
+    request_lines: int = 0
     max_files: int = 1000
     max_files_option: str = "max_files"
     replay_command: str = ""
@@ -152,7 +154,9 @@ class ViolationReporter:
         self.counts: CountsOf[str] = CountsOf()
         self.total = 0
         self._num_incidents = 0
-        self._log = ReportLog(with_tokens=options.with_tokens)
+        self._log = ReportLog(
+            with_tokens=options.with_tokens, request_lines=options.request_lines
+        )
         self._folder = options.incident_folder(rank)
         self.incidents: deque[dict[str, Any]] = deque(maxlen=KEPT_INCIDENTS)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import time
@@ -139,6 +140,7 @@ def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
     write = "from pathlib import Path; from kv_canary.faults.vllm.host import *; "
     model = run(["-c", f"{write}print(write_model(Path({str(tmp_path)!r}), 'plain'))"])
     folder, port, metrics = model.stdout.strip(), free_port(), free_port()
+    log = tmp_path / "log"
     flags = "--load-format dummy --skip-tokenizer-init --enforce-eager --dtype float32"
     flags += " --max-model-len 512 --max-num-seqs 4 --num-gpu-blocks-override 48"
     server = subprocess.Popen(
@@ -153,12 +155,12 @@ def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
             "KV_CANARY_METRICS_PORT": str(metrics),
             "VLLM_CPU_KVCACHE_SPACE": "1",
         },
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
+        stdout=log.open("w"),
+        stderr=subprocess.STDOUT,
     )
     try:
         while True:
-            assert server.poll() is None, "the server ended"
+            assert server.poll() is None, log.read_text()
             try:
                 get(f"http://127.0.0.1:{port}/health")
                 break
@@ -172,3 +174,9 @@ def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
         server.wait(timeout=60)
     assert 'kv_canary_forwards_total{rank="0"} 8.0' in found
     assert f'kv_canary_verified_slots_total{{rank="0"}} {sum(range(5, 12))}.0' in found
+    assert 'kv_canary_violations_total{rank="0",reason="write_token"} 0.0' in found
+    # In the worker's log, with vLLM's prefix: the proof that it is attached.
+    lines = [line for line in log.read_text().splitlines() if "kv_canary: " in line]
+    for text in ("checks group 'full': 3 layers", "the first forward is checked"):
+        (line,) = [line for line in lines if text in line]
+        assert re.match(r"\(Worker pid=\d+\) WARNING \d\d-\d\d ", line), line

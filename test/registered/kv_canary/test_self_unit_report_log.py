@@ -71,5 +71,54 @@ def test_another_diagnosis_is_not_held_back(caplog: pytest.LogCaptureFixture) ->
     assert "fail_reason=read_set" in caplog.messages[1]
 
 
+def of_requests(serials: list[int]) -> list[Violation]:
+    return [
+        violation(REASONS=Reason.VERIFY_REAL_KV, SLOT=n, SERIAL=serial)
+        for n, serial in enumerate(serials, 10)
+    ]
+
+
+def test_each_request_has_a_line_up_to_a_limit(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A client whose answer was wrong is named, even if the fault is known."""
+    now = 1000.0
+    log = ReportLog(with_tokens=False, request_lines=4, clock=lambda: now)
+    log.violations(of_requests([5, 5, 6]))
+    assert caplog.messages == [
+        v.line(with_tokens=False) for v in of_requests([5, 0, 6])[::2]
+    ]
+    caplog.clear()
+    now += 1.0
+    log.violations(of_requests([6, 5, 7, 7]))
+    (line,) = caplog.messages
+    assert "slot_idx=12" in line
+    # Two of the four lines are left.
+    caplog.clear()
+    log.violations(of_requests(list(range(20, 30))))
+    assert len(caplog.messages) == 2
+    caplog.clear()
+    now += QUIET_SECONDS
+    log.violations(of_requests([5, 40, 41]))
+    lines = [line for line in caplog.messages if line.startswith("kv_canary violation")]
+    assert len(lines) == 3
+    (summary,) = set(caplog.messages) - set(lines)
+    held_back = 3 + 8  # of the two steps in between
+    assert summary.startswith(f"kv_canary: {held_back} more violation(s)")
+    assert " 20 in all" in summary
+
+
+def test_a_request_has_a_line_for_each_diagnosis(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    log = ReportLog(with_tokens=False, request_lines=4)
+    both = [
+        violation(REASONS=r, SERIAL=5) for r in (Reason.READ_SET, Reason.WRITE_TOKEN)
+    ]
+    log.violations(both)
+    log.violations(both)
+    assert len(caplog.messages) == 2
+
+
 if __name__ == "__main__":
     raise SystemExit(pytest.main([__file__]))

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _PACKAGE = "kv_canary"
+REQUEST_LINES = 64
+"""Lines a minute about requests that were touched by damage that the log already has."""
 Canary = TypeVar("Canary")
 
 
@@ -68,6 +70,7 @@ def create_worker_reporter(
             real_data=settings.real_data,
             folder=settings.report_dir,
             with_tokens=settings.report_tokens,
+            request_lines=REQUEST_LINES,
             max_files=settings.max_reports,
             max_files_option="KV_CANARY_MAX_REPORTS",
             ring_capacity=ring_capacity,
