@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import logging
+import pickle
 import re
 import sys
 from collections import Counter
@@ -34,6 +35,7 @@ from kv_canary.engines.hooks import (
 )
 from kv_canary.engines.host_table import HOSTS
 from kv_canary.engines.metrics import CanaryCollector
+from kv_canary.engines.namespaces import namespace_salt
 from kv_canary.engines.page_probe import learn_pages, page_axis
 from kv_canary.engines.reporting import log_through
 from kv_canary.engines.settings import Mode, Settings, SettingsError, read_settings
@@ -41,7 +43,8 @@ from kv_canary.engines.sglang import plugin as sglang_plugin
 from kv_canary.engines.vllm import plugin, runner_v2
 from kv_canary.engines.vllm.limits import LIMITS, refused_by
 from kv_canary.engines.vllm.runner_v2 import _reads
-from kv_canary.engines.vllm.steps import lora_salt, read_step
+from kv_canary.engines.vllm.salts import request_salt, with_cache_salt
+from kv_canary.engines.vllm.steps import read_step
 from kv_canary.version import __version__
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -267,6 +270,7 @@ def test_a_scheduler_output_is_read() -> None:
         block_ids=([5],),
         num_computed_tokens=0,
         lora_request=SimpleNamespace(lora_name="adapter"),
+        kv_canary_cache_salt=None,
     )
     output = SimpleNamespace(
         scheduled_new_reqs=[new],
@@ -289,7 +293,7 @@ def test_a_scheduler_output_is_read() -> None:
         ("A", [1, 2, 3], 0),
         ("C", [7, 8, 9], 0),
     ]
-    assert step.admitted[0].salt == lora_salt(new.lora_request) != 0
+    assert step.admitted[0].salt == namespace_salt(adapter="adapter", tenant=None) != 0
     assert step.grown == [("B", ([6],))]
     assert [(r.rid, r.computed, r.scheduled, list(r.proposed)) for r in step.rows] == [
         ("B", 4, 3, [1, 2]),
@@ -297,6 +301,49 @@ def test_a_scheduler_output_is_read() -> None:
         ("C", 0, 3, []),
     ]
     assert step.copies == [(1, 2)]
+
+
+def test_namespaces_have_salts_of_their_own() -> None:
+    names = (None, "", "a", "b", "None", "('a', None)")
+    pairs = {(a or None, t or None) for a in names for t in names}
+    salts = {namespace_salt(adapter=a, tenant=t) for a, t in pairs}
+    assert len(salts) == len(pairs) and namespace_salt(adapter="", tenant=None) == 0
+    assert all(-(1 << 63) <= salt < 1 << 63 for salt in salts)
+
+
+@dataclasses.dataclass
+class Announced:
+    lora_request: Any = None
+
+    @classmethod
+    def from_request(cls, request: Any, block_ids: Any) -> Announced:
+        return cls()
+
+
+def test_a_cache_salt_travels_with_the_schedulers_message(
+    module: ModuleType, caplog: pytest.LogCaptureFixture
+) -> None:
+    """From one process to another; without the plugin in the first one, the log says
+    what is not seen."""
+    module.Announced = Announced  # type: ignore[attr-defined]
+    salted, plain = SimpleNamespace(cache_salt="t"), SimpleNamespace(cache_salt=None)
+    unknown = Announced.from_request(plain, ())
+    place = hook(
+        owner="an_engine:Announced",
+        method="from_request",
+        parameters=("request", "block_ids"),
+    )
+    require([place])
+    undo = wrap(place, with_cache_salt)
+    made = [Announced.from_request(request, ()) for request in (salted, plain)]
+    undo()
+    salts = [request_salt(pickle.loads(pickle.dumps(each))) for each in made]
+    assert salts == [namespace_salt(adapter=None, tenant="t"), 0]
+    assert not caplog.messages
+    assert [request_salt(unknown) for _ in range(2)] == [0, 0]
+    (line,) = caplog.messages
+    assert "across cache salts is not seen" in line
+    assert not hasattr(Announced.from_request(plain, ()), "kv_canary_cache_salt")
 
 
 def test_a_batch_of_the_v2_runner_is_read() -> None:

@@ -27,7 +27,7 @@ PYTHON = REPO / ".engines-venv" / "bin" / "python"
 TRAFFIC = Path(__file__).with_name("vllm_traffic.py")
 SEEDS = count(ci=1, full=20)
 LIMIT_SECONDS = 2400
-CLASSES = {"plain": 14, "hybrid": 1, "asynchronous": 14}
+CLASSES = {"plain": 15, "hybrid": 1, "asynchronous": 15}
 
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason=f"{PYTHON} is not there: make engines-venv"
@@ -168,13 +168,16 @@ def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
                 time.sleep(0.5)
         body = {"model": folder, "prompt": [5, 6, 7, 8, 9], "max_tokens": 8}
         get(f"http://127.0.0.1:{port}/v1/completions", {**body, "ignore_eos": True})
+        salted = {**body, "max_tokens": 1, "cache_salt": "tenant"}
+        get(f"http://127.0.0.1:{port}/v1/completions", salted)
         found = get(f"http://127.0.0.1:{metrics}/metrics")
     finally:
         server.terminate()
         server.wait(timeout=60)
-    assert 'kv_canary_forwards_total{rank="0"} 8.0' in found
+    assert 'kv_canary_forwards_total{rank="0"} 9.0' in found
     assert f'kv_canary_verified_slots_total{{rank="0"}} {sum(range(5, 12))}.0' in found
     assert 'kv_canary_violations_total{rank="0",reason="write_token"} 0.0' in found
+    assert "across cache salts is not seen" not in log.read_text()
     # In the worker's log, with vLLM's prefix: the proof that it is attached.
     lines = [line for line in log.read_text().splitlines() if "kv_canary: " in line]
     for text in ("checks group 'full': 3 layers", "the first forward is checked"):

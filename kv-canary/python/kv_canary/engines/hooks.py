@@ -22,7 +22,9 @@ class Hook:
 
     Fields:
         owner: `module:Class`.
-        parameters: names of the first parameters after `self`; more may follow.
+        method: its name; it may be a class method.
+        parameters: names of the first parameters after `self` or `cls`; more may
+            follow.
         purpose: text for `doctor`.
     """
 
@@ -91,6 +93,8 @@ def problem_with(expected: Expectation) -> str | None:
     method = inspect.getattr_static(owner, expected.method, None)
     if method is None:
         return f"looked for {expected.place}, found no such method"
+    if isinstance(method, classmethod):
+        method = method.__func__
     if not inspect.isfunction(method):
         return f"looked for the method {expected.place}, found a {type(method)}"
     found = tuple(inspect.signature(method).parameters)[1:]
@@ -175,17 +179,19 @@ Wrapper = Callable[..., Any]
 
 
 def wrap(hook: Hook, around: Wrapper) -> Callable[[], None]:
-    """Replace the method by `around(method, self, ...)`; return a function to undo
-    it."""
+    """Replace the method by `around(method, self, ...)`, or `around(method, cls, ...)`;
+    return a function to undo it."""
     owner = load_owner(hook.owner)
-    method = inspect.getattr_static(owner, hook.method)
+    found = inspect.getattr_static(owner, hook.method)
+    is_of_class = isinstance(found, classmethod)
+    method = found.__func__ if is_of_class else found
 
     @functools.wraps(method)
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         return around(method, *args, **kwargs)
 
-    setattr(owner, hook.method, wrapped)
-    return lambda: setattr(owner, hook.method, method)
+    setattr(owner, hook.method, classmethod(wrapped) if is_of_class else wrapped)
+    return lambda: setattr(owner, hook.method, found)
 
 
 def load_owner(place: str) -> Any:

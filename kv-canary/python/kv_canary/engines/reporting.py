@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 _PACKAGE = "kv_canary"
 REQUEST_LINES = 64
-"""Lines a minute about requests that were touched by damage that the log already has."""
+"""Lines a minute about requests that are touched by damage of a known diagnosis."""
 Canary = TypeVar("Canary")
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kv_canary.engines.namespaces import namespace_salt
 from kv_canary.records import draft_seed, extend_lineage
 from kv_canary.serials import SerialMap
 
@@ -127,8 +127,5 @@ def request_tokens(request: Any, begin: int, end: int) -> npt.NDArray[np.int64]:
 
 def request_salt(request: Any) -> int:
     """Return the namespace of a request's KV: its adapter and its cache key."""
-    names = (getattr(request, "lora_id", None), getattr(request, "extra_key", None))
-    if not any(names):
-        return 0
-    digest = hashlib.blake2b(repr(names).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)
+    adapter, tenant = (getattr(request, n, None) for n in ("lora_id", "extra_key"))
+    return namespace_salt(adapter=adapter, tenant=tenant)

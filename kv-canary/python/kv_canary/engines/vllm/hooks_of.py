@@ -15,6 +15,13 @@ INIT_DEVICE = Hook(
     parameters=(),
     purpose="attach in the processes that have a worker, and in no other",
 )
+# In the scheduler's process: its messages to workers leave the salt out.
+NEW_REQUEST = Hook(
+    owner=_OUTPUT + "NewRequestData",
+    method="from_request",
+    parameters=("request", "block_ids"),
+    purpose="the cache salt of a request that begins",
+)
 _POOL = "the KV pool, once it is there"
 _STEP = "blocks and requests of a step; the end of its forward"
 _TOKENS = "the step's tokens, before they leave the worker"
@@ -133,6 +140,7 @@ FORWARD_CONTEXT = "vllm.forward_context"
 
 EVERYTHING: tuple[Expectation, ...] = (
     INIT_DEVICE,
+    NEW_REQUEST,
     *V1_HOOKS.values(),
     *V2_HOOKS.values(),
     *RECORDS,

