@@ -61,6 +61,7 @@ def serve(args: argparse.Namespace) -> dict[str, Any]:
 
 def in_a_process(mode: str | None) -> dict[str, Any]:
     env = {k: v for k, v in os.environ.items() if not k.startswith("KV_CANARY")}
+    env.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     env |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",

@@ -7,10 +7,11 @@ A forward's launches run without fingerprints of their own, between `mark_new` a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -32,6 +33,7 @@ from kv_canary.records import (
     fingerprint_keys,
     pack_word0_tensor,
 )
+from kv_canary.runtime.uploads import upload
 from kv_canary.slot_places import WORDS_PER_CHUNK, PageLayout, SlotPlaces
 from kv_canary.view import NO_MANAGER, ForwardView, KVReadView
 
@@ -47,13 +49,28 @@ class ByteFindings:
 
     Fields:
         count: int64 [], number of findings.
-        columns: columns of the ring, [n] each; reasons are 0 if nothing is wrong.
+        make_columns: makes columns of the ring, [n] each; reasons are 0 if nothing is
+            wrong. Rarely called.
         launch: the launch to name.
     """
 
     count: Tensor
-    columns: dict[Ring, Tensor]
+    make_columns: Callable[[], dict[Ring, Tensor]]
     launch: Launch
+
+    @classmethod
+    def of(
+        cls,
+        bad: Tensor,
+        launch: Launch,
+        make_columns: Callable[[], dict[Ring, Tensor]],
+    ) -> ByteFindings:
+        """Return the findings of a check, where `bad` [n]. On the CPU they are reported
+        before anything changes, elsewhere later, so the columns are made now."""
+        if not bad.is_cpu:
+            columns = make_columns()
+            return cls(count=bad.sum(), make_columns=lambda: columns, launch=launch)
+        return cls(count=bad.sum(), make_columns=make_columns, launch=launch)
 
     def report(self, state: CanaryState, *, clock_offset: int = 0) -> None:
         """Append them to the ring. Waits for the device.
@@ -62,7 +79,7 @@ class ByteFindings:
             clock_offset: from the clock now to the forward that found them.
         """
         report = Report(state, self.launch, NO_MANAGER, clock_offset=clock_offset)
-        report.add(self.columns)
+        report.add(self.make_columns())
 
 
 class _Compared(NamedTuple):
@@ -87,6 +104,19 @@ class _Elements(NamedTuple):
     slot: Tensor
     record: Tensor
     due: Tensor
+
+
+class _Marks(NamedTuple):
+    """The marks in the new tokens' slots.
+
+    Fields:
+        slots: [T], 0 if nothing is recorded. is_new: [T], whether it is.
+        places: [T, values of K's mark and of V's], indices of `SlotPlaces.flat`.
+    """
+
+    slots: Tensor
+    is_new: Tensor
+    places: Tensor
 
 
 class ByteReads:
@@ -146,13 +176,14 @@ class ByteReads:
         row, position, slot, record, due = self._elements
         if self._sums is not None:
             self._state.counters[Counter.REHASHED_SLOTS] += due.sum()
-        return ByteFindings(
-            count=self._compared.bad.sum(),
-            launch=Launch.VERIFY if self._sums is None else Launch.ATTENTION,
-            columns={
-                **_columns(slot, record, self._compared),
-                Ring.REQ_ROW: self._view.req_rows[row],
-                Ring.SERIAL: self._view.serials[row],
+        compared, view = self._compared, self._view
+        return ByteFindings.of(
+            compared.bad,
+            Launch.VERIFY if self._sums is None else Launch.ATTENTION,
+            lambda: {
+                **_columns(slot, record, compared),
+                Ring.REQ_ROW: view.req_rows[row],
+                Ring.SERIAL: view.serials[row],
                 Ring.POSITION: position,
                 Ring.EXPECTED_WORD0: pack_word0_tensor(-torch.ones_like(row), position),
                 Ring.BATCH_ROW: row,
@@ -198,6 +229,7 @@ class SlotBytes:
             self._sums = LayerSums(places, num_slots=num_slots, numbers=numbers)
         self.num_layers = places.num_layers
         self._turn = 0
+        self._marks: _Marks | None = None
 
     @property
     def covers_all(self) -> bool:
@@ -207,39 +239,38 @@ class SlotBytes:
     # -- new tokens ----------------------------------------------------------------
 
     def mark_new(self, state: CanaryState, view: ForwardView) -> None:
-        """Make a missing store show. Call it after the head records, before the
-        model."""
+        """Make a missing store show: mark 16 bytes of K and of V in a layer, the next
+        ones in each forward. Call it before the model."""
         places = self._places
-        slots, is_new = self._new_slots(state, view)
-        lineages = state.head[slots, Record.LINEAGE]
-        for half in places.halves:
-            index = places.sample_index(half, slots, lineages)
-            values = torch.where(is_new[:, None], places.sentinel, places.flat[index])
-            places.flat.index_put_((index,), values)
+        slots = view.out_cache_loc
+        is_new = (slots >= places.page_size) & (slots < state.num_slots)
+        slots = slots * is_new
+        index = places.marked_index(slots, self._turn)
+        marked = torch.where(is_new[:, None], places.sentinel, places.flat[index])
+        places.flat.index_put_((index,), marked)
+        self._marks = _Marks(slots, is_new, index)
+        self._turn += 1
 
     def note_new(self, state: CanaryState, view: ForwardView) -> ByteFindings:
         """Keep fingerprints of the new tokens' slots, after `write_tail`. Finds slots
         that were not stored."""
         places = self._places
-        slots, is_new = self._new_slots(state, view)
-        lineages = state.tail[slots, Record.LINEAGE]
-        missing = torch.zeros_like(is_new)
-        for half in places.halves:
-            found = places.flat[places.sample_index(half, slots, lineages)]
-            missing |= (found == places.sentinel).all(dim=1)
+        assert self._marks is not None
+        (slots, is_new, index), self._marks = self._marks, None
+        is_marked = places.flat[index] == places.sentinel
+        missing = is_new & is_marked.unflatten(1, (2, -1)).all(dim=2).any(dim=1)
+        record = state.tail[slots]
+        lineages = record[:, Record.LINEAGE]
         if self._sums is not None:
             self._sums.keep(slots)
         else:
-            old = state.tail[slots, Record.FINGERPRINT]
+            old = record[:, Record.FINGERPRINT]
             new = torch.where(is_new, self._sampled(slots, lineages), old)
             state.tail[:, Record.FINGERPRINT].index_copy_(0, slots, new)
-        missing &= is_new
-        row = _rows_of_tokens(view)
-        record = state.tail[slots]
-        return ByteFindings(
-            count=missing.sum(),
-            launch=Launch.TAIL,
-            columns={
+
+        def columns() -> dict[Ring, Tensor]:
+            row = _rows_of_tokens(view)
+            return {
                 Ring.REASONS: flag(Reason.WRITE_MISSING, missing),
                 Ring.REQ_ROW: view.req_rows[row],
                 Ring.SERIAL: view.serials[row],
@@ -251,8 +282,9 @@ class SlotBytes:
                 Ring.FOUND_LINEAGE: lineages,
                 Ring.FOUND_WORD3: record[:, Record.WORD3],
                 Ring.BATCH_ROW: row,
-            },
-        )
+            }
+
+        return ByteFindings.of(missing, Launch.TAIL, columns)
 
     def move(self, dst: Tensor, src: Tensor) -> None:
         """Note that the bytes of slots `src` were moved to `dst`, [n] int64 each."""
@@ -262,15 +294,20 @@ class SlotBytes:
     # -- reads ---------------------------------------------------------------------
 
     def read(
-        self, state: CanaryState, view: ForwardView, table: KVReadView, *, total: int
+        self,
+        state: CanaryState,
+        view: ForwardView,
+        table: KVReadView,
+        *,
+        counts: Sequence[int],
     ) -> ByteReads:
         """Begin to compare the bytes of `table`'s prefix elements. Slots that this
         forward writes are left out, because their bytes are still to come.
 
         Args:
-            total: prefix elements of all rows, known to the host.
+            counts: prefix elements of each row, known to the host.
         """
-        elements = self._elements(state, view, table, total)
+        elements = self._elements(state, view, table, counts)
         if self._sums is None:
             compared = self._compare_samples(*elements[2:])
             return ByteReads(state, view, elements, compared, None)
@@ -278,8 +315,8 @@ class SlotBytes:
         compared = _Compared(nothing.bool(), nothing, nothing)
         layers = range(self.num_layers)
         if self._rotates:
-            self._turn = (self._turn + 1) % self.num_layers
-            layers = range(self._turn, self._turn + 1)
+            turn = self._turn % self.num_layers
+            layers = range(turn, turn + 1)
         return ByteReads(state, view, elements, compared, self._sums, layers)
 
     def check_slots(self, state: CanaryState, slots: Tensor) -> ByteFindings:
@@ -297,10 +334,10 @@ class SlotBytes:
                 due & differs.any(dim=1),
                 *(s.gather(1, layer[:, None])[:, 0] for s in (kept, computed)),
             )
-        return ByteFindings(
-            count=compared.bad.sum(),
-            launch=Launch.SWEEP,
-            columns={
+        return ByteFindings.of(
+            compared.bad,
+            Launch.SWEEP,
+            lambda: {
                 **_columns(slots, record, compared),
                 Ring.POSITION: record[:, Record.WORD0] >> 32,
                 Ring.EXPECTED_WORD0: record[:, Record.WORD0],
@@ -327,41 +364,35 @@ class SlotBytes:
     # -- details -------------------------------------------------------------------
 
     def _elements(
-        self, state: CanaryState, view: ForwardView, table: KVReadView, total: int
+        self,
+        state: CanaryState,
+        view: ForwardView,
+        table: KVReadView,
+        counts: Sequence[int],
     ) -> _Elements:
-        first = table.first_position
-        if first is None:
-            first = torch.zeros_like(view.prefix_lens)
-        lens = torch.minimum(first + table.read_lens, view.prefix_lens) - first
-        lens = lens.clamp(min=0) * (view.req_rows != 0)
-        # An extra row takes what a shortened table leaves of the host's total.
-        spare = (total - lens.sum()).clamp(min=0)[None]
-        row = torch.repeat_interleave(torch.cat((lens, spare)), output_size=total)
-        is_row = row < len(lens)
-        row = row * is_row
-        element = torch.arange(total, device=row.device) - (lens.cumsum(0) - lens)[row]
-        slot = load_slots(table, row, element * is_row)
-        readable = is_row & (slot >= self._places.page_size) & (slot < state.num_slots)
+        lens = np.asarray(counts, dtype=np.int64)
+        rows = np.repeat(np.arange(len(lens)), lens)
+        elements = np.arange(len(rows)) - (np.cumsum(lens) - lens)[rows]
+        both = torch.from_numpy(np.stack((rows, elements)))
+        row, element = upload(both, view.req_rows.device)
+        # Attention may be told to read less than the host knows of.
+        is_read = element < table.read_lens[row]
+        slot = load_slots(table, row, element)
+        readable = is_read & (slot >= self._places.page_size) & (slot < state.num_slots)
         slot = slot * readable
         record = state.tail[slot]
         written = (record[:, Record.WORD3] >> CLOCK_SHIFT) & CLOCK_MASK
         due = readable & (record[:, Record.WORD0] != POISON_WORD)
         due &= written != (state.clock & CLOCK_MASK)
-        return _Elements(row, first[row] + element, slot, record, due)
+        first = table.first_position
+        position = element if first is None else first[row] + element
+        return _Elements(row, position, slot, record, due)
 
     def _compare_samples(self, slots: Tensor, record: Tensor, due: Tensor) -> _Compared:
         """Compare samples of slots [n] with their records [n, words], where due."""
         computed = self._sampled(slots, record[:, Record.LINEAGE])
         kept = record[:, Record.FINGERPRINT]
         return _Compared(due & (computed != kept), kept, computed)
-
-    def _new_slots(
-        self, state: CanaryState, view: ForwardView
-    ) -> tuple[Tensor, Tensor]:
-        """Return (slots [T], 0 if nothing is recorded; whether it is)."""
-        slots = view.out_cache_loc
-        is_new = (slots >= self._places.page_size) & (slots < state.num_slots)
-        return slots * is_new, is_new
 
     def _sampled(self, slots: Tensor, lineages: Tensor) -> Tensor:
         """Return fingerprints [n] of the samples of slots [n] whose records have these

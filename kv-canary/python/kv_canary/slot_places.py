@@ -54,6 +54,7 @@ class SlotPlaces:
         bases: int64 [layers], index in `flat` of each layer's first value.
         halves: offsets of K and of V, int64 [page_size, n] each.
         page_size, page_stride: as in `PageLayout`.
+        sentinel: a chunk of K and one of V, as integers, that no model stores.
     """
 
     def __init__(self, layers: Sequence[Tensor], layout: PageLayout) -> None:
@@ -80,12 +81,26 @@ class SlotPlaces:
         self.bases = torch.tensor([base // size for base in bases], device=device)
         self._per_chunk = CHUNK_BYTES // size
         self._num_chunks = layout.k.shape[1] // self._per_chunk
-        pattern = torch.tensor([SENTINEL, SENTINEL], device=device)
+        pattern = torch.tensor([SENTINEL] * 2 * WORDS_PER_CHUNK, device=device)
         self.sentinel = pattern.view(self.flat.dtype)
+        # Chunks of K and V beside each other: [chunks, page_size, values].
+        self._chunks = torch.cat(
+            [half.unflatten(1, (self._num_chunks, -1)) for half in self.halves], dim=2
+        ).transpose(0, 1)
+        self._first_values: list[int] = self.bases.tolist()
 
     @property
     def num_layers(self) -> int:
         return len(self._layers)
+
+    def marked_index(self, slots: Tensor, turn: int) -> Tensor:
+        """Return the places in `flat` of a chunk of K and of V of slots [n], in the
+        layer whose turn it is: [n, values]."""
+        begin = self._first_values[turn % self.num_layers]
+        offsets = self._chunks[turn // self.num_layers % self._num_chunks]
+        page = slots // self.page_size
+        offset = slots - page * self.page_size
+        return (page * self.page_stride + begin)[:, None] + offsets[offset]
 
     def sampled(self, slots: Tensor, lineages: Tensor) -> tuple[Tensor, Tensor]:
         """Return (layer, chunk), [n] each, that are sampled of slots whose records have

@@ -24,15 +24,17 @@ uint64_t sum_values(const Value* at, const int64_t* offsets, const int64_t* keys
   return sum;
 }
 
+// Layer by layer: where a cache line holds values of many slots, they share it.
 template <class Value>
 void sum_part(const SumArgs& a, const Value* values, int64_t begin, int64_t end) {
-  for (int64_t i = begin; i < end; i++) {
-    const int64_t page = a.slots[i] / a.page_size;
-    const int64_t* offsets = a.offsets + (a.slots[i] - page * a.page_size) * a.count;
-    const Value* at = values + page * a.page_stride;
-    for (int64_t layer = 0; layer < a.layers; layer++)
-      a.sums[i * a.layers + layer] =
-          int64_t(sum_values(at + a.bases[layer], offsets, a.keys, a.count));
+  for (int64_t layer = 0; layer < a.layers; layer++) {
+    const Value* of_layer = values + a.bases[layer];
+    for (int64_t i = begin; i < end; i++) {
+      const int64_t page = a.slots[i] / a.page_size;
+      const int64_t* offsets = a.offsets + (a.slots[i] - page * a.page_size) * a.count;
+      const Value* at = of_layer + page * a.page_stride;
+      a.sums[i * a.layers + layer] = int64_t(sum_values(at, offsets, a.keys, a.count));
+    }
   }
 }
 

@@ -50,10 +50,10 @@ class Group:
 
 
 class BlockReads(NamedTuple):
-    """What attention reads of a group, and how many of these elements are prefix."""
+    """What attention reads of a group, and how many elements of each row are prefix."""
 
     table: KVReadView
-    num_read: int
+    num_read: Sequence[int]
 
 
 class GroupCanary(CanaryGroup):
@@ -146,7 +146,7 @@ class GroupCanary(CanaryGroup):
         """
         size, columns = self.group.page_size, reads.block_table.stride(0)
         rows = torch.arange(len(prefix) + 1, device=seq_lens.device)
-        indptr, first_position, num_read = rows * columns, None, sum(prefix)
+        indptr, first_position, num_read = rows * columns, None, prefix
         before_first = None
         if self.group.window is not None:
             # Blocks that left the window may have new owners; whole pages are read.
@@ -156,7 +156,7 @@ class GroupCanary(CanaryGroup):
             # The slot before the first page may also have a new owner.
             before_first = torch.full_like(first_position, -1)
             seq_lens = (seq_lens - first_position).clamp(min=0)
-            num_read -= sum(firsts)
+            num_read = [n - first for n, first in zip(prefix, firsts, strict=True)]
         table = KVReadView(
             read_lens=seq_lens,
             page_indices=_flat(reads.block_table),

@@ -37,7 +37,7 @@ class ForwardLaunches(Generic[GroupT]):
         views: Sequence[ForwardView | None],
         *,
         checks: Sequence[PoolChecks] | None = None,
-        num_read: Sequence[int] | None = None,
+        num_read: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Open a forward: check what it reads and where it writes.
 

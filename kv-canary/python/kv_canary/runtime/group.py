@@ -117,15 +117,19 @@ class CanaryGroup:
     # -- forwards ------------------------------------------------------------------
 
     def before(
-        self, view: ForwardView, checks: PoolChecks, *, num_read: int | None = None
+        self,
+        view: ForwardView,
+        checks: PoolChecks,
+        *,
+        num_read: Sequence[int] | None = None,
     ) -> None:
         """Check the slots that a forward reads, and where it writes.
 
         Args:
             view: the forward in this group's slots.
             checks: `self.checks`, or a variant of them.
-            num_read: prefix elements of `view.reads[0]`. None: counted here, which
-                waits for the device. Only `bytes` needs it.
+            num_read: prefix elements of each row of `view.reads[0]`. None: counted
+                here, which waits for the device. Only `bytes` needs it.
         """
         state = self.state
         if self._stamps_first:
@@ -136,11 +140,11 @@ class CanaryGroup:
             launches.before_model(state, view, checks)
         if self.bytes is not None:
             if num_read is None:
-                num_read = int((view.prefix_lens * (view.req_rows != 0)).sum())
+                num_read = _count_prefix(view)
             self._found, self._reading = [], None
-            if num_read:
+            if any(num_read):
                 table = view.reads[0]
-                self._reading = self.bytes.read(state, view, table, total=num_read)
+                self._reading = self.bytes.read(state, view, table, counts=num_read)
                 if not self.compares_in_pass:
                     self._reading.compare_rest()
             self.bytes.mark_new(state, view)
@@ -190,3 +194,14 @@ class CanaryGroup:
         entries: list[list[int]] = state.ring[: min(count, capacity)].tolist()
         state.ring_count.zero_()
         return Entries(entries, max(count - capacity, 0))
+
+
+def _count_prefix(view: ForwardView) -> list[int]:
+    """Return the prefix elements of each row of `view.reads[0]`. Waits for the
+    device."""
+    lens = view.prefix_lens * (view.req_rows != 0)
+    first = view.reads[0].first_position
+    if first is not None:
+        lens = (lens - first).clamp(min=0)
+    counts: list[int] = lens.tolist()
+    return counts

@@ -11,7 +11,7 @@ lies there.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -182,7 +182,11 @@ class StateGroup(EngineGroup):
         return view
 
     def before(
-        self, view: ForwardView, checks: PoolChecks, *, num_read: int | None = None
+        self,
+        view: ForwardView,
+        checks: PoolChecks,
+        *,
+        num_read: Sequence[int] | None = None,
     ) -> None:
         assert self._rows is not None
         launches.check_states(self.state, self._rows, self._source)
