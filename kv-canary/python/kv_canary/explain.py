@@ -19,11 +19,15 @@ from kv_canary.records import Launch, WriterKind
 POISON, NONE = (kind.name.lower() for kind in (WriterKind.POISON, WriterKind.NONE))
 SWEEP = Launch.SWEEP.name.lower()
 TIER = Launch.TIER.name.lower()
+TOKENS_OPTION = "--kv-canary-report-tokens"
+"""What shows token ids, unless the incident says otherwise."""
+_WORDS = ("expected", "found")
 
 
 def explain(incident: dict[str, Any]) -> str:
     """Return the text of one incident document."""
-    violations = incident["violations"]
+    option = incident.get("tokens_option", TOKENS_OPTION)
+    violations = [_with_hint(v, option) for v in incident["violations"]]
     lines = [
         f"{incident['time']}  rank {incident['rank']}  forward {incident['forward']} "
         f"({incident['forward_mode'] or 'of unknown mode'})  mode {incident['mode']}, "
@@ -40,6 +44,12 @@ def explain(incident: dict[str, Any]) -> str:
     if "replay" in incident:
         lines += ["", f"replay it: {incident['replay']}"]
     return "\n".join(map(_printable, lines))
+
+
+def _with_hint(violation: dict[str, Any], option: str) -> dict[str, Any]:
+    """Return the violation with the option that would show its tokens."""
+    words = {name: {**violation[name], "option": option} for name in _WORDS}
+    return {**violation, **words}
 
 
 def _healing(done: dict[str, Any]) -> list[str]:
@@ -320,7 +330,7 @@ def _writer(violation: dict[str, Any]) -> str:
 
 
 def _input(word: dict[str, Any]) -> str:
-    token = "token withheld (--kv-canary-report-tokens shows it)"
+    token = f"token withheld ({word['option']} shows it)"
     if "token" in word:
         known = word["token"] is not None
         token = f"token {word['token']}" if known else "an unknown token"

@@ -67,7 +67,8 @@ class ReportOptions:
         is_repaired: whether damage is repaired when found, so that it is not found
             twice.
         folder: receives one JSON file per incident, or None.
-        with_tokens: whether reports include token ids.
+        with_tokens: whether reports include token ids. tokens_option: its name for
+            users, if it is not the engine's flag.
         request_lines: see `ReportLog`.
         max_files: most files of this process; 0 for no limit. max_files_option: its
             name for users.
@@ -80,6 +81,7 @@ class ReportOptions:
     is_repaired: bool = False
     folder: Path | None = None
     with_tokens: bool = False
+    tokens_option: str = ""
     request_lines: int = 0
     max_files: int = 1000
     max_files_option: str = "max_files"
@@ -286,7 +288,7 @@ class ViolationReporter:
         dropped: int,
         outcome: dict[str, Any] | None,
     ) -> dict[str, Any]:
-        with_tokens = self._options.with_tokens
+        with_tokens, option = self._options.with_tokens, self._options.tokens_option
         first = found[0]
         self._num_incidents += 1
         return {
@@ -298,6 +300,7 @@ class ViolationReporter:
             "forward": first.violation.forward,
             "forward_mode": first.forward_mode,
             "dropped": dropped + max(len(found) - VIOLATIONS_PER_INCIDENT, 0),
+            **({"tokens_option": option} if option else {}),
             **({} if outcome is None else {"healing": outcome}),
             "violations": [
                 {

@@ -13,6 +13,7 @@ from paged_world import MAX_LEN, PAGE, World
 
 from kv_canary.accepted import SampledTokens
 from kv_canary.engines.inputs import SampledRows
+from kv_canary.explain import explain
 from kv_canary.records import UNKNOWN, Request
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
@@ -39,6 +40,16 @@ def test_another_token_than_was_sampled_is_named(is_synchronous: bool) -> None:
     assert found == [("A", world.slot("A", 21), 21, "write_token")]
     (said,) = world.canary.reporter.incidents[-1]["violations"]
     assert said["diagnosis"] == "wrong input of the forward"
+
+
+def test_the_report_names_the_variable_that_shows_tokens() -> None:
+    """Not a flag of the engine that shares the core."""
+    world = World()
+    world.start()
+    world.forward({"A": 1}, inputs={("A", 20): WRONG})
+    text = explain(world.canary.reporter.incidents[-1])
+    assert "token withheld (KV_CANARY_REPORT_TOKENS=1 shows it)" in text
+    assert "--" not in text
 
 
 @both_schedules

@@ -424,6 +424,19 @@ def test_a_wheel_has_the_licence(package: str) -> None:
     assert (REPO / package / "LICENSE").read_bytes() == (REPO / "LICENSE").read_bytes()
 
 
+def test_links_in_the_readme_work_outside_of_the_repository() -> None:
+    """A registry shows it as a page of its own: links are anchors or addresses."""
+    text = (REPO / "kv-canary" / "README.md").read_text()
+    anchors = {
+        "#" + re.sub(r"[^a-z0-9 -]", "", title.lower()).replace(" ", "-")
+        for title in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+    links = re.findall(r"\]\(([^)]+)\)", text)
+    assert links
+    for link in links:
+        assert link in anchors or link.startswith("https://"), link
+
+
 def test_the_command_line_says_its_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["--version"])

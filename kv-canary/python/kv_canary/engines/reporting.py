@@ -70,6 +70,7 @@ def create_worker_reporter(
             real_data=settings.real_data,
             folder=settings.report_dir,
             with_tokens=settings.report_tokens,
+            tokens_option="KV_CANARY_REPORT_TOKENS=1",
             request_lines=REQUEST_LINES,
             max_files=settings.max_reports,
             max_files_option="KV_CANARY_MAX_REPORTS",
