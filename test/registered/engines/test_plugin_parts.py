@@ -533,6 +533,8 @@ def test_metrics_begin_at_zero() -> None:
         for family in families
         for sample in family.samples
     }
+    assert values.pop(("kv_canary_attached", None)) == 1
+    assert values.pop(("kv_canary_attached_since_seconds", None)) > 1e9
     name = "kv_canary_violations_total"
     assert values.pop((name, "verify_token")) == 2
     assert set(values.values()) == {0}

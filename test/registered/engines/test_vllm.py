@@ -171,9 +171,12 @@ def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
         salted = {**body, "max_tokens": 1, "cache_salt": "tenant"}
         get(f"http://127.0.0.1:{port}/v1/completions", salted)
         found = get(f"http://127.0.0.1:{metrics}/metrics")
+        asked = ["doctor", "--running", f"http://127.0.0.1:{metrics}"]
+        doctor = run(["-m", "kv_canary.engines.cli", *asked])
     finally:
         server.terminate()
         server.wait(timeout=60)
+    assert doctor.returncode == 0 and "rank 0: checked, since " in doctor.stdout
     assert 'kv_canary_forwards_total{rank="0"} 9.0' in found
     assert f'kv_canary_verified_slots_total{{rank="0"}} {sum(range(5, 12))}.0' in found
     assert 'kv_canary_violations_total{rank="0",reason="write_token"} 0.0' in found

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from kv_canary.engines.hooks import (
     Expectation,
@@ -17,7 +18,9 @@ from kv_canary.engines.hooks import (
     problem_with,
 )
 from kv_canary.engines.host_table import HOSTS, Host
+from kv_canary.engines.running import report_running
 from kv_canary.engines.settings import PREFIX, SettingsError, read_settings
+from kv_canary.engines.wheel_source import WheelError, WheelSource
 from kv_canary.op import native_available, triton_available
 from kv_canary.version import __version__
 
@@ -34,8 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--version", action="version", version=f"kv-canary {__version__}"
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser(
+    asked = commands.add_parser(
         "doctor", help="which engine is there, what is attached where, what is not seen"
+    ).add_mutually_exclusive_group()
+    asked.add_argument(
+        "--static",
+        type=Path,
+        metavar="WHEEL",
+        help="check the names and signatures in a wheel that is not installed",
+    )
+    asked.add_argument(
+        "--running",
+        metavar="URL",
+        help="ask a live server's KV_CANARY_METRICS_PORT whether it is checked",
     )
     selftest = commands.add_parser(
         "selftest", help="plant one fault of each class in the engine and name it"
@@ -47,6 +61,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # One model per process, because an engine never gives its memory back.
     selftest.add_argument("--model", help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
+    if getattr(args, "running", None):
+        lines, code = report_running(args.running)
+        print("\n".join(lines))
+        return code
+    if getattr(args, "static", None):
+        return doctor_of_wheel(args.static)
     wanted = getattr(args, "engine", None)
     hosts = [host for host in HOSTS if wanted in (None, host.name) and host.version()]
     if not hosts:
@@ -106,6 +126,31 @@ def doctor(host: Host) -> int:
     return 1 if problems or is_shut_out else 0
 
 
+def doctor_of_wheel(path: Path) -> int:
+    """Print how the source in a wheel differs from what the plugin expects, and return
+    the exit code."""
+    try:
+        source = WheelSource(path)
+    except WheelError as error:
+        print(f"wheel: {error}")
+        return 2
+    hosts = [host for host in HOSTS if source.name in host.packages]
+    if not hosts:
+        known = ", ".join(name for host in HOSTS for name in host.packages)
+        print(f"wheel: {path}: {source.name} is none of {known}")
+        return 2
+    print(f"wheel: {source.name} {source.version}, not run")
+    (host,) = hosts
+    found = [(each, source.problem_with(each)) for each in host.expectations]
+    for expected, problem in found:
+        _say_line(expected, problem, "MISSING")
+    problems = sum(problem is not None for _, problem in found)
+    for expected in host.optional:
+        _say_line(expected, source.problem_with(expected), "without")
+    print(f"{len(found) - problems} of {len(found)} are as expected")
+    return 1 if problems else 0
+
+
 def _say_what_does_not_import(host: Host) -> set[str]:
     """Print why modules do not import, a line per reason, and return these modules."""
     failures = import_failures([*host.expectations, *host.optional])
@@ -129,10 +174,14 @@ def _say_what_does_not_import(host: Host) -> set[str]:
 def _say(expected: Expectation, otherwise: str) -> bool:
     """Print a line and return whether there is a problem."""
     problem = problem_with(expected)
+    _say_line(expected, problem, otherwise)
+    return problem is not None
+
+
+def _say_line(expected: Expectation, problem: str | None, otherwise: str) -> None:
     verb = "reads" if isinstance(expected, HookRecord) else "wraps"
     state = f"{verb} {expected.place}: {expected.purpose}"
     print(f"  {'ok     ' if problem is None else otherwise} {problem or state}")
-    return problem is not None
 
 
 def _kernels() -> str:

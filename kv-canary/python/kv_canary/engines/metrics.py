@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,9 +45,17 @@ class CanaryCollector:
         self._canary = canary
         self._rank = str(rank)
         self._library = library
+        self._since = time.time()
 
     def collect(self) -> Iterator[Any]:
         canary, counters = self._canary, self._canary.counters()
+        for name, text, value in (
+            ("kv_canary_attached", "1 where a canary is attached.", 1.0),
+            ("kv_canary_attached_since_seconds", "Unix time of that.", self._since),
+        ):
+            gauge = self._library.GaugeMetricFamily(name, text, labels=["rank"])
+            gauge.add_metric([self._rank], value)
+            yield gauge
         rows = [(name, text, counters[number]) for name, text, number in _COUNTERS]
         rows.append(("kv_canary_forwards", "Forwards checked.", canary.forwards))
         for name, text, value in rows:
