@@ -15,11 +15,11 @@ import argparse
 import json
 import os
 import random
-import subprocess
-import sys
 import time
 from collections import Counter
 from typing import Any
+
+from bench_vllm_plugin import in_a_process
 
 VOCABULARY = range(100, 20_000)
 
@@ -120,26 +120,6 @@ def serve(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def in_a_process(args: argparse.Namespace, real_data: str) -> dict[str, Any]:
-    env = {k: v for k, v in os.environ.items() if not k.startswith("KV_CANARY")}
-    env.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
-    env |= {
-        "KV_CANARY": args.mode,
-        "KV_CANARY_REAL_DATA": real_data,
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_LOGGING_LEVEL": "ERROR",
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, *sys.argv, "--serve"], env=env, capture_output=True, text=True
-    )
-    if done.returncode:
-        raise SystemExit(done.stderr[-3000:])
-    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    found: dict[str, Any] = json.loads(lines[-1])
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -163,7 +143,8 @@ def main() -> None:
     }
     print("real data  engine, ms  canary, ms  share")
     for real_data in args.real_data.split(","):
-        found = document[real_data] = in_a_process(args, real_data)
+        settings = {"KV_CANARY": args.mode, "KV_CANARY_REAL_DATA": real_data}
+        found = document[real_data] = in_a_process(settings)
         print(
             f"{real_data:9} {found['engine_ms']:11.1f} {found['canary_ms']:11.2f} "
             f"{found['share']:6.1%}",

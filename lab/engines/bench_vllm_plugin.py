@@ -59,16 +59,16 @@ def serve(args: argparse.Namespace) -> dict[str, Any]:
     return {"tok_s": max(rates), "cpu_s": min(cpu), "answers": answers}
 
 
-def in_a_process(mode: str | None) -> dict[str, Any]:
+def in_a_process(environ: dict[str, str]) -> dict[str, Any]:
+    """Run this command with `--serve`, and return the document that it prints."""
     env = {k: v for k, v in os.environ.items() if not k.startswith("KV_CANARY")}
     env.setdefault("VLLM_CPU_KVCACHE_SPACE", "2")
     env |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "HF_HUB_OFFLINE": "1",
+        **environ,
     }
-    if mode is not None:
-        env["KV_CANARY"] = mode
     done = subprocess.run(
         [sys.executable, *sys.argv, "--serve"], env=env, capture_output=True, text=True
     )
@@ -98,7 +98,7 @@ def main() -> None:
     pairs = []
     print("turn  without, tok/s  with, tok/s  ratio  CPU time")
     for turn in range(args.turns):
-        plain, checked = in_a_process(None), in_a_process(args.mode)
+        plain, checked = in_a_process({}), in_a_process({"KV_CANARY": args.mode})
         if plain["answers"] != checked["answers"]:
             raise SystemExit("the answers differ")
         pairs.append((plain, checked))

@@ -57,6 +57,7 @@ def _op(reference: Callable[P, R], *, is_native: bool = True) -> Op[P, R]:
 verify = _op(reference_verify.verify)
 write_head = _op(write.write_head)
 carry = _op(carried.carry)
+sum_slots = _op(slot_sums.sum_slots)
 _before_model = _op(before.before_model)
 _write_tail = _op(write.write_tail)
 _poison = _op(records.poison)
@@ -70,7 +71,6 @@ _check_drawn = _op(drawn.check_drawn)
 _finish_accepted = _op(accepted.finish_accepted)
 _check_states = _op(states.check_states, is_native=False)
 _note_states = _op(states.note_states, is_native=False)
-_sum_slots = _op(slot_sums.sum_slots)
 
 
 def before_model(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
@@ -173,28 +173,6 @@ def note_states(
         ends_forward: also advance the clock.
     """
     _note_states(state, rows, source, kind, ends_forward)
-
-
-def sum_slots(
-    values: Tensor,
-    bases: Tensor,
-    offsets: Tensor,
-    keys: Tensor,
-    slots: Tensor,
-    page_stride: int,
-    sums: Tensor,
-) -> None:
-    """Sum up the values of slots, each multiplied by the key of its place.
-
-    Args:
-        values: int8, int16 or int32 [m], the memory of all layers.
-        bases: int64 [L], first value of each layer. page_stride: from page to page.
-        offsets: int64 [page_size, n], places in a page of a slot's values.
-        keys: int64 [n].
-        slots: int64 [N]; slots and offsets must lie in `values`.
-        sums: int64 [N, L], written. All tensors are contiguous.
-    """
-    _sum_slots(values, bases, offsets, keys, slots, page_stride, sums)
 
 
 def set_lineage(state: CanaryState, rows: Tensor, values: Tensor) -> None:
