@@ -136,7 +136,8 @@ class AcceptedWords(NamedTuple):
     ```
     words  | gained [b, W] | accept_lens [b] | findings | of the draft | marks [2, b] |
     ```
-    The other fields are its parts; findings are [STATUS_WORDS + b] each.
+    The other fields are its parts; findings are [STATUS_WORDS + b] each, or empty for
+    drafts that have no pool.
     """
 
     words: Tensor
@@ -147,17 +148,18 @@ class AcceptedWords(NamedTuple):
     marks: Tensor
 
     @classmethod
-    def of(cls, path: AcceptedPath) -> AcceptedWords:
-        """Allocate words for a path."""
+    def of(cls, path: AcceptedPath, *, has_draft: bool = True) -> AcceptedWords:
+        """Allocate words for a path. `has_draft`: whether the draft has a pool."""
         rows = path.num_rows
-        sizes = [rows * path.width, rows, *[STATUS_WORDS + rows] * 2, 2 * rows]
+        own = STATUS_WORDS + rows
+        sizes = [rows * path.width, rows, own, own * has_draft, 2 * rows]
         words = path.gained.new_empty(sum(sizes))
-        gained, accept_lens, own, drafts, marks = words.split_with_sizes(sizes)
+        gained, accept_lens, found, drafts, marks = words.split_with_sizes(sizes)
         return cls(
             words=words,
             gained=gained.view(rows, path.width),
             accept_lens=accept_lens,
-            findings=own,
+            findings=found,
             draft_findings=drafts,
             marks=marks.view(2, rows),
         )

@@ -232,7 +232,7 @@ def send_tokens(
 
 def finish_accepted(
     state: CanaryState,
-    draft: CanaryState,
+    draft: CanaryState | None,
     path: AcceptedPath,
     *,
     salts: Tensor,
@@ -249,11 +249,12 @@ def finish_accepted(
     its choice.
 
     Args:
-        state: state of the target's pool; draft: state of the draft's pool.
+        state: state of the target's pool; draft: state of the draft's pool, or None for
+            drafts without KV.
         salts: int64 [b], as in `ForwardView`.
         checks: whether to check the path; False if acceptance is simulated.
     """
-    words = AcceptedWords.of(path)
+    words = AcceptedWords.of(path, has_draft=draft is not None)
     _finish_accepted(state, draft, path, salts, checks, words)
     return words
 

@@ -397,6 +397,19 @@ def test_the_words_of_a_verification(backend: Backend) -> None:
 
 
 @each_backend
+def test_drafts_without_kv_have_no_findings(backend: Backend) -> None:
+    w = small_world()
+    path = accepted(w)
+    w.state.verdict[1] = 9
+    words = AcceptedWords.of(path, has_draft=False)
+    words.words.fill_(-7)
+    backend.launch.finish_accepted(w.state, None, path, long(w.salts), True, words)
+    assert not len(words.draft_findings) and -7 not in words.words.tolist()
+    assert parse_verdicts(words.findings.tolist()) == [9, 0, 0]
+    assert words.marks[0].tolist() == w.serials
+
+
+@each_backend
 def test_many_rows_end_together(backend: Backend) -> None:
     """More rows than a program gathers at once, and no row at all."""
     for rows in (0, 150):

@@ -203,7 +203,7 @@ def check_drawn(
 
 def finish_accepted(
     state: CanaryState,
-    draft: CanaryState,
+    draft: CanaryState | None,
     path: AcceptedPath,
     salts: Tensor,
     checks: bool,
@@ -216,4 +216,5 @@ def finish_accepted(
     else:
         note_tokens(state, path.last(), words.marks)
     finish_step(state, path.rows(salts), words.findings)
-    gather_findings(draft, path.req_rows, words.draft_findings)
+    if draft is not None:
+        gather_findings(draft, path.req_rows, words.draft_findings)

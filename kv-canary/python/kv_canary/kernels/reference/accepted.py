@@ -36,7 +36,7 @@ class _Doubt(NamedTuple):
 
 def finish_accepted(
     state: CanaryState,
-    draft: CanaryState,
+    draft: CanaryState | None,
     path: AcceptedPath,
     salts: Tensor,
     checks: bool,
@@ -49,7 +49,8 @@ def finish_accepted(
         _check_path(state, path)
     note_tokens(state, path.last(), words.marks)
     finish_step(state, path.rows(salts), words.findings)
-    gather_findings(draft, path.req_rows, words.draft_findings)
+    if draft is not None:
+        gather_findings(draft, path.req_rows, words.draft_findings)
 
 
 def _check_path(state: CanaryState, path: AcceptedPath) -> None:

@@ -158,11 +158,12 @@ def accepted_kernel(
     num_rows,
     tag,
     CHECKS: tl.constexpr,
+    HAS_DRAFT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """Check one row's path per program, record its last token, advance its lineage.
 
-    The last program gathers the findings of both pools.
+    The last program gathers the findings of both pools, or of `state` alone.
 
     `words` is the vector of `AcceptedWords`.
     """
@@ -170,7 +171,9 @@ def accepted_kernel(
     num_gained = num_rows * path.width
     findings = words + num_gained + num_rows
     draft_findings = findings + STATUS + num_rows
-    marks = draft_findings + STATUS + num_rows
+    marks = draft_findings
+    if HAS_DRAFT:
+        marks += STATUS + num_rows
     if row < num_rows:
         req = tl.load(path.req_rows + row)
         serial = tl.load(path.serials + row)
@@ -199,12 +202,13 @@ def accepted_kernel(
     if tl.atomic_add(state.ticket, 1) == tl.num_programs(0) - 1:
         tl.store(state.ticket, 0)
         gather_in_one(state, path.req_rows, findings, num_rows)
-        gather_in_one(draft, path.req_rows, draft_findings, num_rows)
+        if HAS_DRAFT:
+            gather_in_one(draft, path.req_rows, draft_findings, num_rows)
 
 
 def finish_accepted(
     state: CanaryState,
-    draft: CanaryState,
+    draft: CanaryState | None,
     path: AcceptedPath,
     salts: Tensor,
     checks: bool,
@@ -214,13 +218,14 @@ def finish_accepted(
     require_vector("finish_accepted: salts", salts)
     accepted_kernel[(max(path.num_rows, 1),)](
         state=state_args(state),
-        draft=state_args(draft),
+        draft=state_args(state if draft is None else draft),
         path=path_args(path),
         salts=salts,
         words=words.words,
         num_rows=path.num_rows,
         tag=ring_tag(Launch.ACCEPT, NO_MANAGER, state.pool),
         CHECKS=checks,
+        HAS_DRAFT=draft is not None,
         BLOCK=triton.next_power_of_2(path.width),
         num_warps=1,
     )

@@ -129,7 +129,7 @@ class StepEnd:
         self,
         path: AcceptedPath,
         *,
-        draft: StepEnd,
+        draft: StepEnd | None,
         salts: Tensor,
         accepted: Callable[[], ForwardBatch],
         head: HeadCall,
@@ -141,7 +141,8 @@ class StepEnd:
         pools.
 
         Args:
-            draft: of the draft's pool; its findings are sent, too.
+            draft: of the draft's pool, whose findings are also sent; None for drafts
+                without KV.
             salts: as for `launches.finish_accepted`.
             accepted: makes the batch of the tokens whose KV stays, `extend_lens` of
                 each row, for the token oracle.
@@ -153,7 +154,11 @@ class StepEnd:
         if self._oracle is not None:
             self._oracle.check_accepted(self._state, accepted())
         sent = finish_accepted(
-            self._state, draft._state, path, salts=salts, checks=True
+            self._state,
+            None if draft is None else draft._state,
+            path,
+            salts=salts,
+            checks=True,
         )
         if self._draws is not None and self._draws.is_on:
             self._draws.check_path(
@@ -168,7 +173,7 @@ class StepEnd:
             combine(sent.findings, finish_step(state, path.rows(salts)))
         if self._states is not None:
             combine(sent.findings, self._states.note_accepted(path))
-        for state in draft._others:
+        for state in () if draft is None else draft._others:
             combine(sent.draft_findings, gather_findings(state, path.req_rows))
         return sent.words
 
