@@ -61,6 +61,7 @@ from sglang.srt.arg_groups.upstream_flags import (
     with_upstream_keywords,
 )
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
+from sglang.srt.configs.draft_kinds import DRAFT_KINDS, DraftKind
 from sglang.srt.configs.draft_layout import MAX_TOP_K, TreeShape
 from sglang.srt.configs.quantization_config import KV_CACHE_DTYPES, METHODS
 from sglang.srt.function_call.function_call_parser import DETECTORS as CALL_DETECTORS
@@ -784,7 +785,7 @@ class ServerArgs:
         str | None,
         Arg(
             "Speculative decoding algorithm.",
-            ("EAGLE", "EAGLE3", "NEXTN", "STANDALONE"),
+            tuple(DRAFT_KINDS),
             begins="Speculative decoding",
         ),
     ] = None
@@ -828,6 +829,35 @@ class ServerArgs:
     speculative_token_map: Annotated[
         str | None, Arg("File of the draft vocabulary's token ids.")
     ] = None
+    speculative_ngram_max_bfs_breadth: Annotated[
+        int,
+        Arg(
+            "NGRAM: matches that are followed, and branches after one node at most; 1 "
+            "drafts chains.",
+            low=1,
+            high=MAX_TOP_K,
+        ),
+    ] = 10
+    speculative_ngram_match_type: Annotated[
+        str,
+        Arg(
+            "NGRAM: prefer what followed the longest and newest match (BFS), or what "
+            "followed most matches (PROB).",
+            ("BFS", "PROB"),
+        ),
+    ] = "BFS"
+    speculative_ngram_max_trie_depth: Annotated[
+        int,
+        Arg("NGRAM: tokens compared to find the longest match.", low=2, high=256),
+    ] = 18
+    speculative_ngram_capacity: Annotated[
+        int,
+        Arg(
+            "NGRAM: tokens of all requests that are remembered (20 bytes each).",
+            low=1024,
+            high=2**30,
+        ),
+    ] = 10_000_000
     speculative_accept_threshold_single: Annotated[
         float, Arg("Accept a draft token at or above this target probability.")
     ] = 1.0
@@ -952,20 +982,20 @@ class ServerArgs:
         return has_prefill_graphs(self)
 
     @property
+    def draft_kind(self) -> DraftKind:
+        """What --speculative-algorithm, which must be set, implies."""
+        assert self.speculative_algorithm is not None
+        return DRAFT_KINDS[self.speculative_algorithm]
+
+    @property
     def draft_token_offset(self) -> int:
-        """Slot p of the draft's pool holds token p + this: 1 for a head, which reads a
-        token together with the target's state of the previous position; 0 for a
-        separate language model.
-        """
-        return int(self.speculative_algorithm != "STANDALONE")
+        """As `DraftKind.token_offset`."""
+        return self.draft_kind.token_offset
 
     @property
     def draft_lead(self) -> int:
-        """Number of tokens that have KV in the draft's pool but not yet in the target's
-        when an iteration begins. The draft has always read the newest token; a head has
-        it one slot earlier.
-        """
-        return 1 - self.draft_token_offset
+        """As `DraftKind.lead`."""
+        return self.draft_kind.lead
 
     @property
     def tree_shape(self) -> TreeShape:

@@ -67,6 +67,13 @@ class SpecConfig:
         sizes = {None: least, "min": least, "middle": (least + most) // 2, "max": most}
         return sizes[self.nodes]
 
+    @property
+    def breadth_flag(self) -> str:
+        """Return the flag that sets `topk`."""
+        if self.algorithm == "NGRAM":
+            return "speculative_ngram_max_bfs_breadth"
+        return "speculative_eagle_topk"
+
     def __str__(self) -> str:
         """Return the id of the test."""
         order = "overlap" if self.overlap else "in-order"
@@ -87,9 +94,8 @@ class SpecConfig:
         )
 
 
-def _sample() -> Iterator[SpecConfig]:
-    # algorithm, top-k, page size, steps, nodes, backend, overlap, model, variant
-    rows = """
+# algorithm, top-k, page size, steps, nodes, backend, overlap, model, variant
+_SAMPLE = """
     EAGLE3     1 64 1 -      torch_native no  qwen3 yes
     STANDALONE 2 16 1 middle cpu_native   yes mock  -
     EAGLE      4  4 1 max    cpu_native   yes demo  -
@@ -114,7 +120,18 @@ def _sample() -> Iterator[SpecConfig]:
     EAGLE      2  4 6 middle cpu_native   no  demo  -
     EAGLE3     4 16 6 min    torch_native no  qwen3 yes
     EAGLE      8 64 6 max    cpu_native   no  llama -
-    """
+"""
+_NGRAM_SAMPLE = """
+    NGRAM      1  1 3 -      cpu_native   no  demo  -
+    NGRAM      4 16 5 middle cpu_native   yes llama -
+    NGRAM      8  4 6 min    torch_native no  mock  -
+    NGRAM      2 64 2 max    cpu_native   yes mock  -
+    NGRAM      3  1 4 middle cpu_native   yes gemma3 -
+    NGRAM      8 16 6 middle cpu_native   no  mistral -
+"""
+
+
+def _sample(rows: str) -> Iterator[SpecConfig]:
     words: dict[str, bool | None] = {"yes": True, "no": False, "-": None}
     for line in rows.strip().splitlines():
         algorithm, topk, page, steps, nodes, backend, overlap, model, variant = (
@@ -133,7 +150,9 @@ def _sample() -> Iterator[SpecConfig]:
         )
 
 
-SAMPLE: tuple[SpecConfig, ...] = tuple(_sample())
+SAMPLE: tuple[SpecConfig, ...] = tuple(_sample(_SAMPLE))
+# Apart: its drafts know nothing of models.
+NGRAM_SAMPLE: tuple[SpecConfig, ...] = tuple(_sample(_NGRAM_SAMPLE))
 
 
 def whole_matrix() -> list[SpecConfig]:

@@ -10,8 +10,10 @@ from kv_canary.faults.catalogue import DRAFT_FAULTS
 from sglang.srt.replay.playing.command import main
 from sglang.srt.replay.playing.player import Setting
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.harness import EngineHarness
 from sglang.test.replay_traffic import LONG_AGO, check_same, record_of, replayed
 from sglang.test.scale import count, is_full
+from sglang.test.spec_accept import AcceptRecorder
 from sglang.test.spec_canary_traffic import (
     SpecTraffic,
     plant_in,
@@ -95,6 +97,35 @@ def test_a_clean_run_replays_clean(
         record = record_of(harness)
         assert (record.checkpoint is not None) == (not seed % 2)
         check_same(replayed(record), record)
+
+
+@pytest.mark.parametrize("forwards", [7, LONG_AGO])
+def test_ngram_drafts_replay(
+    models: dict[str, Path], forwards: int, tmp_path: Path
+) -> None:
+    """They are read from the tokens since the checkpoint, and from no earlier ones."""
+    harness = EngineHarness(
+        models["model"],
+        speculative_algorithm="NGRAM",
+        speculative_num_draft_tokens=6,
+        max_total_tokens=4096,
+        max_running_requests=8,
+        skip_tokenizer_init=True,
+        kv_canary="raise",
+        kv_canary_report_dir=str(tmp_path),
+        kv_canary_report_tokens=True,
+        kv_canary_record=forwards,
+    )
+    recorder = AcceptRecorder(harness.scheduler)
+    prompt = [5, 9, 20, 44] * 4
+    for i in range(20):
+        if i % 4 == 0:
+            harness.submit(prompt, rid=str(i), max_new_tokens=60, ignore_eos=True)
+        harness.scheduler.step()
+    assert recorder.mean() > 1.5
+    record = record_of(harness)
+    assert (record.checkpoint is not None) == (forwards == 7)
+    check_same(replayed(record), record)
 
 
 def test_a_draft_in_the_targets_folder_moves_with_it() -> None:

@@ -100,7 +100,7 @@ def tree(steps, topk, nodes):
         ),
         ({"speculative_draft_model_path": None}, ["--speculative-draft-model-path"]),
         ({"attention_backend": "triton"}, ["--attention-backend triton", "cpu"]),
-        ({"speculative_algorithm": "NGRAM"}, ["NGRAM", "EAGLE3", "STANDALONE"]),
+        ({"speculative_algorithm": "MEDUSA"}, ["MEDUSA", "EAGLE3", "NGRAM"]),
     ],
 )
 def test_flags_are_refused(root, options, words):

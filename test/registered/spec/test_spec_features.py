@@ -50,6 +50,7 @@ CHAIN = SpecConfig(
     model="llama",
     variant=None,
 )
+NGRAM = dataclasses.replace(TREE, algorithm="NGRAM", num_steps=6, page_size=16)
 SCHEMA = {
     "type": "object",
     "properties": {
@@ -157,7 +158,10 @@ class Pair:
         return 1 + sum(run.accept_lens) > len(answer.output_ids)
 
 
-@pytest.fixture(scope="module", params=[TREE, CHAIN], ids=["tree", "chain"])
+CONFIGS = {"tree": TREE, "chain": CHAIN, "ngram": NGRAM}
+
+
+@pytest.fixture(scope="module", params=CONFIGS.values(), ids=list(CONFIGS))
 def pair(request, tmp_path_factory):
     return Pair(tmp_path_factory.mktemp("models"), request.param)
 
@@ -170,8 +174,8 @@ def test_same_answer(pair, name):
 
 @pytest.mark.parametrize(
     "config",
-    [TREE, CHAIN, dataclasses.replace(TREE, algorithm="EAGLE", overlap=False)],
-    ids=["EAGLE3", "STANDALONE", "EAGLE"],
+    [TREE, CHAIN, dataclasses.replace(TREE, algorithm="EAGLE", overlap=False), NGRAM],
+    ids=["EAGLE3", "STANDALONE", "EAGLE", "NGRAM"],
 )
 def test_hidden_states_are_those_of_the_tokens_that_are_kept(tmp_path, config):
     """Whole, or the last alone; also where the output ends inside an accepted run, and

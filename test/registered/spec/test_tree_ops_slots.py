@@ -19,6 +19,7 @@ from sglang.srt.arg_groups.draft_slots import (
     decode_reserve,
     region_columns,
 )
+from sglang.srt.configs.draft_kinds import DRAFT_KINDS
 from sglang.srt.configs.draft_layout import (
     BranchLayout,
     BranchRegion,
@@ -379,7 +380,7 @@ def test_alloc_len_covers_every_column(
         num_steps=steps,
         num_draft_tokens=nodes,
         draft_lead=lead,
-        has_region=True,
+        has_branches=False,
     )
     assert in_region == max(nodes, lead + steps + 1)
     if page > 1 and topk > 1 and not lead:
@@ -416,6 +417,7 @@ def test_a_region_gives_every_branch_slots_of_its_own(
     each = steps if unit == 1 else len(range(0, page - 1 + steps, page)) * page
     args = SimpleNamespace(
         speculative_algorithm="EAGLE",
+        draft_kind=DRAFT_KINDS["EAGLE"],
         speculative_draft_layout="region",
         attention_backend="cpu_native" if is_paged else "triton",
         tree_shape=TreeShape(topk=topk, num_steps=steps, num_draft_tokens=steps + 1),
@@ -465,6 +467,7 @@ def test_the_reserve_covers_an_iteration_in_flight(
     lead = int(algorithm == "STANDALONE")
     args = SimpleNamespace(
         speculative_algorithm=algorithm,
+        draft_kind=DRAFT_KINDS[algorithm],
         speculative_draft_layout=place,
         attention_backend="cpu_native",
         tree_shape=tree,

@@ -57,7 +57,7 @@ def draft_lens(mode: ForwardMode, change: Change) -> Callable[[FaultSite], None]
         def run_model(original: Fault, batch: ForwardBatch, **options: Any) -> Any:
             return original(_changed_batch(site, batch, mode, change), **options)
 
-        site.wrap(site.worker.draft_worker.draft_runner, "run_model", run_model)
+        site.wrap(site.worker.draft_worker.runners[0], "run_model", run_model)
 
     return plant
 

@@ -26,7 +26,7 @@ def get_alloc_len_per_decode(server_args: ServerArgs) -> int:
         num_steps=shape.num_steps,
         num_draft_tokens=shape.num_draft_tokens,
         draft_lead=server_args.draft_lead,
-        has_region=branch_unit(server_args) > 0,
+        has_branches=server_args.draft_kind.has_model and not branch_unit(server_args),
     )
 
 
@@ -58,6 +58,8 @@ def branch_unit(server_args: ServerArgs) -> int:
     """
     args = server_args
     if args.speculative_algorithm is None or args.tree_shape.topk == 1:
+        return 0
+    if not args.draft_kind.has_model:
         return 0
     if args.speculative_draft_layout == "paged":
         return 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_NGRAM_FLAGS = (
+    "speculative_ngram_max_bfs_breadth",
+    "speculative_ngram_match_type",
+    "speculative_ngram_max_trie_depth",
+    "speculative_ngram_capacity",
+)
 _DEPENDENT_FLAGS = (
     "speculative_draft_model_path",
     "speculative_num_steps",
@@ -27,6 +34,7 @@ _DEPENDENT_FLAGS = (
 # Defaults of (steps, top-k, draft tokens).
 _LLAMA_TREE = (5, 4, 8)
 _OTHER_TREE = (3, 1, 4)
+_NGRAM_NODES = 12
 _LLAMA_TYPES = frozenset({"LlamaForCausalLM"})
 # Defaults of --max-running-requests with speculative decoding, by device.
 _MAX_RUNNING_REQUESTS = {"cpu": 64, "cuda": 48}
@@ -38,8 +46,15 @@ def handle_speculative(server_args: ServerArgs) -> None:
     Raises:
         ValueError: names the flag and the fix.
     """
+    if server_args.speculative_algorithm != "NGRAM":
+        _refuse_ngram_flags(server_args)
     if server_args.speculative_algorithm is not None:
-        _handle_eagle_family(server_args)
+        if server_args.draft_kind.has_model:
+            _resolve_model_drafts(server_args)
+        else:
+            _resolve_ngram(server_args)
+        _check_backend(server_args)
+        _check_other_flags(server_args)
         return
     for name in _DEPENDENT_FLAGS:
         value = getattr(server_args, name)
@@ -56,19 +71,51 @@ def default_max_running_requests(server_args: ServerArgs) -> int:
     return _MAX_RUNNING_REQUESTS[server_args.device]
 
 
-def _handle_eagle_family(server_args: ServerArgs) -> None:
-    """Resolve the flags of EAGLE, EAGLE3, NEXTN and STANDALONE.
-
-    Raises:
-        ValueError: a number, path or backend is not supported; names the flag, the
-            value and the fix.
-    """
+def _resolve_model_drafts(server_args: ServerArgs) -> None:
+    """Resolve the flags of algorithms with a draft model."""
     _resolve_draft_path(server_args)
     _resolve_tree(server_args)
     if server_args.speculative_draft_layout is None:
         server_args.speculative_draft_layout = "region"
-    _check_backend(server_args)
-    _check_other_flags(server_args)
+
+
+def _refuse_ngram_flags(server_args: ServerArgs) -> None:
+    defaults = {f.name: f.default for f in dataclasses.fields(server_args)}
+    for name in _NGRAM_FLAGS:
+        value = getattr(server_args, name)
+        if value != defaults[name]:
+            raise ValueError(
+                f"{flag_name(name)} {value} has no effect without "
+                "--speculative-algorithm NGRAM; remove it"
+            )
+
+
+# Flags that NGRAM does not take, and what to do instead.
+_NO_NGRAM_FLAGS = {
+    "speculative_draft_model_path": "no model drafts; remove it",
+    "speculative_eagle_topk": "use --speculative-ngram-max-bfs-breadth",
+    "speculative_draft_layout": "branches have no KV before verification; remove it",
+    "speculative_token_map": "no model drafts; remove it",
+}
+
+
+def _resolve_ngram(args: ServerArgs) -> None:
+    """Resolve the flags of NGRAM: the tree that is verified."""
+    same = {"speculative_eagle_topk": args.speculative_ngram_max_bfs_breadth}
+    for name, fix in _NO_NGRAM_FLAGS.items():
+        value = getattr(args, name)
+        if value is not None and value != same.get(name):
+            raise ValueError(
+                f"{flag_name(name)} {value} does not go with --speculative-algorithm "
+                f"NGRAM: {fix}"
+            )
+    nodes, steps = args.speculative_num_draft_tokens, args.speculative_num_steps
+    if nodes is None:
+        nodes = _NGRAM_NODES if steps is None else max(_NGRAM_NODES, steps + 1)
+    args.speculative_num_draft_tokens = nodes
+    args.speculative_num_steps = max(nodes - 1, 1) if steps is None else steps
+    args.speculative_eagle_topk = args.speculative_ngram_max_bfs_breadth
+    _resolve_tree(args)
 
 
 def _resolve_draft_path(args: ServerArgs) -> None:

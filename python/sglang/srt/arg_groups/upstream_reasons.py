@@ -43,7 +43,7 @@ _ACCEPTED = {
     "remote_code": "code of a checkpoint is never run; no served model needs any",
     "remote_tuning": "it tunes weights from another server, which are not served",
     "scheduling": "it tunes when prefills run; answers are the same",
-    "spec_tuning": "it tunes a kind of drafts that is not served",
+    "spec_tuning": "it tunes how SGLang makes drafts; answers are the same",
     "tokenizer_tuning": "the HTTP process tokenizes, in one thread beside its loop",
     "torch_compile": "nothing is compiled by torch; answers are the same",
     "tracing_tuning": "it tunes --enable-trace, which is refused",
@@ -115,8 +115,8 @@ _REFUSED = {
     "routed_experts": "the experts of a token are not reported; remove the flag",
     "sampling_defaults": "send them with each request, or use --sampling-defaults",
     "sessions": "sessions are prefixes here, kept by the prefix cache; remove the flag",
-    "spec_algorithm": "only EAGLE, EAGLE3, NEXTN and STANDALONE drafts are served; "
-    "remove the flag",
+    "spec_algorithm": "drafts of this kind are not served (docs/speculative.md lists "
+    "those that are); remove the flag",
     "template_kwargs": "send chat_template_kwargs with each request",
     "template_name": "use --chat-template with the template's file",
     "tensor_dump": "tensors are not written to files; remove the flag",

@@ -98,7 +98,7 @@ def alloc_len_per_decode(
     num_steps: int,
     num_draft_tokens: int,
     draft_lead: int = 0,
-    has_region: bool = False,
+    has_branches: bool = True,
 ) -> int:
     """Return the number of columns after a request's KV length that one iteration may
     write: by drafting (branches side by side, unless they have a region), by
@@ -109,6 +109,7 @@ def alloc_len_per_decode(
 
     Args:
         draft_lead: tokens that have KV in the draft's pool but not yet in the target's.
+        has_branches: whether drafting writes to these columns, and not to a region.
 
     Raises:
         ValueError: an argument is below 1.
@@ -118,8 +119,8 @@ def alloc_len_per_decode(
         raise ValueError(
             f"num_draft_tokens is {num_draft_tokens}; it must be at least 1"
         )
-    branches = 0 if has_region else num_steps * topk
-    if page_size > 1 and topk > 1 and not has_region:
+    branches = num_steps * topk if has_branches else 0
+    if page_size > 1 and topk > 1 and has_branches:
         branches = layout.branch_pages(page_size - 1) * page_size * topk
     extend = num_steps + 1
     return max(draft_lead + branches, num_draft_tokens, draft_lead + extend)

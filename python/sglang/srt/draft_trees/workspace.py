@@ -23,7 +23,7 @@ from sglang.srt.forward.batch import (
     ForwardMode,
     HostLens,
 )
-from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
+from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows, tail_cache_loc
 
 if TYPE_CHECKING:
     from sglang.srt.configs.draft_layout import BranchLayout, TreeShape
@@ -153,12 +153,10 @@ class EagleWorkspace:
                 (max_rows * width, hidden_size), dtype=dtype, device=device
             )
         )
-        self._offsets = torch.arange(
-            0,
-            (max_rows + 1) * shape.num_draft_tokens,
-            shape.num_draft_tokens,
-            device=device,
-        )
+        self._offsets = _offsets(max_rows, shape.num_draft_tokens, device)
+        self._path_steps = torch.arange(width, device=device)
+        self._path_offsets = _offsets(max_rows, width, device)
+        self._path_widths = longs(max_rows) + width
 
     def rows(self, bs: int) -> WorkspaceRows:
         """Return views of the first `bs` rows; made once for each number of rows."""
@@ -202,6 +200,28 @@ class EagleWorkspace:
             self._identity[:, bs : self._filled] = 0
         self._filled = bs
         self._identity[:, :bs] = identity
+
+    def place_nodes(self, rows: WorkspaceRows, seq_lens: Tensor) -> None:
+        """Set the rows' lengths and the slots of their nodes.
+
+        Args:
+            seq_lens: int64, tokens with KV of each request row.
+        """
+        torch.index_select(seq_lens, 0, rows.identity[0], out=rows.seq_lens)
+        torch.add(rows.seq_lens, self.shape.num_draft_tokens, out=rows.node_ends)
+        tail_cache_loc(self.slot_rows(rows), out=rows.node_slots)
+
+    def path_steps(self) -> Tensor:
+        """Return the steps of an accepted path, int64 [S + 1]."""
+        return self._path_steps
+
+    def path_offsets(self, bs: int) -> Tensor:
+        """Return offsets of the requests' paths of S + 1 tokens, int64 [bs + 1]."""
+        return self._path_offsets[: bs + 1]
+
+    def path_widths(self, bs: int) -> Tensor:
+        """Return S + 1 for each request, int64 [bs]."""
+        return self._path_widths[:bs]
 
     def clear(self) -> None:
         """Make all rows padding, as graphs must find them when they are captured."""
@@ -254,3 +274,7 @@ class EagleWorkspace:
 
     def populate(self, forward_batch: ForwardBatch) -> None:
         """Nothing to copy: the live batch uses this memory."""
+
+
+def _offsets(rows: int, width: int, device: torch.device | str) -> Tensor:
+    return torch.arange(0, (rows + 1) * width, width, device=device)

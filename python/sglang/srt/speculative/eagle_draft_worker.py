@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 
 
 class EagleDraftWorker:
-    """The draft model's half of an iteration.
+    """The draft model's half of an iteration; a `Drafter`.
 
     Args:
         target: has its weights, but not yet its memory.
@@ -129,6 +129,11 @@ class EagleDraftWorker:
         self._are_returned = server_args.enable_return_hidden_states
         self._draft_graphs: EAGLEDraftCudaGraphRunner | None = None
         self._extend_graphs: EAGLEDraftExtendCudaGraphRunner | None = None
+
+    @property
+    def runners(self) -> list[ModelRunner]:
+        """As `Drafter.runners`."""
+        return [self.draft_runner]
 
     @property
     def target_hidden_mode(self) -> CaptureHiddenMode:
@@ -210,19 +215,13 @@ class EagleDraftWorker:
         capabilities = runner.attn_backend.capabilities
         self._needs_tails = capabilities.needs_paged_draft_rows
         self.no_lens = [] if capabilities.needs_cpu_seq_lens else None
-        # Constants of the fixed-width extend.
-        width, device = shape.accept_width, pool.device
-        self._extend_steps = torch.arange(width, device=device)
-        self._extend_offsets = torch.arange(
-            0, (pool.size + 1) * width, width, device=device
-        )
-        self._extend_widths = torch.full((pool.size,), width, device=device)
         branches = pool.size * shape.topk
-        self._ones = torch.ones(branches, dtype=torch.int64, device=device)
+        self._ones = torch.ones(branches, dtype=torch.int64, device=pool.device)
+        self._init_lm_head()
 
-    def init_lm_head(self) -> None:
+    def _init_lm_head(self) -> None:
         """Give the draft the target's embedding and head if it lacks them, and make the
-        target return the states the draft reads. Call it before capturing graphs."""
+        target return the states the draft reads."""
         model, target = self.draft_runner.model, self._target.model
         token_map = self._token_map
         if isinstance(model, DraftModel):
@@ -236,8 +235,8 @@ class EagleDraftWorker:
                 )
             )
 
-    def init_piecewise_cuda_graphs(self) -> None:
-        """Capture the draft's half of prefills, after `init_lm_head`."""
+    def init_prefill_graphs(self) -> None:
+        """As `Drafter.init_prefill_graphs`."""
         self.draft_runner.init_piecewise_cuda_graphs(
             force_for_draft_worker=True, **self.prefill_graph_options()
         )
@@ -249,7 +248,7 @@ class EagleDraftWorker:
             "draft_hidden_dim": self._hidden_dim,
         }
 
-    def init_cuda_graphs(self) -> None:
+    def init_decode_graphs(self) -> None:
         """Capture the draft phase and the draft extend, one graph per batch size."""
         runner = self.draft_runner
         sizes = runner.graph_sizes()
@@ -282,13 +281,14 @@ class EagleDraftWorker:
 
     # -- the draft phase -----------------------------------------------------------
 
-    def draft(self, bs: int, *, seq_lens: Sequence[int] | None) -> None:
-        """Draft a tree for each of the first `bs` requests of the workspace.
+    def begin(self, batch: ScheduleBatch) -> None:
+        """As `Drafter.begin`."""
+        self.draft_extend_for_roots(batch)
+        self.workspace.begin(batch.identity())
 
-        Args:
-            seq_lens: their KV lengths on the host, if the backend needs them.
-        """
-        seq_lens = self._draft_lens(seq_lens)
+    def draft(self, bs: int, *, batch: ScheduleBatch) -> None:
+        """As `Drafter.draft`."""
+        seq_lens = self._draft_lens(batch.known_lens())
         views, graphs = self.workspace.rows(bs), self._draft_graphs
         scopes = self.draft_runner.scopes
         with scopes.with_ops_outside_graph(
@@ -325,9 +325,7 @@ class EagleDraftWorker:
             seq_lens: KV lengths in the draft's pool on the host, as for `plan_draft`.
         """
         shape, idx = self._shape, views.identity[0]
-        views.seq_lens.copy_(self.relay.seq_lens.index_select(0, idx))
-        torch.add(views.seq_lens, shape.num_draft_tokens, out=views.node_ends)
-        tail_cache_loc(self.workspace.slot_rows(views), out=views.node_slots)
+        self.workspace.place_nodes(views, self.relay.seq_lens)
         slot_rows = self.workspace.draft_rows(views)
         if self._lead:
             torch.add(views.seq_lens, self._lead, out=views.draft_lens)
@@ -450,6 +448,18 @@ class EagleDraftWorker:
 
     # -- extends -------------------------------------------------------------------
 
+    def after_prefill(self, batch: ScheduleBatch, done: SampledForward) -> None:
+        """As `Drafter.after_prefill`."""
+        self._draft_extend_for_prefill(batch, done)
+        self.draft_extend_for_roots(batch)
+
+    def after_verify(self, bs: int, *, batch: ScheduleBatch) -> None:
+        """As `Drafter.after_verify`."""
+        self._draft_extend_for_decode(bs, seq_lens=batch.known_lens())
+
+    def on_checkpoint(self) -> None:
+        """Nothing is kept beside what a prefill makes again."""
+
     def _draft_extend_for_prefill(
         self, batch: ScheduleBatch, done: SampledForward
     ) -> None:
@@ -502,7 +512,7 @@ class EagleDraftWorker:
         idx = views.identity[0]
         views.draft_lens.copy_(self.relay.seq_lens.index_select(0, idx))
         tail_cache_loc(self.workspace.draft_rows(views), out=views.extend_slots)
-        columns = views.draft_lens[:, None] + self._extend_steps
+        columns = views.draft_lens[:, None] + self.workspace.path_steps()
         views.tokens.copy_(self._token_table[idx[:, None], columns])
         views.result.accept_lens.fill_(1)
         lens = batch.known_lens()
@@ -543,24 +553,20 @@ class EagleDraftWorker:
             runner.attn_backend.init_eager(batch)
             self.extend_forward(batch)
 
-    def extend_offsets(self, bs: int) -> Tensor:
-        """Return offsets of the requests' rows in an extend, int64 [bs + 1]."""
-        return self._extend_offsets[: bs + 1]
-
     def extend_batch(
         self, views: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
     ) -> ForwardBatch:
         """Return the batch of a draft extend. Row k of a request holds the k-th token
         gained. Rows never see later ones, so rows past the accept length do no harm."""
         width, bs = self._shape.accept_width, views.bs
-        offsets = self.extend_offsets(bs)
+        steps, offsets = self.workspace.path_steps(), self.workspace.path_offsets(bs)
         return ForwardBatch(
             forward_mode=ForwardMode.DRAFT_EXTEND_V2,
             input_ids=views.tokens.view(-1),
-            positions=(views.draft_lens[:, None] + self._extend_steps).view(-1),
+            positions=(views.draft_lens[:, None] + steps).view(-1),
             out_cache_loc=views.extend_slots.reshape(-1),
             prefix_lens=views.draft_lens,
-            extend_lens=self._extend_widths[:bs],
+            extend_lens=self.workspace.path_widths(bs),
             seq_lens=views.draft_lens + width,
             qo_indptr=offsets,
             logits_rows=offsets[:-1] + views.result.accept_lens - 1,

@@ -36,6 +36,7 @@ from sglang.srt.speculative.eagle_utils import (
     accepted_logprobs,
     node_history,
 )
+from sglang.srt.speculative.ngram.ngram_draft_worker import NgramDraftWorker
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -50,17 +51,20 @@ if TYPE_CHECKING:
     from sglang.srt.sampling.penalties import TokenHistory
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.drafter import Drafter
 
 __all__ = ["EAGLEWorkerV2", "EagleDraftWorker", "EagleWorkerV2"]
 
 
 class EAGLEWorkerV2:
-    """Worker for the algorithms EAGLE, EAGLE3, NEXTN and STANDALONE.
+    """Worker for every speculative algorithm.
 
     Attributes:
         model_runner: the target's runner.
         draft_worker: the draft's half.
     """
+
+    draft_worker: Drafter
 
     def __init__(self, *, server_args: ServerArgs, model_config: ModelConfig) -> None:
         """Load target and draft and build their pools.
@@ -69,7 +73,9 @@ class EAGLEWorkerV2:
             ValueError: target or draft cannot be loaded, do not match, or do not fit
                 into memory.
         """
-        draft_config = draft_model_config(server_args, model_config)
+        draft_config = None
+        if server_args.draft_kind.has_model:
+            draft_config = draft_model_config(server_args, model_config)
         target = ModelRunner(
             server_args=server_args,
             model_config=model_config,
@@ -77,15 +83,16 @@ class EAGLEWorkerV2:
             watcher_bytes_per_slot=watcher_bytes_per_slot(server_args),
         )
         target.load_weights()
-        draft = EagleDraftWorker(
-            server_args=server_args,
-            model_config=draft_config,
-            target=target,
-        )
+        draft: Drafter
+        if draft_config is None:
+            draft = NgramDraftWorker(server_args=server_args, target=target)
+        else:
+            draft = EagleDraftWorker(
+                server_args=server_args, model_config=draft_config, target=target
+            )
         target.init_memory_pool(draft_memory=draft.memory())
         canary = install_canary(server_args=server_args, model_runner=target)
         draft.init_memory_pool(target_canary=canary)
-        draft.init_lm_head()
         self.model_runner = target
         self.draft_worker = draft
         self.target_worker = TpModelWorker(model_runner=target, canary=canary)
@@ -105,9 +112,9 @@ class EAGLEWorkerV2:
         draft.workspace.clear()
         mode = draft.target_hidden_mode
         target.init_piecewise_cuda_graphs(capture_hidden_mode=mode)
-        draft.init_piecewise_cuda_graphs()
+        draft.init_prefill_graphs()
         target.init_cuda_graphs(draft.workspace, capture_hidden_mode=mode)
-        draft.init_cuda_graphs()
+        draft.init_decode_graphs()
         for manager in self.canary_managers():
             manager.mark_init_finished()
 
@@ -140,8 +147,7 @@ class EAGLEWorkerV2:
             input_logprobs=done.output.input_logprobs,
             hidden=done.output.last_hidden if batch.wants_hidden_states else None,
         )
-        draft._draft_extend_for_prefill(batch, done)
-        draft.draft_extend_for_roots(batch)
+        draft.after_prefill(batch, done)
         return result
 
     # -- decode --------------------------------------------------------------------
@@ -151,16 +157,16 @@ class EAGLEWorkerV2:
     ) -> GenerationBatchResult:
         draft, bs = self.draft_worker, len(batch)
         workspace = draft.workspace
-        draft.draft_extend_for_roots(batch)
-        workspace.begin(batch.identity())
-        seq_lens = batch.known_lens()
-        draft.draft(bs, seq_lens=seq_lens)
+        draft.begin(batch)
+        draft.draft(bs, batch=batch)
         live = workspace.rows(bs)
         sampling_info = batch.sampling_info
         if masks is not None:
             sampling_info = masks.for_nodes(batch, live.tree)
         nodes = workspace.static_batch(
-            bs, draft.target_hidden_mode, lens_cpu=self._verify_lens(seq_lens)
+            bs,
+            draft.target_hidden_mode,
+            lens_cpu=self._verify_lens(batch.known_lens()),
         )
         tiles = batch.adapter_tiles(self._shape.num_draft_tokens)
         if tiles is not None:
@@ -185,7 +191,7 @@ class EAGLEWorkerV2:
             head=output.head,
             masks=sampling_info.vocab_mask,
         )
-        draft._draft_extend_for_decode(bs, seq_lens=seq_lens)
+        draft.after_verify(bs, batch=batch)
         return result
 
     def _verify_lens(self, seq_lens: list[int] | None) -> HostLens | None:
@@ -260,7 +266,8 @@ class EAGLEWorkerV2:
         req_pool_indices = live.identity[0]
         table = self.model_runner.req_to_token_pool.token_table
         # The tokens gained follow the root, which is at the old length.
-        columns = live.seq_lens[:, None] + self._columns(table.device)
+        steps = self.draft_worker.workspace.path_steps()
+        columns = live.seq_lens[:, None] + 1 + steps
         table[req_pool_indices[:, None], columns] = live.tokens.to(table.dtype)
         self.draft_worker.relay.publish(
             req_pool_indices, live.seq_lens + live.result.accept_lens
@@ -280,23 +287,23 @@ class EAGLEWorkerV2:
         if check is not None:
             check.on_take(live, hidden)
 
-    def _columns(self, device: torch.device) -> Tensor:
-        return torch.arange(1, self._shape.accept_width + 1, device=device)
+    def on_checkpoint(self) -> None:
+        """As `Worker.on_checkpoint`."""
+        self.draft_worker.on_checkpoint()
 
     def model_runners(self) -> list[ModelRunner]:
         """As `Worker.model_runners`."""
-        return [self.model_runner, self.draft_worker.draft_runner]
+        return [self.model_runner, *self.draft_worker.runners]
 
     def canary_managers(self) -> list[CanaryManager]:
-        """Canaries of the target's and the draft's pool; empty if off."""
+        """Canaries of the target's pool and the draft's, if any; empty if off."""
         found, draft = self.target_worker.canary_managers(), self.draft_worker.canary
         return found if draft is None else [*found, draft]
 
     def _accepted_rows(self, live: WorkspaceRows) -> ForwardBatch:
         """Return the tokens whose KV stays: the root and the accepted drafts."""
-        width = self._shape.accept_width
-        roots = live.tree.tokens[:, :1]
-        steps = self._columns(roots.device) - 1
+        workspace, roots = self.draft_worker.workspace, live.tree.tokens[:, :1]
+        steps, width = workspace.path_steps(), workspace.shape.accept_width
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             input_ids=torch.cat((roots, live.tokens[:, :-1]), dim=1).view(-1),
@@ -305,7 +312,7 @@ class EAGLEWorkerV2:
             prefix_lens=live.seq_lens,
             extend_lens=live.result.accept_lens,
             seq_lens=live.seq_lens + live.result.accept_lens,
-            qo_indptr=self.draft_worker.extend_offsets(live.bs),
+            qo_indptr=workspace.path_offsets(live.bs),
             **live.row_identity()._asdict(),
         )
 
@@ -334,10 +341,10 @@ class EAGLEWorkerV2:
             gained=live.tokens,
             choices=decided.choices,
         )
-        target, draft = pools
+        target, drafts = pools[0], pools[1:]
         return target.ends.finish_verify(
             path,
-            draft=draft.ends,
+            draft=drafts[0].ends if drafts else None,
             salts=identity.salt,
             accepted=lambda: self._accepted_rows(live),
             head=head,

@@ -68,6 +68,7 @@ class BatchEnvironment:
     Fields:
         decode_reserve: KV slots that a speculative iteration needs beyond the known
             ones, or 0 if each decode step takes one slot.
+        drafts_on_host: whether drafts are made from the tokens that the host has.
         states: plans the checkpoints of recurrent state, if the cache keeps any.
         adapters: slots of adapters, or None without adapters.
     """
@@ -76,8 +77,15 @@ class BatchEnvironment:
     vocab_size: int
     needs_host_lens: bool
     decode_reserve: int = 0
+    drafts_on_host: bool = False
     states: StatePlanner | None = None
     adapters: AdapterSlots | None = None
+
+    @property
+    def needs_results(self) -> bool:
+        """Whether a decode step depends on the results before it: its metadata on the
+        lengths that a verification decides, or its drafts on the tokens."""
+        return self.drafts_on_host or bool(self.decode_reserve and self.needs_host_lens)
 
     @property
     def device(self) -> torch.device:

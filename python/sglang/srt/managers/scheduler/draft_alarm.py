@@ -43,10 +43,14 @@ class DraftAlarm:
         if self.total == 1:
             logger.warning(
                 "draft_never_accepted: no token of the last %d drafts of "
-                "--speculative-algorithm %s was accepted, so they only cost time; "
-                "check that %s %s was trained for this target",
+                "--speculative-algorithm %s was accepted, so they only cost time; %s",
                 DRAFTS,
                 self._algorithm,
-                flag_name("speculative_draft_model_path"),
-                self._path,
+                self._advice(),
             )
+
+    def _advice(self) -> str:
+        if self._path is None:
+            return "texts that repeat nothing have no n-gram drafts"
+        flag = flag_name("speculative_draft_model_path")
+        return f"check that {flag} {self._path} was trained for this target"

@@ -21,11 +21,13 @@ def create_environment(
 ) -> BatchEnvironment:
     """Create a cache over the pools of `runner`, and the constants of its batches."""
     cache = _create_cache(server_args, runner)
+    is_speculative = server_args.speculative_algorithm is not None
     return BatchEnvironment(
         cache=cache,
         vocab_size=runner.model_config.vocab_size,
         needs_host_lens=runner.attn_backend.capabilities.needs_cpu_seq_lens,
         decode_reserve=decode_reserve(server_args),
+        drafts_on_host=is_speculative and not server_args.draft_kind.has_model,
         states=_create_planner(server_args, cache),
         adapters=None if runner.adapters is None else runner.adapters.pool,
     )

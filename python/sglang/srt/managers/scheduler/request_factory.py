@@ -102,10 +102,11 @@ def _embeds_refusal(server_args: ServerArgs, runner: ModelRunner) -> str | None:
     """Return why requests may not supply embeddings, or None if they may."""
     if not runner.model.takes_input_embeds:
         return f"{runner.model_config.architecture} takes tokens only"
-    if server_args.speculative_algorithm is not None:
+    algorithm = server_args.speculative_algorithm
+    if algorithm is not None and server_args.draft_kind.has_model:
         return (
             "the draft model needs tokens; start the server without "
-            f"--speculative-algorithm {server_args.speculative_algorithm}"
+            f"--speculative-algorithm {algorithm}"
         )
     return None
 

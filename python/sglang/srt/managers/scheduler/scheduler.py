@@ -387,10 +387,10 @@ class Scheduler:
         recorder.begin_round(inputs, resolves=resolves)
 
     def _must_know_results(self) -> bool:
-        """Whether the next batch depends on results in flight: its masks on the tokens,
-        or its metadata on the lengths that a verification decides.
+        """Whether the next batch depends on results in flight: every batch does, or its
+        masks depend on the tokens.
         """
-        if self.env.decode_reserve and self.env.needs_host_lens:
+        if self.env.needs_results:
             return True
         return any([launched.has_grammar for launched, _ in self.in_flight])
 

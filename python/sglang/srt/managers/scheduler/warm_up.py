@@ -96,6 +96,7 @@ class Unwatched:
         self._forward = worker.forward_batch_generation
         self.capture_graphs = worker.capture_graphs
         self.model_runners = worker.model_runners
+        self.on_checkpoint = worker.on_checkpoint
 
     def forward_batch_generation(
         self, batch: ScheduleBatch, masks: GrammarMasks | None = None

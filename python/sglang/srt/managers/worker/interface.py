@@ -24,6 +24,10 @@ class Worker(Protocol):
     def capture_graphs(self) -> None:
         """Capture the graphs, if there are any; call before the first forward."""
 
+    def on_checkpoint(self) -> None:
+        """Forget what depends on earlier steps and is in no checkpoint: a replay
+        continues from here. Nothing is in flight."""
+
     def model_runners(self) -> list[ModelRunner]:
         """The runners of all models, `model_runner` first."""
 

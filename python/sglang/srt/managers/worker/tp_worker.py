@@ -106,6 +106,9 @@ class TpModelWorker:
         for manager in self.canary_managers():
             manager.mark_init_finished()
 
+    def on_checkpoint(self) -> None:
+        """Nothing depends on earlier requests."""
+
     def model_runners(self) -> list[ModelRunner]:
         """As `Worker.model_runners`."""
         return [self.model_runner]

@@ -124,7 +124,10 @@ class Recorder:
         if obstacle is not None and newer.num_launches < limit:
             newer.due = newer.num_launches + 1
             return
-        checkpoint = None if obstacle is not None else save_checkpoint(self._scheduler)
+        checkpoint = None
+        if obstacle is None:
+            checkpoint = save_checkpoint(self._scheduler)
+            self._scheduler.worker.on_checkpoint()
         runs = (
             0
             if checkpoint is None or checkpoint.tree is None
