@@ -30,6 +30,7 @@ from sglang.bench_utils.report import (
     print_report,
     provenance,
 )
+from sglang.bench_utils.speed_bench import by_category, category_table
 from sglang.bench_utils.wire import BACKENDS, BodyOptions
 from sglang.srt.arg_groups.arg_parser import (
     Arg,
@@ -198,6 +199,7 @@ async def run_benchmark(args: BenchArgs) -> tuple[Json, list[RequestRecord]]:
         "seed": args.seed,
         **summarize(records, duration=duration),
         "accept_length": state.get("spec_accept_length") or None,
+        "by_category": by_category([r.category for r in requests], records),
         "server_version": server.get("version"),
         **provenance(),
     }, records
@@ -277,6 +279,9 @@ def print_table(report: Json) -> None:
             ],
         )
     )
+    if report["by_category"]:
+        print()
+        print(category_table(report["by_category"]))
 
 
 def print_errors(records: Sequence[RequestRecord]) -> None:

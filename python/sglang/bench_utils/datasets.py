@@ -13,10 +13,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Any
 
+from sglang.bench_utils.speed_bench import read_rows
 from sglang.srt.arg_groups.arg_parser import Arg, check_values
 from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-DATASETS = ("random", "random-ids", "generated-shared-prefix")
+DATASETS = ("random", "random-ids", "generated-shared-prefix", "speed-bench")
 # Characters tokenized per wanted token; more if that yields too few tokens.
 CHARS_PER_TOKEN = 8
 
@@ -27,7 +28,7 @@ class BenchRequest:
 
     `ids_only` marks random tokens, whose text would be tokenized differently. `body` is
     a whole request as once sent to `/generate`, or None to build it from the other
-    fields.
+    fields. `category` is the class of text, or None.
     """
 
     text: str
@@ -35,6 +36,7 @@ class BenchRequest:
     output_len: int
     ids_only: bool = False
     body: dict[str, Any] | None = None
+    category: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +47,20 @@ class DatasetArgs:
         str,
         Arg(
             "random: text of random lengths; random-ids: random tokens; "
-            "generated-shared-prefix: groups of prompts with a common beginning.",
+            "generated-shared-prefix: groups of prompts with a common beginning; "
+            "speed-bench: prompts by class of text, from --dataset-path.",
             DATASETS,
         ),
     ] = "random"
-    num_prompts: Annotated[int, Arg("Requests (random, random-ids).", low=1)] = 1000
+    dataset_path: Annotated[
+        str | None, Arg("speed-bench: .jsonl file with the rows of the data set.")
+    ] = None
+    speed_bench_output_len: Annotated[
+        int, Arg("speed-bench: longest output, in tokens.", low=1)
+    ] = 1024
+    num_prompts: Annotated[
+        int, Arg("Requests (random, random-ids); most requests (speed-bench).", low=1)
+    ] = 1000
     seed: Annotated[int, Arg("Seed of everything that is drawn.", low=0)] = 1
     random_input_len: Annotated[int, Arg("Longest prompt, in tokens.", low=1)] = 1024
     random_output_len: Annotated[int, Arg("Longest output, in tokens.", low=1)] = 1024
@@ -154,11 +165,29 @@ def _shared_prefix(
     return requests
 
 
+def _speed_bench(
+    args: DatasetArgs, tokenizer: Tokenizer, rng: random.Random
+) -> list[BenchRequest]:
+    """Draw rows without repetition; every category has its share of them."""
+    rows = read_rows(args.dataset_path)
+    rng.shuffle(rows)
+    return [
+        BenchRequest(
+            text=row.turns[0],
+            input_ids=tokenizer.encode(row.turns[0]),
+            output_len=args.speed_bench_output_len,
+            category=row.category,
+        )
+        for row in rows[: args.num_prompts]
+    ]
+
+
 _Builder = Callable[[DatasetArgs, Tokenizer, random.Random], list[BenchRequest]]
 _BUILDERS: dict[str, _Builder] = {
     "random": _random_text,
     "random-ids": _random_ids,
     "generated-shared-prefix": _shared_prefix,
+    "speed-bench": _speed_bench,
 }
 
 

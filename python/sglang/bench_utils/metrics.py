@@ -28,6 +28,8 @@ class RequestRecord:
         itl: one entry per token after the first; tokens that arrived together share
             their gap.
         error: reason of a failure; the times of a failed request do not count.
+        verifications, verified_tokens: of drafts, and the output tokens they yielded; 0
+            if the server does not report them.
     """
 
     prompt_tokens: int = 0
@@ -38,6 +40,8 @@ class RequestRecord:
     itl: list[float] = field(default_factory=list)
     text: str = ""
     error: str | None = None
+    verifications: int = 0
+    verified_tokens: float = 0.0
 
     @property
     def tpot(self) -> float | None:

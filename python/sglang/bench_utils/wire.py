@@ -120,6 +120,8 @@ def _read_generate(
     record.prompt_tokens = meta["prompt_tokens"]
     record.cached_tokens = meta["cached_tokens"]
     record.text = event["text"]
+    record.verifications = meta.get("spec_verify_ct", 0)
+    record.verified_tokens = record.verifications * meta.get("spec_accept_length", 0.0)
     clock.on_tokens(new, now)
 
 

@@ -195,6 +195,22 @@ class TestServing:
             if rate == "recorded":
                 assert report["duration"] >= 0.5
 
+    def test_classes_of_text(self, server, capsys, tmp_path):
+        rows = [
+            {"category": name, "turns": [f"{name} {i}", "and then?"], "source": "x"}
+            for name in ("coding", "math")
+            for i in range(2)
+        ]
+        path = tmp_path / "rows.jsonl"
+        path.write_text("\n".join(map(json.dumps, rows)))
+        flags = ["--dataset-name", "speed-bench", "--dataset-path", str(path)]
+        report = self.run(server, capsys, *flags, "--speed-bench-output-len", "8")
+        found = report["by_category"]
+        assert list(found) == ["coding", "math", "overall"]
+        assert [each["requests"] for each in found.values()] == [2, 2, 4]
+        assert found["overall"]["output_tokens"] == 32
+        assert found["overall"]["accept_length"] is None
+
     def test_without_stream(self, server, capsys):
         report = self.run(server, capsys, "--disable-stream", "--tokenize-prompt")
         assert report["completed"] == 6

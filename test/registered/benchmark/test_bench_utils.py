@@ -34,6 +34,7 @@ from sglang.bench_utils.metrics import (
     summarize,
 )
 from sglang.bench_utils.report import format_table, print_report, rate, ratio
+from sglang.bench_utils.speed_bench import by_category, category_table, read_rows
 from sglang.bench_utils.wire import BACKENDS, BodyOptions, WireError, sse_events
 from sglang.bench_utils.worker import BenchWorker, WorkerError, worker_environment
 from sglang.bench_utils.workloads import Workloads
@@ -82,6 +83,45 @@ class TestReport:
     def test_nan_is_refused(self):
         with pytest.raises(ValueError):
             print_report({"a": float("nan")})
+
+
+class TestSpeedBench:
+    @pytest.mark.parametrize(
+        ("lines", "words"),
+        [
+            (None, ["--dataset-path", "no such file"]),
+            ("", ["no row"]),
+            ("{", ["line 1"]),
+            ('{"category": "a", "turns": ["b"]}\n{"turns": ["b"]}', ["line 2"]),
+            ('{"category": "a", "turns": []}', ["line 1", "no prompt"]),
+        ],
+    )
+    def test_files_are_refused(self, tmp_path, lines, words):
+        path = tmp_path / "rows.jsonl"
+        if lines is not None:
+            path.write_text(lines)
+        with pytest.raises(ValueError) as error:
+            read_rows(str(path))
+        for word in words:
+            assert word in str(error.value)
+
+    def test_a_file_is_needed(self):
+        with pytest.raises(ValueError, match="needs --dataset-path"):
+            read_rows(None)
+
+    def test_acceptance_is_counted_over_verifications(self):
+        records = [
+            RequestRecord(output_tokens=9, verifications=4, verified_tokens=8.0),
+            RequestRecord(output_tokens=9, verifications=1, verified_tokens=4.0),
+            RequestRecord(output_tokens=9, verifications=2, verified_tokens=6.0),
+            RequestRecord(verifications=5, verified_tokens=5.0, error="gone"),
+            RequestRecord(verifications=5, verified_tokens=5.0),
+        ]
+        found = by_category(["a", "a", "b", "a", None], records)
+        lengths = {name: each["accept_length"] for name, each in found.items()}
+        assert lengths == {"a": 12 / 5, "b": 3.0, "overall": 18 / 7}
+        assert "accept length" in category_table(found)
+        assert by_category([None], [RequestRecord()]) == {}
 
 
 class TestMetrics:
