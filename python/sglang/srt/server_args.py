@@ -796,6 +796,13 @@ class ServerArgs:
             aliases=("--speculative-draft-model",),
         ),
     ] = None
+    speculative_draft_load_format: Annotated[
+        str | None,
+        Arg(
+            "How the draft's weights are read; unset: as --load-format says.",
+            ("auto", "safetensors", "dummy"),
+        ),
+    ] = None
     speculative_draft_model_quantization: Annotated[
         str | None,
         Arg("--quantization of the draft; unset: as its checkpoint says.", METHODS),
@@ -1011,6 +1018,11 @@ class ServerArgs:
             num_steps=self.speculative_num_steps,
             num_draft_tokens=self.speculative_num_draft_tokens,
         )
+
+    @property
+    def draft_load_format(self) -> str:
+        """How the draft's weights are read."""
+        return self.speculative_draft_load_format or self.load_format
 
     # Command line.
 

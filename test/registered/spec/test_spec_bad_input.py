@@ -333,6 +333,15 @@ def test_only_mapped_tokens_are_drafted(tmp_path, suffix):
     check_no_leak(mapped)
 
 
+def test_a_draft_with_made_up_weights(root, tmp_path):
+    """Its folder needs no weights; the output is the target's."""
+    shutil.copy(root / "EAGLE" / "config.json", tmp_path / "config.json")
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+    harness = engine(root, "EAGLE", tmp_path, speculative_draft_load_format="dummy")
+    expected = engine(root).generate([1, 2, 3], **options).output_ids
+    assert harness.generate([1, 2, 3], **options).output_ids == expected
+
+
 # -- accepted inputs -------------------------------------------------------------------
 
 

@@ -67,7 +67,6 @@ _REFUSED = {
     "its batch, and seeds fix what is sampled",
     "diffusion_lm": "diffusion language models are not served; remove the flag",
     "disagg": "there is no transfer of KV between servers; remove the flag",
-    "draft_load": "a draft is loaded as --load-format says; remove the flag",
     "embedding": "embeddings are not served; remove the flag",
     "encrypted": "files are read as they are; decrypt them first",
     "expert_parallel": "expert parallelism is not served; use --tp-size, which splits "

@@ -216,11 +216,14 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             )
         self.free_bytes_at_start = self._available_bytes()
         self._check_sizes()
+        args = self.server_args
         logger.info("Loading %s from %s", architecture, self.model_config.path)
         with explain_out_of_memory("loading the weights", self.server_args):
             self.model = load_model(
                 self.model_config,
-                load_format=self.server_args.load_format,
+                load_format=args.draft_load_format
+                if self.is_draft_worker
+                else args.load_format,
                 dtype=self.dtype,
                 rope_rows=self.row_width(),
                 device=self.device,

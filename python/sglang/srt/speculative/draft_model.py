@@ -94,7 +94,7 @@ def _head_config(config: ModelConfig, server_args: ServerArgs) -> ModelConfig:
             f"{where}: {config.architecture} is not one of the models whose heads are "
             f"served, {known}; use another algorithm"
         )
-    if server_args.load_format != "dummy":
+    if server_args.draft_load_format != "dummy":
         stored, names = head.tensors.names(config), tensor_names(config.path)
         missing = next((x for x in map(stored.stored, PARTS) if x not in names), None)
         if missing is not None:
