@@ -12,6 +12,7 @@ import torch
 
 import sglang
 from sglang.srt.arg_groups.lora_hook import TARGET_MODULES
+from sglang.srt.configs.draft_kinds import DRAFT_KINDS
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed.parallel_state import (
     TensorParallelGroup,
@@ -37,6 +38,7 @@ DRAFTS = [
     {"speculative_algorithm": "EAGLE3", "speculative_eagle_topk": 1},
     {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4, "page_size": 4},
     {"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 2},
+    {"speculative_algorithm": "NGRAM"},
 ]
 
 
@@ -162,14 +164,17 @@ def test_drafts_change_no_answer(
         "kv_canary": "raise",
     }
     plain = EngineHarness(model, disable_radix_cache=True, **usual)
+    algorithm = draft["speculative_algorithm"]
+    if DRAFT_KINDS[algorithm].has_model:
+        path = str(bundled_demo_draft_path(algorithm))
+        draft = draft | {"speculative_draft_model_path": path}
     drafting = EngineHarness(
         model,
         overlap=overlap,
-        speculative_draft_model_path=str(
-            bundled_demo_draft_path(draft["speculative_algorithm"])
-        ),
         speculative_num_steps=3,
-        speculative_num_draft_tokens=4 if draft["speculative_eagle_topk"] == 1 else 8,
+        speculative_num_draft_tokens=4
+        if draft.get("speculative_eagle_topk") == 1
+        else 8,
         **usual | draft,
     )
     rng = random.Random(0)

@@ -137,6 +137,10 @@ def test_states_follow_the_accepted_path(tmp_path):
         ({"speculative_draft_model_path": "head"}, ["model-path head", "remove it"]),
         ({"speculative_eagle_topk": 4}, ["topk 4", "ngram-max-bfs-breadth"]),
         ({"speculative_token_map": "m.json"}, ["token-map m.json", "remove it"]),
+        (
+            {"speculative_draft_kv_cache_dtype": "bfloat16"},
+            ["draft-kv-cache-dtype bfloat16", "remove it"],
+        ),
         ({"speculative_draft_layout": "paged"}, ["draft-layout paged", "remove it"]),
         ({"speculative_ngram_max_bfs_breadth": 40}, ["breadth 40", "at most 32"]),
         ({"speculative_ngram_capacity": 3}, ["capacity 3", "at least 1024"]),

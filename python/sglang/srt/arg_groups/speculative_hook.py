@@ -26,6 +26,8 @@ _NGRAM_FLAGS = (
 _DEPENDENT_FLAGS = (
     "speculative_draft_model_path",
     "speculative_draft_load_format",
+    "speculative_draft_model_quantization",
+    "speculative_draft_kv_cache_dtype",
     "speculative_num_steps",
     "speculative_eagle_topk",
     "speculative_num_draft_tokens",
@@ -95,6 +97,8 @@ def _refuse_ngram_flags(server_args: ServerArgs) -> None:
 _NO_NGRAM_FLAGS = {
     "speculative_draft_model_path": "no model drafts; remove it",
     "speculative_draft_load_format": "no model drafts; remove it",
+    "speculative_draft_model_quantization": "no model drafts; remove it",
+    "speculative_draft_kv_cache_dtype": "no model drafts; remove it",
     "speculative_eagle_topk": "use --speculative-ngram-max-bfs-breadth",
     "speculative_draft_layout": "branches have no KV before verification; remove it",
     "speculative_token_map": "no model drafts; remove it",
