@@ -248,6 +248,20 @@ class Envs:
         "if it cannot fire: see docs/kv_canary.md.",
         room=FAULTS_ROOM,
     )
+    SGLANG_DISAGGREGATION_WAITING_TIMEOUT = EnvVar(
+        "SGLANG_DISAGGREGATION_WAITING_TIMEOUT",
+        60.0,
+        float,
+        "Prefill and decode on different engines: seconds that a request waits for "
+        "more of its KV before the decode engine computes it.",
+    )
+    SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL = EnvVar(
+        "SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL",
+        1.0,
+        float,
+        "Prefill and decode on different engines: seconds between two signs of life. "
+        "An engine that is silent for five of them is given up.",
+    )
     SGLANG_SIMULATE_ACC_LEN = EnvVar(
         "SGLANG_SIMULATE_ACC_LEN",
         0.0,

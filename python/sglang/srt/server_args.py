@@ -436,10 +436,36 @@ class ServerArgs:
         str,
         Arg(
             "Role in prefill/decode disaggregation; prefill: at most one new token per "
-            "request.",
+            "request, and its KV goes to decode engines.",
             ("null", "prefill", "decode"),
         ),
     ] = "null"
+    disaggregation_transfer_backend: Annotated[
+        str,
+        Arg(
+            "How KV travels between engines; nixl: RDMA, shared memory or TCP, needs "
+            "the extra nixl; tcp: over plain connections; auto: nixl where it is "
+            "installed.",
+            ("auto", "nixl", "mooncake", "tcp"),
+        ),
+    ] = "auto"
+    disaggregation_bootstrap_port: Annotated[
+        int,
+        Arg(
+            "With --disaggregation-mode prefill: port on --host where decode engines "
+            "ask for KV.",
+            low=0,
+            high=65535,
+        ),
+    ] = 8998
+    disaggregation_landing_size: Annotated[
+        float,
+        Arg(
+            "With --disaggregation-mode decode: host memory of each rank in GB for KV "
+            "that arrives; 0: half the size of the device's KV.",
+            low=0.0,
+        ),
+    ] = 0.0
 
     kv_events_config: Annotated[
         str | None,
@@ -957,11 +983,6 @@ class ServerArgs:
             raise ValueError(
                 "--tool-call-parser gpt-oss needs --reasoning-parser gpt-oss, which "
                 "separates the messages of an output; add it"
-            )
-        if self.disaggregation_mode == "decode":
-            raise ValueError(
-                "--disaggregation-mode decode is not supported yet: KV transfer is "
-                "missing; use prefill, or remove the flag"
             )
 
     def _handle_device(self) -> None:

@@ -13,6 +13,7 @@ import torch
 from sglang.srt.managers.messages.io_struct import (
     AbortReq,
     BatchOutput,
+    Bootstrap,
     FinishReason,
     GenerateReq,
     LogprobDelta,
@@ -89,6 +90,7 @@ class EngineHarness:
         priority: int | None = None,
         client: str = "",
         lora: LoraRef | str | None = None,
+        bootstrap: Bootstrap | None = None,
         **params: Any,
     ) -> str:
         """Queue a request, greedy unless `params` change it; return its rid."""
@@ -114,6 +116,7 @@ class EngineHarness:
                 priority=priority,
                 client=client,
                 lora=self.lora(lora) if isinstance(lora, str) else lora,
+                bootstrap=bootstrap,
             )
         )
         return rid

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
-from sglang.test.harness import EngineHarness, Finished
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.test.harness import Finished
 from sglang.test.mock_oracle import NO_WINDOWS, Windows, next_tokens
 
 
@@ -24,6 +27,20 @@ SHORT_STEM, SHORT_PROMPT, SHORT_OUTPUT = 24, 16, 16
 LONG_ONE_IN = 32
 
 
+class Serves(Protocol):
+    """What requests are sent to."""
+
+    @property
+    def scheduler(self) -> Scheduler:
+        """The scheduler that answers."""
+
+    def submit(self, input_ids: Sequence[int], **options: Any) -> str:
+        """Queue a request; return its rid."""
+
+    def abort(self, rid: str) -> None:
+        """End a request."""
+
+
 class Traffic:
     """Submits random requests while the scheduler runs, and aborts some of them.
 
@@ -35,7 +52,7 @@ class Traffic:
 
     def __init__(
         self,
-        harness: EngineHarness,
+        harness: Serves,
         rng: random.Random,
         total: int,
         *,

@@ -173,7 +173,24 @@ def test_unknown_flags_and_values_are_refused(argv, capsys):
         ({"dp_size": 2}, ["--dp-size 2", "use --tp-size"]),
         ({"device": "cuda"}, ["--device cuda", "--device cpu"]),
         ({"tp_size": 0}, ["--tp-size 0", "at least 1"]),
-        ({"disaggregation_mode": "decode"}, ["--disaggregation-mode decode"]),
+        (
+            {"disaggregation_mode": "decode", "disable_radix_cache": True},
+            ["--disaggregation-mode decode", "--disable-radix-cache"],
+        ),
+        (
+            {
+                "disaggregation_mode": "decode",
+                "disaggregation_transfer_backend": "mooncake",
+            },
+            ["--disaggregation-transfer-backend mooncake", "nixl"],
+        ),
+        (
+            {
+                "disaggregation_mode": "prefill",
+                "hicache_write_policy": "write_back",
+            },
+            ["--hicache-write-policy write_back", "use write_through"],
+        ),
         ({"tool_call_parser": "x"}, ["--tool-call-parser 'x'", "qwen25"]),
         ({"reasoning_parser": "x"}, ["--reasoning-parser 'x'", "deepseek-r1"]),
         (

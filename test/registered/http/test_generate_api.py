@@ -397,7 +397,8 @@ def test_input_embeds(start_server: Callable[..., Server], tmp_path: Path) -> No
 
 
 def test_the_prefill_role_serves_one_token(start_server: Callable[..., Server]) -> None:
-    server = start_server("--disaggregation-mode", "prefill").wait_ready()
+    role = ("--disaggregation-mode", "prefill")
+    server = start_server(*role, "--disaggregation-bootstrap-port", "0").wait_ready()
     for new_tokens in (0, 1):
         params = greedy(max_new_tokens=new_tokens)
         body = {"text": "prefill me", "sampling_params": params}

@@ -78,7 +78,11 @@ def flashinfer_without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 FLASHINFER = {"attention_backend": "flashinfer"}
-PREFILL = {"disaggregation_mode": "prefill"}
+PREFILL = {
+    "disaggregation_mode": "prefill",
+    "disaggregation_transfer_backend": "tcp",
+    "disaggregation_bootstrap_port": 0,
+}
 FIRES = [
     (EARLY_FREE, plain()),
     (EARLY_FREE, plain(kv_canary="log", disable_radix_cache=True)),

@@ -1,7 +1,9 @@
-"""Checks the flags of the tiers below the device: host memory and files."""
+"""Checks the flags of the tiers below the device: host memory, files, other engines."""
 
 from __future__ import annotations
 
+import logging
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,7 +14,11 @@ from sglang.srt.utils.quoting import quoted
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
 
+logger = logging.getLogger(__name__)
+
 FLAG = "--enable-hierarchical-cache"
+NIXL_MODULES = ("nixl_cu13", "nixl_cu12")
+"""Packages of NIXL, which are named after the CUDA version that they are built for."""
 STORAGE_FLAG = "--hicache-storage-backend"
 EXTRA_FLAG = "--hicache-storage-backend-extra-config"
 _DEFAULT_RATIO = 2.0
@@ -46,7 +52,18 @@ class StorageConfig(
 
 def has_tiers(server_args: ServerArgs) -> bool:
     """Return whether KV is kept anywhere but on the device."""
-    return server_args.enable_hierarchical_cache
+    return (
+        server_args.enable_hierarchical_cache
+        or server_args.disaggregation_mode != "null"
+    )
+
+
+def has_other_engines(server_args: ServerArgs) -> bool:
+    """Return whether KV comes from other engines, or from those before a restart."""
+    return (
+        server_args.hicache_storage_backend is not None
+        or server_args.disaggregation_mode != "null"
+    )
 
 
 def storage_config(server_args: ServerArgs) -> StorageConfig:
@@ -79,7 +96,7 @@ def storage_config(server_args: ServerArgs) -> StorageConfig:
 
 
 def handle_tiers(server_args: ServerArgs) -> None:
-    """Resolve the flags of host memory and files.
+    """Resolve the flags of host memory, files and other engines.
 
     Raises:
         ValueError: names the flag, its value and the fix.
@@ -92,8 +109,10 @@ def handle_tiers(server_args: ServerArgs) -> None:
             "size of host memory for KV per size of the device's"
         )
     storage_config(server_args)
+    if server_args.disaggregation_mode != "null":
+        _handle_disaggregation(server_args)
     backend = server_args.hicache_storage_backend
-    if not has_tiers(server_args):
+    if not server_args.enable_hierarchical_cache:
         if backend is not None:
             raise ValueError(
                 f"{STORAGE_FLAG} {backend} keeps files below host memory; add {FLAG}"
@@ -106,3 +125,44 @@ def handle_tiers(server_args: ServerArgs) -> None:
         )
     if backend is None and server_args.hicache_storage_backend_extra_config is not None:
         raise ValueError(f"{EXTRA_FLAG} has no effect without {STORAGE_FLAG}; add it")
+
+
+def _handle_disaggregation(server_args: ServerArgs) -> None:
+    """Resolve the flags of prefill and decode on different engines.
+
+    Raises:
+        ValueError: names the flag, its value and the fix.
+    """
+    flag = f"--disaggregation-mode {server_args.disaggregation_mode}"
+    if server_args.disable_radix_cache:
+        raise ValueError(
+            f"{flag} hands over cached prefixes, but --disable-radix-cache keeps none; "
+            "remove one of them"
+        )
+    if server_args.disaggregation_transfer_backend == "mooncake":
+        raise ValueError(
+            "--disaggregation-transfer-backend mooncake is not supported; use nixl or "
+            "tcp on both engines"
+        )
+    if server_args.disaggregation_transfer_backend == "auto":
+        server_args.disaggregation_transfer_backend = _best_backend()
+    if server_args.disaggregation_mode != "prefill":
+        return
+    if server_args.hicache_write_policy != "write_through":
+        raise ValueError(
+            f"--hicache-write-policy {server_args.hicache_write_policy} stores too "
+            f"late for {flag}, which sends from host memory; use write_through"
+        )
+    # It sends what it keeps in host memory.
+    server_args.enable_hierarchical_cache = True
+
+
+def _best_backend() -> str:
+    """Return the backend that is installed."""
+    if any(find_spec(module) is not None for module in NIXL_MODULES):
+        return "nixl"
+    logger.warning(
+        "--disaggregation-transfer-backend is tcp, because NIXL is not installed: "
+        "pip install 'sglang-canary[nixl]'"
+    )
+    return "tcp"

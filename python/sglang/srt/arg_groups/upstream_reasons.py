@@ -15,7 +15,8 @@ _ACCEPTED = {
     "context_tuning": "it tunes context parallelism, which is not served",
     "data_parallel_tuning": "it tunes data parallelism, and there is one replica",
     "diffusion_lm_tuning": "it tunes diffusion language models, which are not served",
-    "disagg_tuning": "it tunes the transfer of KV between servers, and there is none",
+    "disagg_always": "KV of another engine is always compared, and always cached",
+    "disagg_tuning": "nothing of the transfer of KV between engines has to be tuned",
     "eviction": "the prefix cache always drops what was used longest ago",
     "expert_tuning": "it tunes expert parallelism, which is not served",
     "fp32_reduce": "attention always reduces in float32",
@@ -66,7 +67,9 @@ _REFUSED = {
     "deterministic": "there is no such mode; on the CPU an answer does not depend on "
     "its batch, and seeds fix what is sampled",
     "diffusion_lm": "diffusion language models are not served; remove the flag",
-    "disagg": "there is no transfer of KV between servers; remove the flag",
+    "disagg_offload": "use --enable-hierarchical-cache, also on a decode engine",
+    "disagg_role": "an engine keeps its role; restart it with another "
+    "--disaggregation-mode",
     "embedding": "embeddings are not served; remove the flag",
     "encrypted": "files are read as they are; decrypt them first",
     "expert_parallel": "expert parallelism is not served; use --tp-size, which splits "

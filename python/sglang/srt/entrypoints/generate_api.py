@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
+from sglang.srt.entrypoints.bootstrap_fields import read_bootstraps
 from sglang.srt.entrypoints.neutral_fields import (
     GENERATE,
     refuse_others,
@@ -61,6 +62,9 @@ class GenerateRequest(_Generate, kw_only=True, forbid_unknown_fields=True):
     lora_path: str | list[str | None] | None = None
     priority: int | None = None
     model: str | None = None
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int | None] | None = None
 
 
 class ParsedGenerate(msgspec.Struct, kw_only=True, frozen=True):
@@ -124,6 +128,14 @@ def parse_generate(
         return tenant_of(key=nth("extra_key", i, None), salt=nth("cache_salt", i, None))
 
     shared_tenant = None if has_own_salts else tenant(0)
+    params = [
+        shared or parse_sampling_params(raw, sampling_defaults)
+        for raw in (nth("sampling_params", i, {}) for i in range(count))
+    ]
+    copies = {one.n for one in params}
+    bootstraps = read_bootstraps(
+        request, prompts=count, copies=copies.pop() if len(copies) == 1 else 1
+    )
     parsed = []
     for i, prompt in enumerate(prompts):
         raw = nth("sampling_params", i, {})
@@ -131,7 +143,7 @@ def parse_generate(
             PromptRequest(
                 prompt=prompt.ids,
                 input_embeds=prompt.embeds,
-                sampling_params=shared or parse_sampling_params(raw, sampling_defaults),
+                sampling_params=params[i],
                 is_length_exact=raw.get("max_new_tokens") is not None,
                 stream=bool(request.stream),
                 return_logprob=nth("return_logprob", i, False),
@@ -144,6 +156,9 @@ def parse_generate(
                 lora=loras.asked(request.model, nth("lora_path", i, None)),
                 return_hidden_states=nth("return_hidden_states", i, False),
                 priority=request.priority,
+                bootstraps=bootstraps[i],
+                # Then the router adds what the prefill engine has computed.
+                leaves_prompt_to_prefill=not request.stream,
             )
         )
     return ParsedGenerate(

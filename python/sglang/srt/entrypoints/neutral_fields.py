@@ -69,9 +69,6 @@ EMPTY = Neutral("", [], {})
 _COMMON: dict[str, Neutral] = {
     "custom_logit_processor": EMPTY,
     "session_params": EMPTY,
-    "bootstrap_host": NOTHING,
-    "bootstrap_port": NOTHING,
-    "bootstrap_room": NOTHING,
     # There is only one.
     "data_parallel_rank": Neutral(0),
     "routed_dp_rank": Neutral(0),
@@ -92,6 +89,12 @@ _COMMON: dict[str, Neutral] = {
     # The only one that exists keeps the constraint.
     "guided_decoding_backend": ANY,
     "guided_whitespace_pattern": EMPTY,
+}
+# Fields of APIs whose requests do not go to two engines.
+_ONE_ENGINE: dict[str, Neutral] = {
+    "bootstrap_host": NOTHING,
+    "bootstrap_port": NOTHING,
+    "bootstrap_room": NOTHING,
 }
 # Fields of APIs with a constraint under another name.
 _GUIDED: dict[str, Neutral] = {
@@ -125,7 +128,7 @@ GENERATE: dict[str, Neutral] = (
         "custom_labels": EMPTY,
     }
 )
-SCORE: dict[str, Neutral] = _COMMON | {"user": ANY, "rid": NOTHING}
+SCORE: dict[str, Neutral] = _COMMON | _ONE_ENGINE | {"user": ANY, "rid": NOTHING}
 COMPLETION: dict[str, Neutral] = _COMMON | {
     "custom_params": EMPTY,
     "structural_tag": NOTHING,
@@ -173,6 +176,7 @@ _THREAD = Neutral(
 _STATELESS = "nothing is stored: send the whole conversation in input"
 RESPONSES: dict[str, Neutral] = (
     COMPLETION
+    | _ONE_ENGINE
     | _GUIDED
     | {
         "return_hidden_states": OFF,
@@ -191,6 +195,7 @@ RESPONSES: dict[str, Neutral] = (
 )
 MESSAGES: dict[str, Neutral] = (
     COMPLETION
+    | _ONE_ENGINE
     | _GUIDED
     | {
         "return_hidden_states": OFF,

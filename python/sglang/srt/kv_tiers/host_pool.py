@@ -9,15 +9,12 @@ stream order. Knows keys and bytes, but nothing about tokens or slots.
 
 from __future__ import annotations
 
-import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
-import torch
-
 from sglang.srt.kv_tiers.unit import with_descendants
-from sglang.srt.utils.memory import HUGE_PAGE_BYTES, host_zeros
+from sglang.srt.utils.memory import host_bytes
 
 if TYPE_CHECKING:
     from sglang.srt.kv_tiers.unit import UnitKey
@@ -48,12 +45,12 @@ class HostPool:
 
     def __init__(self, *, size: int, bytes_per_unit: int, is_pinned: bool) -> None:
         self.size = size
-        # Pages of its own, because a page cannot be pinned twice.
-        whole = host_zeros((_whole_pages(size * bytes_per_unit),), torch.uint8)
-        if is_pinned:
-            _pin(whole)
-            weakref.finalize(self, _unpin, whole)
-        self.memory = whole[: size * bytes_per_unit].view(size, bytes_per_unit)
+        memory = host_bytes(
+            size * bytes_per_unit,
+            pinned_for=self if is_pinned else None,
+            advice="use a smaller --hicache-size or --hicache-ratio",
+        )
+        self.memory = memory.view(size, bytes_per_unit)
         self._places: OrderedDict[UnitKey, _Kept] = OrderedDict()
         self._pins: dict[UnitKey, int] = {}
         self._free = list(range(size - 1, -1, -1))
@@ -143,26 +140,3 @@ class HostPool:
     def clear(self) -> int:
         """Forget every unit that is not pinned; return how many."""
         return self.drop(list(self._places))
-
-
-def _whole_pages(size: int) -> int:
-    """Return the size of whole huge pages that hold `size` bytes."""
-    return max(-(-size // HUGE_PAGE_BYTES), 1) * HUGE_PAGE_BYTES
-
-
-def _unpin(memory: torch.Tensor) -> None:
-    """Unlock memory before it is given back: otherwise whoever gets its addresses next
-    would share them with the GPU's copies of the old pages."""
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
-
-
-def _pin(memory: torch.Tensor) -> None:
-    """Lock memory for copies by the GPU. PyTorch's own pinned allocations round up to
-    powers of two."""
-    result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
-    if int(result):
-        raise RuntimeError(
-            f"the driver cannot pin {memory.nbytes / 2**30:.1f} GiB of host memory "
-            f"(CUDA error {int(result)}); use a smaller --hicache-size or "
-            "--hicache-ratio, or raise the limit of locked memory (ulimit -l)"
-        )

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 BUFFER_BYTES = 32 << 20
 """Bytes of units that are moved at once; one unit, if that is larger."""
 MOST_STORED_AT_ONCE = 4 * BUFFER_BYTES
-"""Bytes that may be on their way to the host."""
+"""Bytes that may be on their way to the host, unless more are allowed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,10 +72,21 @@ class _Stored(NamedTuple):
 
 
 class Mover:
-    """Moves units to and from the slots of one device."""
+    """Moves units to and from the slots of one device.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        most_stored: bytes that may be on their way to the host.
+
+    Attributes:
+        num_copies: copies of buffers to the host that were started.
+    """
+
+    def __init__(
+        self, device: torch.device, *, most_stored: int = MOST_STORED_AT_ONCE
+    ) -> None:
         self.device = device
+        self.num_copies = 0
+        self._most_stored = most_stored
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._stored: deque[_Stored] = deque()
 
@@ -83,9 +94,14 @@ class Mover:
 
     def free_bytes(self) -> int:
         """Return how many bytes of units may be stored now without piling up."""
+        self.num_copied()
+        return self._most_stored - sum(one.bytes for one in self._stored)
+
+    def num_copied(self) -> int:
+        """Return how many of `num_copies` have ended; they do so in order."""
         while self._stored and self._stored[0].event.query():
             self._stored.popleft()
-        return MOST_STORED_AT_ONCE - sum(one.bytes for one in self._stored)
+        return self.num_copies - len(self._stored)
 
     def store(
         self, group: TierGroup, slots: Tensor, targets: Sequence[Tensor]
@@ -109,6 +125,7 @@ class Mover:
             with self._copying():
                 for target, unit in zip(targets[begin:end], buffer, strict=True):
                     self._copy(target, unit)
+            self.num_copies += 1
             if self._stream is not None:
                 event = torch.cuda.Event()
                 event.record(self._stream)

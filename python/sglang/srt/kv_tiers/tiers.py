@@ -281,6 +281,12 @@ class KVTiers:
                 namespace=path.nodes[0].namespace,
             )
 
+    def store_path(self, key: RadixKey) -> None:
+        """Start copies of the units of a cached prefix that are not on the host."""
+        node = self.cache.cached_end(key)
+        if node.parent is not None:
+            self.store_run(node, 0)
+
     def free_bytes(self) -> int:
         """Return how many bytes may be stored now without delaying loads."""
         return self.mover.free_bytes()

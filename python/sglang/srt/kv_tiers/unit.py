@@ -189,6 +189,12 @@ class UnitLayout:
         """Return the sums in units [n, bytes]: a view int64 [n, slots]."""
         return units[:, self.offsets[-1] : self.bytes_per_unit].view(_SUM)
 
+    def seal(self, unit: Tensor) -> bytes:
+        """Return a digest of the sums of a unit, uint8 [bytes] on the host, which names
+        its contents."""
+        sums = unit[self.offsets[-1] : self.bytes_per_unit]
+        return blake2b(sums.numpy().data, digest_size=KEY_BYTES).digest()
+
     def gather(self, slots: Tensor, units: Tensor) -> None:
         """Copy slots into units, with sums of the memory that they lie in.
 

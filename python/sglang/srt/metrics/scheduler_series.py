@@ -46,6 +46,14 @@ GAUGES: dict[str, tuple[str, str]] = {
         "sglang:kv_events_connections",
         "Open connections to the sockets of KV events.",
     ),
+    "num_prefill_inflight_queue_reqs": (
+        "sglang:num_prefill_inflight_queue_reqs",
+        "Transfers of KV to decode engines that have not ended.",
+    ),
+    "num_decode_transfer_queue_reqs": (
+        "sglang:num_decode_transfer_queue_reqs",
+        "Requests that wait for KV of a prefill engine.",
+    ),
     "hicache_host_used_tokens": (
         "sglang:hicache_host_used_tokens",
         "Tokens whose KV is in host memory.",
@@ -128,6 +136,18 @@ COUNTERS: dict[str, tuple[str, str]] = {
     "kv_canary_healed_tokens_total": (
         "sglang:kv_canary_healed_tokens",
         "Tokens of requests that were recomputed after their KV was damaged.",
+    ),
+    "num_transfer_failed_reqs_total": (
+        "sglang:num_transfer_failed_reqs",
+        "Requests that did not get all KV that they asked a prefill engine for.",
+    ),
+    "kv_transfer_sent_bytes_total": (
+        "sglang:kv_transfer_sent_bytes",
+        "Bytes of KV that were sent to decode engines.",
+    ),
+    "kv_transfer_received_bytes_total": (
+        "sglang:kv_transfer_received_bytes",
+        "Bytes of KV that have come from prefill engines.",
     ),
     "hicache_stored_tokens_total": (
         "sglang:hicache_stored_tokens",

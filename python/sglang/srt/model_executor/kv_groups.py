@@ -167,8 +167,6 @@ def _refusal(args: ServerArgs) -> str:
     assert args.attention_backend is not None
     if not ATTENTION_BACKENDS[args.attention_backend].supports_window_slots:
         return f"--attention-backend {args.attention_backend}"
-    if args.disaggregation_mode != "null":
-        return f"--disaggregation-mode {args.disaggregation_mode}"
     return ""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import mmap
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
@@ -68,6 +69,46 @@ def host_zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             raise
         tensor.zero_()  # a kernel before Linux 5.14
     return tensor
+
+
+def host_bytes(
+    size: int, *, pinned_for: object | None = None, advice: str = ""
+) -> torch.Tensor:
+    """Allocate zeros, uint8 [size], in pages of their own.
+
+    Args:
+        pinned_for: pin the pages for copies by the GPU as long as this object lives.
+        advice: what to change if they cannot be pinned.
+
+    Raises:
+        OSError: there is not enough memory.
+        RuntimeError: the driver cannot pin it.
+    """
+    pages = max(-(-size // HUGE_PAGE_BYTES), 1)
+    # Whole pages, because a page cannot be pinned twice.
+    memory = host_zeros((pages * HUGE_PAGE_BYTES,), torch.uint8)
+    if pinned_for is not None:
+        _pin(memory, advice=advice)
+        weakref.finalize(pinned_for, _unpin, memory)
+    return memory[:size]
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    """Unlock memory before it is given back: otherwise whoever gets its addresses next
+    would share them with the GPU's copies of the old pages."""
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+
+
+def _pin(memory: torch.Tensor, *, advice: str) -> None:
+    """Lock memory for copies by the GPU. PyTorch's own pinned allocations round up to
+    powers of two."""
+    result = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    if int(result):
+        raise RuntimeError(
+            f"the driver cannot pin {memory.nbytes / 2**30:.1f} GiB of host memory "
+            f"(CUDA error {int(result)}); {advice}, or raise the limit of locked "
+            "memory (ulimit -l)"
+        )
 
 
 class HostBlocks:

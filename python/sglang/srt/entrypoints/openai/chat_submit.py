@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
+from sglang.srt.entrypoints.bootstrap_fields import read_bootstraps
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import aside
 from sglang.srt.entrypoints.openai.common import ClientNames, sampling_params
@@ -181,6 +182,7 @@ def _prompt_request(
         extra_key=body.tenant(),
         lora=manager.loras.asked(body.model, body.lora_path),
         priority=body.priority,
+        bootstraps=read_bootstraps(body, prompts=1, copies=params.n)[0],
         keeps_prompt_ids=bool(body.return_token_ids),
         return_hidden_states=bool(body.return_hidden_states),
         only_last_hidden_state=bool(body.return_hidden_states),

@@ -10,6 +10,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
+from sglang.srt.entrypoints.bootstrap_fields import read_bootstraps
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_io import (
     answer_size,
@@ -200,6 +201,7 @@ def _prompt_requests(
     prompts = _prompts(body.prompt)
     tenant = body.tenant()
     lora = manager.loras.asked(body.model, body.lora_path)
+    bootstraps = read_bootstraps(body, prompts=len(prompts), copies=params.n)
     rids = prompt_rids(body.rid, len(prompts), is_list=_is_list(body.prompt))
     return [
         PromptRequest(
@@ -216,11 +218,12 @@ def _prompt_requests(
             extra_key=tenant,
             lora=lora,
             priority=body.priority,
+            bootstraps=bootstraps[i],
             keeps_prompt_ids=bool(body.return_token_ids),
             return_hidden_states=bool(body.return_hidden_states),
             only_last_hidden_state=bool(body.return_hidden_states),
         )
-        for prompt, (rid, list_rid) in zip(prompts, rids, strict=True)
+        for i, (prompt, (rid, list_rid)) in enumerate(zip(prompts, rids, strict=True))
     ]
 
 

@@ -124,6 +124,9 @@ class Sampled(ChatOptions, kw_only=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     structured_outputs: dict[str, Any] | None = None
+    bootstrap_host: str | list[str | None] | None = None
+    bootstrap_port: int | list[int | None] | None = None
+    bootstrap_room: int | list[int | None] | None = None
 
     def tenant(self) -> str | None:
         """Return the request's `tenant_of`."""

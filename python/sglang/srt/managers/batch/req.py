@@ -104,6 +104,7 @@ class Req:
         self._grammar_lost_at: int | None = None
         self.client = request.client
         self.priority = request.priority
+        self.bootstrap = request.bootstrap
         self.sampling_row = SamplingRow(
             params=params,
             seed=seed,

@@ -5,6 +5,7 @@ Every rejection is a `BadRequest` that names the field, the value and the limit.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import uuid
 from collections.abc import Sequence
@@ -12,7 +13,12 @@ from dataclasses import dataclass
 
 from sglang.srt.managers.front.caller import client_tag
 from sglang.srt.managers.messages.errors import BadRequest, ContextOverflow
-from sglang.srt.managers.messages.io_struct import GenerateReq, LoraRef, SchedulerReady
+from sglang.srt.managers.messages.io_struct import (
+    Bootstrap,
+    GenerateReq,
+    LoraRef,
+    SchedulerReady,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.utils.hashing import digest
 from sglang.srt.utils.quoting import quoted
@@ -42,6 +48,10 @@ class PromptRequest:
         lora: name of an adapter, or None for the base model.
         priority: priority with --enable-priority-scheduling, or None for the lowest.
         keeps_prompt_ids: whether updates contain the prompt's token ids.
+        bootstraps: where the outputs meet themselves on another engine: none, one for
+            each, or one for all.
+        leaves_prompt_to_prefill: whether the prompt's log probabilities come from the
+            prefill engine, if there is one.
     """
 
     prompt: str | list[int]
@@ -62,6 +72,8 @@ class PromptRequest:
     input_embeds: bytes | None = None
     priority: int | None = None
     keeps_prompt_ids: bool = False
+    bootstraps: tuple[Bootstrap, ...] = ()
+    leaves_prompt_to_prefill: bool = False
 
     @property
     def field(self) -> str:
@@ -221,6 +233,30 @@ def sampling_error(error: ValueError) -> BadRequest:
     return BadRequest(str(error), param=named if is_field else "sampling_params")
 
 
+def check_role(request: PromptRequest, mode: str) -> PromptRequest:
+    """Return a request as an engine of --disaggregation-mode `mode` serves it.
+
+    Raises:
+        BadRequest: it needs another engine.
+    """
+    if not request.bootstraps:
+        return request
+    if mode == "null":
+        raise BadRequest(
+            "bootstrap_room needs a server started with --disaggregation-mode; leave "
+            "it out",
+            param="bootstrap_room",
+        )
+    if mode == "decode" and not all(one.host for one in request.bootstraps):
+        raise BadRequest(
+            "bootstrap_room needs bootstrap_host, the host of the prefill engine",
+            param="bootstrap_host",
+        )
+    if mode == "decode" and request.leaves_prompt_to_prefill:
+        return dataclasses.replace(request, logprob_start_len=-1)
+    return request
+
+
 def check_options(request: PromptRequest, *, allow_hidden_states: bool) -> None:
     """Reject options that are invalid for any prompt."""
     if request.return_hidden_states and not allow_hidden_states:
@@ -314,9 +350,15 @@ def to_wire(
             input_embeds=request.input_embeds,
             priority=request.priority,
             client=client_tag(),
+            bootstrap=_bootstrap(request, copy),
         )
         for copy in range(request.sampling_params.n)
     ]
+
+
+def _bootstrap(request: PromptRequest, copy: int) -> Bootstrap | None:
+    own = request.bootstraps[copy : copy + 1] or request.bootstraps[:1]
+    return own[0] if own else None
 
 
 def _rid(request: PromptRequest, copy: int, owner: str) -> str:

@@ -27,6 +27,7 @@ from sglang.srt.managers.front.prompt_request import (
     Limits,
     PromptRequest,
     check_options,
+    check_role,
     to_wire,
     within_vocab,
 )
@@ -304,7 +305,8 @@ class TokenizerManager:
         fitted: list[PromptRequest] = []
         checked: SamplingParams | None = None
         known: SamplingParams | None = None
-        for i, prompt in enumerate(prompts):
+        for i, asked in enumerate(prompts):
+            prompt = check_role(asked, self.server_args.disaggregation_mode)
             check_options(
                 prompt,
                 allow_hidden_states=self.server_args.enable_return_hidden_states,

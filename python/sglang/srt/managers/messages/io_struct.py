@@ -73,6 +73,15 @@ class LoraRef(msgspec.Struct, frozen=True, kw_only=True):
     revision: str
 
 
+class Bootstrap(msgspec.Struct, kw_only=True, frozen=True):
+    """Where a request meets itself on another engine: the address of the prefill
+    engine's bootstrap server, and a number that both engines were given."""
+
+    host: str
+    port: int
+    room: int
+
+
 class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Options of a request other than its prompt and sampling parameters.
 
@@ -97,6 +106,7 @@ class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True):
     priority: int | None = None
     client: str = ""
     lora: LoraRef | None = None
+    bootstrap: Bootstrap | None = None
 
 
 class GenerateReq(RequestOptions, kw_only=True, tag="generate"):
@@ -294,10 +304,12 @@ class TierDecision(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `arrived` has the numbers of loads that rank 0 has seen arrive. At most about
     `store_bytes` are stored. `reads` and `read` have the serials of requests for which
-    files are to be read, and of those for which that is over.
+    files are to be read, and of those for which that is over; `received` has those of
+    requests that need not wait for another engine any more.
     """
 
     arrived: list[int] = []
+    received: list[int] = []
     store_bytes: int = 0
     reads: list[int] = []
     read: list[int] = []
@@ -413,6 +425,13 @@ class SchedulerStats(msgspec.Struct, kw_only=True):
     hicache_loaded_tokens_total: int = 0
     hicache_skipped_tokens_total: int = 0
     hicache_damaged_units_total: int = 0
+    # KV between engines. Requests whose units are sent or awaited, and requests that
+    # did not get all of them.
+    num_prefill_inflight_queue_reqs: int = 0
+    num_decode_transfer_queue_reqs: int = 0
+    num_transfer_failed_reqs_total: int = 0
+    kv_transfer_sent_bytes_total: int = 0
+    kv_transfer_received_bytes_total: int = 0
     hicache_storage_tokens: int = 0
     hicache_storage_bytes: int = 0
     hicache_written_tokens_total: int = 0

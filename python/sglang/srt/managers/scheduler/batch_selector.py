@@ -277,6 +277,12 @@ class BatchSelector:
             return self.waiting
         return in_turns(self.waiting, self._holders())
 
+    def _ready(self) -> list[Req]:
+        """Return the queue without requests that wait for another tier."""
+        if self._loads is None:
+            return self.waiting
+        return [req for req in self.waiting if not self._loads.is_loading(req)]
+
     def _yield_places(self) -> None:
         """If one client holds rows for which another waits, queue some of its requests
         again; their KV stays in the prefix cache.
@@ -286,13 +292,13 @@ class BatchSelector:
         batch = self.running
         if batch is None or self._has_priorities:
             return
-        if not who_yields(self.waiting, batch.reqs):
+        if not who_yields(self._ready(), batch.reqs):
             return
         if self._resolve():
             batch.filter_decoding()
         if self._num_free_rows:
             return
-        yielding = who_yields(self.waiting, batch.reqs)
+        yielding = who_yields(self._ready(), batch.reqs)
         for req in reversed(yielding):
             self.withdraw(req)
             if req.finish_if_aborted():

@@ -10,6 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import structs
 
 from kv_canary.hashing import mix64_int
 from sglang.srt.arg_groups.draft_slots import decode_reserve
@@ -111,6 +112,17 @@ def _embeds_refusal(server_args: ServerArgs, runner: ModelRunner) -> str | None:
     return None
 
 
+def _shortened(request: GenerateReq, most: int) -> GenerateReq:
+    """Return a request for at most `most` tokens."""
+    params = request.sampling_params
+    params = structs.replace(
+        params,
+        max_new_tokens=min(params.max_new_tokens, most),
+        min_new_tokens=min(params.min_new_tokens, most),
+    )
+    return structs.replace(request, sampling_params=params)
+
+
 class RecentTexts:
     """Large texts of recent requests, so that equal ones are stored once."""
 
@@ -168,6 +180,10 @@ class RequestFactory:
                 f"the prompt has {len(request.input_ids)} tokens, but at most "
                 f"{limits.max_req_input_len} fit"
             )
+        if request.bootstrap is not None and limits.max_new_tokens is not None:
+            # The other engine samples the output; the router asks both for all of it.
+            request = _shortened(request, limits.max_new_tokens)
+            params = request.sampling_params
         embeds = self._embeds(request)
         tokens = self._checked_tokens(request.input_ids, are_known=embeds is not None)
         if request.return_hidden_states and not limits.allow_hidden_states:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.batch_selector import BatchSelector
     from sglang.srt.managers.scheduler.canary_gate import CanaryGate
     from sglang.srt.managers.scheduler.grammar_queue import GrammarQueue
+    from sglang.srt.managers.scheduler.handover import Handover
     from sglang.srt.managers.scheduler.output_streamer import OutputStreamer
     from sglang.srt.managers.scheduler.request_factory import RequestFactory
     from sglang.srt.managers.scheduler.stats import StatsTracker
@@ -40,6 +41,7 @@ class RequestIntake:
         canary: receives the ids of requests.
         max_queued_requests: maximum number of waiting requests; more are rejected.
         unfinished: all unfinished requests by id; maintained here.
+        handover: is told which requests are accepted and end.
 
     Attributes:
         recorder: is told which requests are accepted and end, or None.
@@ -56,7 +58,9 @@ class RequestIntake:
         stats: StatsTracker,
         max_queued_requests: int,
         unfinished: dict[str, Req],
+        handover: Handover,
     ) -> None:
+        self._handover = handover
         self._factory = factory
         self._batches = batches
         self._grammars = grammars
@@ -121,6 +125,7 @@ class RequestIntake:
 
     def _take_in(self, request: GenerateReq, req: Req) -> None:
         self._unfinished[req.rid] = req
+        self._handover.on_request(req)
         if self._canary is not None:
             self._canary.admit(req)
         if self.recorder is not None:
@@ -223,5 +228,6 @@ class RequestIntake:
         self._unfinished.pop(req.rid, None)
         self._streamer.owed[req.serial] = req
         self._stats.on_finish(req)
+        self._handover.on_end(req)
         if self.recorder is not None:
             self.recorder.on_end(req)

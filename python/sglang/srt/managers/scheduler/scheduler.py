@@ -42,6 +42,7 @@ from sglang.srt.managers.scheduler.grammar_queue import (
     GrammarQueue,
     create_grammar_queue,
 )
+from sglang.srt.managers.scheduler.handover import Handover
 from sglang.srt.managers.scheduler.healer import Healer, HealLimits
 from sglang.srt.managers.scheduler.inspector import Inspector
 from sglang.srt.managers.scheduler.kv_event_feed import KvEventFeed
@@ -153,6 +154,7 @@ class Scheduler:
             group=self._group,
             canary=self._canary,
             is_warm_up=is_warm_up,
+            wake=io.wake,
         )
         self.batches = BatchSelector(
             self.env,
@@ -187,6 +189,7 @@ class Scheduler:
             stats=self._stats,
             max_queued_requests=server_args.max_queued_requests,
             unfinished=self._unfinished,
+            handover=Handover() if self.tiers is None else self.tiers.handover,
         )
         self._results = BatchResultProcessor(
             self.cache,
@@ -421,7 +424,10 @@ class Scheduler:
             return 0
         if self._grammars:
             return GRAMMAR_WAIT_MS
-        return PROFILE_WAIT_MS if self._profiler.is_busy else IDLE_WAIT_MS
+        if self._profiler.is_busy:
+            return PROFILE_WAIT_MS
+        most = None if self.tiers is None else self.tiers.handover.wait_ms
+        return IDLE_WAIT_MS if most is None else most
 
     def _may_run(self) -> bool:
         """Whether there is something to launch."""

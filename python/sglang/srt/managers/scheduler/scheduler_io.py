@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections import deque
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,6 +20,9 @@ if TYPE_CHECKING:
     from sglang.srt.managers.messages.scheduler_addresses import SchedulerAddresses
 
 
+_PIPE_BYTES = 1 << 16
+
+
 class SchedulerIO(Protocol):
     def recv(self, *, wait_ms: int) -> list[SchedulerRequest]:
         """Return all messages that have arrived, waiting at most `wait_ms` for the
@@ -26,6 +31,9 @@ class SchedulerIO(Protocol):
 
     def send(self, message: SchedulerResponse) -> None:
         """Send a message; never blocks on a slow reader."""
+
+    def wake(self) -> None:
+        """End a `recv` that waits, or the next one; any thread may call it."""
 
 
 class ListIO:
@@ -43,6 +51,9 @@ class ListIO:
     def send(self, message: SchedulerResponse) -> None:
         self.responses.append(message)
 
+    def wake(self) -> None:
+        pass
+
 
 class NullIO:
     """Transport of a rank that does not talk to the front: there are no messages."""
@@ -51,6 +62,9 @@ class NullIO:
         return []
 
     def send(self, message: SchedulerResponse) -> None:
+        pass
+
+    def wake(self) -> None:
         pass
 
     def close(self) -> None:
@@ -68,11 +82,20 @@ class ZmqIO:
         self._responses = self._context.socket(zmq.PUSH)
         self._responses.set_hwm(0)
         self._responses.connect(addresses.response_endpoint)
+        # A pipe, because a ZeroMQ socket belongs to one thread.
+        self._woken, self._waker = os.pipe()
+        os.set_blocking(self._woken, False)
+        os.set_blocking(self._waker, False)
+        self._poller = zmq.Poller()
+        self._poller.register(self._requests, zmq.POLLIN)
+        self._poller.register(self._woken, zmq.POLLIN)
 
     def recv(self, *, wait_ms: int) -> list[SchedulerRequest]:
         received: list[SchedulerRequest] = []
         if wait_ms:
-            self._requests.poll(wait_ms)
+            self._poller.poll(wait_ms)
+            with contextlib.suppress(BlockingIOError):
+                os.read(self._woken, _PIPE_BYTES)
         while True:
             try:
                 frames = self._requests.recv_multipart(zmq.NOBLOCK)
@@ -83,8 +106,14 @@ class ZmqIO:
     def send(self, message: SchedulerResponse) -> None:
         self._responses.send(encode(message))
 
+    def wake(self) -> None:
+        # A full pipe wakes as well; a closed one has nobody to wake.
+        with contextlib.suppress(OSError):
+            os.write(self._waker, b"1")
+
     def close(self) -> None:
         """Send queued messages for at most a second, then close."""
         self._requests.close(linger=0)
         self._responses.close(linger=1000)
+        # The pipe stays: a thread may still wake whoever would get its number.
         self._context.term()

@@ -16,6 +16,7 @@ import numpy as np
 
 from sglang.srt.kv_tiers.group import TokenHistory
 from sglang.srt.managers.messages.io_struct import TierDecision
+from sglang.srt.managers.scheduler.handover import Handover
 from sglang.srt.mem_cache.cache_listener import CacheListener
 
 if TYPE_CHECKING:
@@ -58,9 +59,10 @@ class TierLoads(CacheListener):
 
     Args:
         group: the ranks of the engine.
-        policy: one of `WRITE_POLICIES`.
+        policy: one of `WRITE_POLICIES`, or empty if nothing is stored.
         report: called with a request's id and number, and the units that were damaged.
         read_policy: how long requests wait for files.
+        handover: brings units of other engines, or takes units there.
     """
 
     def __init__(
@@ -71,7 +73,9 @@ class TierLoads(CacheListener):
         policy: str,
         report: Callable[[str, int, Sequence[Damage]], None],
         read_policy: ReadPolicy,
+        handover: Handover | None = None,
     ) -> None:
+        self.handover = Handover() if handover is None else handover
         self._read_policy = read_policy
         # Requests that came since the last round, with files to look for.
         self._new: list[Req] = []
@@ -107,7 +111,8 @@ class TierLoads(CacheListener):
     @property
     def num_loading(self) -> int:
         """Number of requests that wait for another tier."""
-        return len(self._waiting) + len(self._readings) + len(self._new)
+        own = len(self._waiting) + len(self._readings) + len(self._new)
+        return own + self.handover.num_coming
 
     def on_queued(self, req: Req) -> None:
         """Look for a new request's prefix in files, with the next round."""
@@ -120,6 +125,7 @@ class TierLoads(CacheListener):
             req.serial in self._serials
             or req.serial in self._readings
             or req in self._new
+            or self.handover.is_coming(req)
         )
 
     def begins(self, req: Req, key: RadixKey, match: MatchResult) -> bool:
@@ -131,9 +137,11 @@ class TierLoads(CacheListener):
         tokens = np.array(req.tokens, dtype=np.int64)
         history = TokenHistory(tokens=tokens, salt=req.salt)
         given = self._given.pop(req, None)
-        others = [] if given is None else [given]
+        brought = (given, self.handover.take_source(req))
+        others = [source for source in brought if source is not None]
         number = self.tiers.begin(key, match, history, others)
         if number is None:
+            self.handover.release(req)
             return False
         self._waiting[number] = req
         self._serials.add(req.serial)
@@ -152,6 +160,7 @@ class TierLoads(CacheListener):
         """Return what this rank, the first, can see now."""
         return TierDecision(
             arrived=self.tiers.arrived(),
+            received=self.handover.decide(),
             store_bytes=self.tiers.free_bytes(),
             reads=[
                 req.serial
@@ -184,6 +193,7 @@ class TierLoads(CacheListener):
                 self._readings[req.serial] = (req, reading)
         for number in decision.arrived:
             self._end_load(number)
+        self.handover.apply(decision.received)
 
     def _end_reading(self, serial: int) -> None:
         """Keep what every rank has read for a request, until it is admitted."""
@@ -220,10 +230,12 @@ class TierLoads(CacheListener):
             end = min(of_rank.end for of_rank in every)
             keys = [key for of_rank in every for key in of_rank.keys]
         self.tiers.finish(number, end, keys)
+        self.handover.release(req)
 
     def after_round(self, decision: TierDecision) -> None:
         """Store what the round has added to the tree."""
         self.tiers.store_due(decision.store_bytes)
+        self.handover.after_round()
 
     def flush(self, tiers: Collection[str]) -> bool:
         """Empty some of the tiers host and storage; returns whether that was
@@ -236,7 +248,8 @@ class TierLoads(CacheListener):
             self.tiers.storage.drop_touched()
 
     def close(self) -> None:
-        """Finish what is being written."""
+        """Finish what is being written, and end every connection."""
+        self.handover.close()
         if self.tiers.storage is not None:
             self.tiers.storage.close()
 
@@ -249,6 +262,7 @@ class TierLoads(CacheListener):
         stats.hicache_loaded_tokens_total = self.tiers.stats.loaded
         stats.hicache_skipped_tokens_total = self.tiers.stats.skipped
         stats.hicache_damaged_units_total = self.tiers.stats.damaged
+        self.handover.add_stats(stats)
         storage = self.tiers.storage
         if storage is not None:
             unit = self.tiers.unit

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from sglang.srt.arg_groups.tiers_hook import StorageConfig, has_tiers, storage_config
+from sglang.srt.arg_groups.tiers_hook import (
+    StorageConfig,
+    has_other_engines,
+    has_tiers,
+    storage_config,
+)
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.tier_records import create_tier_records
 from sglang.srt.kv_canary.tier_report import TierReporter
 from sglang.srt.kv_tiers.files import FileLimits, open_folder
 from sglang.srt.kv_tiers.group import TierGroup
-from sglang.srt.kv_tiers.mover import Mover
+from sglang.srt.kv_tiers.mover import MOST_STORED_AT_ONCE, Mover
 from sglang.srt.kv_tiers.places import (
     Places,
     PrimaryPlaces,
@@ -23,6 +28,7 @@ from sglang.srt.kv_tiers.places import (
 from sglang.srt.kv_tiers.storage import Storage
 from sglang.srt.kv_tiers.tiers import KVTiers
 from sglang.srt.kv_tiers.unit import SlotTensor, unit_tokens
+from sglang.srt.managers.scheduler.disaggregation_setup import create_handover
 from sglang.srt.managers.scheduler.model_digest import DIGEST_BYTES, model_digest
 from sglang.srt.managers.scheduler.tier_loads import ReadPolicy, TierLoads
 from sglang.srt.mem_cache.groups.state_runs import StateRuns
@@ -43,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 # Host memory that stays free for everything else.
 _KEPT_FREE = 1 << 30
+# A prefill engine may have so many times more on its way to the host.
+_PREFILL_FACTOR = 4
 
 
 def create_tier_loads(
@@ -52,6 +60,7 @@ def create_tier_loads(
     *,
     group: TensorParallelGroup,
     canary: CanaryGate | None,
+    wake: Callable[[], None],
     is_warm_up: bool = False,
 ) -> TierLoads | None:
     """Create the tiers that the flags ask for, or return None.
@@ -59,9 +68,11 @@ def create_tier_loads(
     Args:
         is_warm_up: whether requests are made up. Then nothing is kept, because their KV
             may not be computed, and only the kernels are prepared.
+        wake: called in other threads when an idle scheduler has something to do.
 
     Raises:
-        ValueError: there is too little host memory; names the flag and what fits.
+        ValueError: there is too little host memory, or no way to other engines; names
+            the flag and the fix.
     """
     if not has_tiers(server_args):
         return None
@@ -77,11 +88,17 @@ def create_tier_loads(
         page_size=cache.page_size,
         rank=group.rank,
     )
-    mover = Mover(runners[0].token_to_kv_pool.device)
-    identity = _layout_digest(groups, rank=group.rank, size=group.size)
-    config, storage = storage_config(server_args), None
+    most_stored = MOST_STORED_AT_ONCE
+    if server_args.disaggregation_mode == "prefill":
+        # What is not stored yet cannot be sent.
+        most_stored *= _PREFILL_FACTOR
+    mover = Mover(runners[0].token_to_kv_pool.device, most_stored=most_stored)
+    layout = _layout_digest(groups, rank=group.rank, size=group.size)
+    identity, storage = layout, None
+    if has_other_engines(server_args):
+        identity = model_digest(server_args, runners, layout)
+    config = storage_config(server_args)
     if server_args.hicache_storage_backend is not None:
-        identity = model_digest(server_args, runners, identity)
         storage = _open_storage(config, groups, cache, identity=identity)
     tiers = KVTiers(
         cache=cache,
@@ -92,14 +109,27 @@ def create_tier_loads(
         storage=storage,
         before_load=(lambda: None) if canary is None else canary.settle,
     )
+    handover = create_handover(
+        server_args,
+        runners,
+        tiers,
+        group=group,
+        layout=layout,
+        report=reporter.report,
+        wake=wake,
+    )
+    has_host = server_args.enable_hierarchical_cache
     loads = TierLoads(
         tiers,
         group=group,
-        policy=server_args.hicache_write_policy,
+        policy=server_args.hicache_write_policy if has_host else "",
         report=reporter.report,
         read_policy=_read_policy(server_args.hicache_storage_prefetch_policy, config),
+        handover=handover,
     )
     cache.listeners.append(loads)
+    if not has_host:
+        return loads
     logger.info(
         "KV in host memory: %d tokens in units of %d, %.2f GiB (%s)",
         tiers.pools[0].size * tiers.unit,
@@ -207,11 +237,13 @@ def _host_units(
     ranks: int,
 ) -> list[int]:
     """Return the units of host memory of each group: all have the same share of their
-    slots on the device.
+    slots on the device, or none without --enable-hierarchical-cache.
 
     Raises:
         ValueError: there is too little host memory, or not a unit fits.
     """
+    if not server_args.enable_hierarchical_cache:
+        return [0] * len(groups)
     slots = [cache.allocator.size, *(runs.slots.size for runs in cache.groups)]
     on_device = [
         size / group.places.per_unit * group.layout.bytes_per_unit
