@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -91,9 +92,14 @@ class Replica:
 
     def num_requests(self) -> int:
         """Number of requests accepted since it was started."""
-        answer = httpx.get(self.url + "/server_info", trust_env=False, timeout=30)
-        count: int = answer.json()["internal_states"][0]["num_requests_total"]
+        count: int = self.internal_state()["num_requests_total"]
         return count
+
+    def internal_state(self) -> dict[str, Any]:
+        """Return the scheduler's gauges and counters."""
+        answer = httpx.get(self.url + "/server_info", trust_env=False, timeout=30)
+        state: dict[str, Any] = answer.json()["internal_states"][0]
+        return state
 
     def flush_cache(self) -> None:
         answer = httpx.post(self.url + "/flush_cache", trust_env=False, timeout=30)
@@ -102,6 +108,9 @@ class Replica:
 
 class Gateway:
     """`python -m <module> launch` in front of `urls`.
+
+    Args:
+        workers: flags that name the workers, if not all of them serve whole requests.
 
     Attributes:
         lines: log lines so far.
@@ -115,6 +124,7 @@ class Gateway:
         *,
         policy: str,
         flags: Sequence[str] = (),
+        workers: Sequence[str] = (),
     ) -> None:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -125,7 +135,7 @@ class Gateway:
         command += ["--worker-startup-check-interval", "1", *HEALTH_FLAGS, *flags]
         command += OWN_FLAGS.get(module, ())
         self._process = subprocess.Popen(
-            [*command, "--worker-urls", *urls],
+            [*command, *(workers or ("--worker-urls", *urls))],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
