@@ -100,7 +100,6 @@ class Link(Generic[M]):
                 self._write_one(item)
             if item.on_sent is not None:
                 item.on_sent()
-        self._socket.close()
 
     def _write_one(self, item: _Outgoing) -> None:
         body = encode(item.message)
@@ -159,8 +158,15 @@ class Link(Generic[M]):
                 raise LinkLost(f"{self.peer} has closed the connection")
             filled += count
 
+    def dispose(self) -> None:
+        """End the connection and give it back; for the thread that receives. Before
+        that, another connection could get its number."""
+        self.close()
+        self._writer.join()
+        self._socket.close()
+
     def close(self) -> None:
-        """End the connection; what was not sent is dropped."""
+        """End the connection; what was not sent is dropped. Any thread may do it."""
         if self._is_closed.is_set():
             return
         self._is_closed.set()

@@ -317,8 +317,9 @@ class _Peer(threading.Thread):
         with self._lock:
             self._is_lost = True
             left, self._transfers = self._transfers, {}
-            if self._link is not None:
-                self._link.close()
+            link, self._link = self._link, None
+        if link is not None:
+            link.dispose()
         level = logging.WARNING if left else logging.INFO
         logger.log(level, "KV transfer: %s; %d requests go on alone", why, len(left))
         for transfer in left.values():
@@ -343,7 +344,7 @@ class _Peer(threading.Thread):
             if not isinstance(answer, Welcome):
                 raise LinkLost(f"{self._address} did not greet")
             if answer.port:
-                link.close()
+                link.dispose()
                 port = answer.port
                 continue
             try:

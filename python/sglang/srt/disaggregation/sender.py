@@ -129,7 +129,7 @@ class Listener:
                 self._listen(link)
         except LinkLost as error:
             logger.info("KV transfer: %s", error)
-        link.close()
+        link.dispose()
         self._links.discard(link)
         self._tell(Heard(link, None))
 
