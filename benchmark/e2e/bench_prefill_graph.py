@@ -32,6 +32,7 @@ from served import build_served
 from kv_canary.evidence import Owner
 from sglang.bench_utils.report import format_table
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode
+from sglang.srt.kv_canary.runner.details import HostBooks
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.ops.linear.op import linear
 from sglang.srt.managers.messages.io_struct import GenerateReq
@@ -190,9 +191,7 @@ class Side:
         assert not self.graphs.fallbacks, self.graphs.fallbacks
         manager = self.runner.canary_manager
         if manager is not None:
-            found = manager.drain(
-                owner_of=lambda s: Owner("?"), tokens_of=lambda s: None
-            )
+            found = manager.drain(owner_of=lambda s: Owner("?"), books=HostBooks())
             assert not found, found
 
 

@@ -153,13 +153,13 @@ def test_each_half_reads_its_own_tensors(
 ) -> None:
     with_head(tmp_path, architecture)
     read: list[str] = []
-    original = weight_utils._read
+    original = weight_utils.read_tensor
 
     def note(tensors: Any, name: str, file: Path) -> Tensor:
         read.append(name)
         return original(tensors, name, file)
 
-    monkeypatch.setattr(weight_utils, "_read", note)
+    monkeypatch.setattr(weight_utils, "read_tensor", note)
     load(ModelConfig.from_path(tmp_path))
     of_target = set(read)
     read.clear()
