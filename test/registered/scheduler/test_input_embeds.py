@@ -112,6 +112,23 @@ def test_prefixes_are_shared_as_far_as_the_contents_are_equal(
     assert all(answers[rid].output_ids == expected[i] for i, rid in rids)
 
 
+def test_ngrams_are_drafted_from_tokens_alone(llama, embed):
+    """Also where the same embeddings come again."""
+    (part,) = prompts_of(random.Random(2), [6])
+    options = {"max_new_tokens": 24, "ignore_eos": True}
+    expected = engine(llama).generate(part * 5, **options).output_ids
+    harness = engine(
+        llama,
+        speculative_algorithm="NGRAM",
+        speculative_num_draft_tokens=6,
+        kv_canary="raise",
+        kv_canary_real_data="all",
+    )
+    for form in ({}, {"input_embeds": embed(part * 5)}, {}):
+        for _ in range(2):
+            assert harness.generate(part * 5, **form, **options).output_ids == expected
+
+
 def test_only_equal_embeddings_are_cached(llama, embed):
     first, second = prompts_of(random.Random(1), [48, 48])
     second[:20] = first[:20]

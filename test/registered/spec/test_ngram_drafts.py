@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from sglang.srt.configs.draft_layout import TreeShape
 from sglang.srt.speculative.ngram.history import NO_TOKEN, NONE, SIZES, TokenHistory
 from sglang.srt.speculative.ngram.trees import KEEP, build_trees, path_weights
+from sglang.srt.utils.salt_chain import FIRST_CONTENT_ID
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 
@@ -121,6 +122,20 @@ def test_streams_of_another_namespace_never_match():
     found = writing.history.matches(np.array([extent.end - 1]), count=COUNT)
     real = [place for place in found.places[0].tolist() if place != NONE]
     assert real and all(place >= extent.begin for place in real)
+
+
+def test_embeddings_are_never_drafted():
+    """Their ids are wider than a token, and would reach into the namespace's tag."""
+    history = TokenHistory(capacity=64, max_match=MAX_MATCH, max_draft=MAX_DRAFT)
+    extent = history.reserve(8)
+    embeddings = np.array([FIRST_CONTENT_ID, (1 << 61) - 1])
+    tokens = np.concatenate([[5, 6], embeddings, [5, 6]])
+    history.append([extent], [tokens], [1])
+    ends = np.array([extent.end - 1])
+    found = history.matches(ends, count=COUNT)
+    assert found.lens[0].tolist() == [2] + [0] * (COUNT - 1)
+    drafts = history.continuations(ends, found, length=MAX_DRAFT)
+    assert (drafts == NO_TOKEN).all()
 
 
 def test_appending_at_once_is_appending_one_by_one():

@@ -21,6 +21,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from sglang.srt.utils.salt_chain import FIRST_CONTENT_ID
+
 if TYPE_CHECKING:
     import numpy.typing as npt
 
@@ -120,6 +122,7 @@ class TokenHistory:
         n-grams that end there.
 
         Args:
+            tokens: content ids of embeddings take places, but are no tokens.
             tags: of the requests' namespaces.
         """
         lens = [len(new) for new in tokens]
@@ -133,7 +136,8 @@ class TokenHistory:
         )
         begins = np.repeat([extent.begin for extent in extents], lens)
         marks = np.repeat([(tag & _TAG_MASK) << _TOKEN_BITS for tag in tags], lens)
-        self._words[places] = (np.concatenate(tokens) + 1) | marks
+        new = np.concatenate(tokens)
+        self._words[places] = np.where(new < FIRST_CONTENT_ID, (new + 1) | marks, NONE)
         for extent, length in zip(extents, lens, strict=True):
             extent.end += length
         hashes = np.zeros(len(places), np.int64)
