@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from sglang.srt.layers.ops.activation.triton import activated
-from sglang.srt.layers.ops.linear.triton_kernels import LINE, prefetch
+from sglang.srt.layers.ops.linear.triton_kernels import prefetch_items
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
 
@@ -49,11 +49,9 @@ def gated_gemm_kernel(
         n = tl.minimum(gate_row + tl.arange(0, BLOCK_N), outputs - 1)
         gate = weight + n.to(tl.int64)[:, None] * K
         up = gate + outputs.to(tl.int64) * K
-        lines = tl.arange(0, BLOCK_K // LINE)[None, :] * LINE
         for ahead in tl.static_range(PREFETCH):
-            column = tl.minimum(ahead * BLOCK_K + lines, K - 1)
-            prefetch((gate + column).to(tl.int64, bitcast=True))
-            prefetch((up + column).to(tl.int64, bitcast=True))
+            prefetch_items(gate, ahead * BLOCK_K, K, BLOCK_K)
+            prefetch_items(up, ahead * BLOCK_K, K, BLOCK_K)
     wait_for_inputs(PDL)
     gate_sum = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
     up_sum = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)

@@ -25,7 +25,7 @@ E4M3_BITS = tl.constexpr(2)
 INT4 = tl.constexpr(3)
 MXFP4 = tl.constexpr(4)
 FORMATS = {"plain": 0, "e4m3": 1, "e4m3_bits": 2, "int4": 3, "mxfp4": 4}
-LINE = tl.constexpr(64)  # elements of 2 bytes in a cache line
+LINE_BITS = tl.constexpr(128 * 8)  # of a cache line
 
 
 class Product(NamedTuple):
@@ -202,6 +202,19 @@ def prefetch(address):
 
 
 @triton.jit
+def prefetch_items(start, first, ITEMS: tl.constexpr, BLOCK: tl.constexpr):
+    """Fetch the items first .. first + BLOCK of rows into L2.
+
+    start: pointers [rows, 1] to the first of ITEMS stored items of each row. Past the
+    end of a row its last item is fetched instead. BLOCK may be less than a cache line.
+    """
+    LINE: tl.constexpr = LINE_BITS // start.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (BLOCK + LINE - 1) // LINE
+    item = first + tl.arange(0, LINES)[None, :] * LINE
+    prefetch((start + tl.minimum(item, ITEMS - 1)).to(tl.int64, bitcast=True))
+
+
+@triton.jit
 def _finish(
     total,
     tile,
@@ -332,10 +345,9 @@ def gemm_kernel(
     PER_ITEM: tl.constexpr = 2 if PRODUCT.format >= INT4 else 1
     start = weight + row[:, None] * (K // PER_ITEM)
     if PDL:
-        lines = tl.arange(0, BLOCK_K // LINE)[None, :] * LINE
+        ITEMS: tl.constexpr = BLOCK_K // PER_ITEM
         for ahead in tl.static_range(PREFETCH):
-            column = tl.minimum((first + ahead) * BLOCK_K + lines, K - 1) // PER_ITEM
-            prefetch((start + column).to(tl.int64, bitcast=True))
+            prefetch_items(start, (first + ahead) * ITEMS, K // PER_ITEM, ITEMS)
     wait_for_inputs(PDL)
     k = tl.arange(0, BLOCK_K)[None, :]
     m = tl.arange(0, BLOCK_M)[:, None]
