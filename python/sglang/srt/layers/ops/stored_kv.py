@@ -1,4 +1,4 @@
-"""Device function of the kernels that store KV of 8 bits."""
+"""Device functions of the kernels that store and read KV of 8 bits."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -21,6 +21,20 @@ def stored_value(value, target, scale, MOST: tl.constexpr):
         scaled = tl.where(scaled > MOST, MOST, scaled)
         scaled = tl.where(scaled < -MOST, -MOST, scaled)
         return scaled.to(target.dtype.element_ty)
+
+
+@triton.jit
+def read_value(stored, dtype):
+    """Return stored values as `dtype`, exactly; NaN and infinity stay what they are.
+
+    e5m2 is the upper byte of float16. Triton converts it to bfloat16 by moving bits and
+    multiplying by a power of two, which makes numbers like 98304 of NaN and infinity.
+    Through float16 it is exact on every device. e4m3 goes through float16 anyway.
+    """
+    if stored.dtype == tl.float8e5:
+        return stored.to(tl.float16).to(dtype)
+    else:
+        return stored.to(dtype)
 
 
 def most_stored(values: Tensor, cache: Tensor) -> int:

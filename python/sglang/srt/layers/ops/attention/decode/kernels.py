@@ -23,6 +23,7 @@ from sglang.srt.layers.ops.attention.shared.elements import (
     page_to_slots,
     row_kv,
 )
+from sglang.srt.layers.ops.stored_kv import read_value
 
 NEVER = tl.constexpr(int(Compares.NEVER))
 ALWAYS = tl.constexpr(int(Compares.ALWAYS))
@@ -61,10 +62,10 @@ def attend_range(
         # Slots past the end may hold NaN, which a zero weight would not silence.
         is_loaded = is_read[:, None] & kv.is_channel[None, :]
         k = tl.load(kv.k + slot * kv.k_stride, mask=is_loaded, other=0.0)
-        k = k.to(query.dtype)
+        k = read_value(k, query.dtype)
         weight, shrink, top = weights_of_read(query, k, is_read, top, scale)
         v = tl.load(kv.v + slot * kv.v_stride, mask=is_loaded, other=0.0)
-        v = v.to(query.dtype)
+        v = read_value(v, query.dtype)
         total = total * shrink + tl.sum(weight, 1)
         acc = acc * shrink[:, None]
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")

@@ -37,6 +37,7 @@ from sglang.srt.layers.ops.attention.shared.masks import (
     is_attended,
     load_row_lens,
 )
+from sglang.srt.layers.ops.stored_kv import read_value
 
 
 class RowLatents(NamedTuple):
@@ -109,9 +110,9 @@ def attend_latents(
         slot = page_to_slots(page, element, LATENT.page_size)
         at = latents.at + slot * latents.slot_stride
         latent = load_channels(at, is_read, LATENT.rank, LATENT.block_rank)
-        latent = latent.to(query.dtype)
+        latent = read_value(latent, query.dtype)
         key = load_channels(at + LATENT.rank, is_read, LATENT.rope, LATENT.block_rope)
-        key = key.to(query.dtype)
+        key = read_value(key, query.dtype)
         score = tl.dot(query, tl.trans(latent), input_precision="ieee")
         score = tl.dot(rotated, tl.trans(key), score, input_precision="ieee") * scale
         if IS_MASKED:

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from sglang.srt.layers.ops.attention.shared.elements import load_tile, slots_of_tile
 from sglang.srt.layers.ops.attention.shared.masks import is_attended, masked_at
+from sglang.srt.layers.ops.stored_kv import read_value
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -240,10 +241,10 @@ def attend_masked_tiles(
     for start in tl.range(begin, stop, TILE.masked_n, num_stages=1):
         element = start + tl.arange(0, TILE.masked_n)
         k_at, v_at, is_loaded = masked_at(kv, new, mask, element, SHAPE.page_size)
-        k = tl.load(k_at, mask=is_loaded, other=0.0).to(query.dtype)
+        k = read_value(tl.load(k_at, mask=is_loaded, other=0.0), query.dtype)
         if DEFER_NAN:
             # All loads precede the first use, so that their latencies overlap.
-            v = tl.load(v_at, mask=is_loaded, other=0.0).to(query.dtype)
+            v = read_value(tl.load(v_at, mask=is_loaded, other=0.0), query.dtype)
         attends = is_attended(mask, element)
         product = tl.dot(query, tl.trans(k), input_precision="ieee")
         score = to_scores(product, scale)
@@ -255,7 +256,7 @@ def attend_masked_tiles(
             bad = tl.maximum(bad, tl.max(is_bad.to(tl.int32), 1))
             v = tl.where(is_bad, 0.0, v.to(tl.float32)).to(v.dtype)
         else:
-            v = tl.load(v_at, mask=is_loaded, other=0.0).to(query.dtype)
+            v = read_value(tl.load(v_at, mask=is_loaded, other=0.0), query.dtype)
             is_bad = is_not_finite(v)
             if tl.max(tl.max(is_bad.to(tl.int32), 1), 0) > 0:
                 touch = tl.dot(attends.to(v.dtype), is_bad.to(v.dtype))

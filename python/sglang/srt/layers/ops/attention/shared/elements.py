@@ -12,6 +12,8 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from sglang.srt.layers.ops.stored_kv import read_value
+
 
 class RowKV(NamedTuple):
     """K and V of one KV head as one row reads them from the pool.
@@ -156,6 +158,7 @@ def load_tile(at, is_channel, dtype, SHAPE: tl.constexpr):
     """Load [elements, channels] of elements that all exist as `dtype`, the queries';
     padding is zero."""
     if SHAPE.block_d != SHAPE.head_dim:
-        return tl.load(at, mask=is_channel[None, :], other=0.0).to(dtype)
+        stored = tl.load(at, mask=is_channel[None, :], other=0.0)
     else:
-        return tl.load(at).to(dtype)
+        stored = tl.load(at)
+    return read_value(stored, dtype)
