@@ -43,6 +43,14 @@ register_cuda_ci(est_time=40, suite="cuda")
 
 KV = [torch.float8_e4m3fn, torch.float8_e5m2]
 SCALES = KVScales(k=0.5, v=0.25)
+# Share of rotated values that two kernels may store differently. Their float32 results
+# are within about 8 steps of 2 ** -24, from the order of sums, the inverse root and
+# fused products. A code of 8 bits is 2 ** -4 of a value wide or wider, and for small
+# values not much of the products they come from; so an edge between two codes lies
+# between the results for about 2 * 8 * 2 ** -24 / 2 ** -4 = 2 ** -16 of the values. A
+# rounding to 16 bits before does not change that: it falls otherwise more often, but
+# few of its steps are edges of codes. Two of the inputs, normalised, add as much each.
+MOST_DIFFERENT = 2**-10
 
 
 def of_8_bits(problem: Problem, kv: torch.dtype) -> Problem:
@@ -162,6 +170,13 @@ def test_rotated_stores(kv: torch.dtype, dtype: torch.dtype) -> None:
     compare_stores(latent_store, latent_store_ref, *args, **rope)
 
 
+def distinct_slots(tokens: int, slots: int) -> Tensor:
+    """Return a slot for each token, 2 for the first. None twice, because then either of
+    the rows may stay."""
+    others = torch.randperm(slots - 3, device=DEVICE)[: tokens - 1] + 3
+    return torch.cat((torch.full((1,), 2, device=DEVICE), others))
+
+
 def compare_stores(
     op: Any,
     reference: Any,
@@ -177,12 +192,11 @@ def compare_stores(
     tokens, slots = len(q), 70
     options = {
         "positions": torch.arange(tokens, device=DEVICE),
-        "out_cache_loc": torch.randperm(slots - 2, device=DEVICE)[:tokens] + 2,
+        "out_cache_loc": distinct_slots(tokens, slots),
         "cos_sin_cache": None,
         "scales": scales,
         **rope,
     }
-    options["out_cache_loc"][0] = 2
     made = []
     for run in (op, reference):
         caches = [
@@ -206,7 +220,8 @@ def compare_stores(
         if not rope:
             assert not bool(differ.any()), (found[differ], expected[differ])
         apart = (bits(found).int() - bits(expected).int()).abs()
-        assert differ.float().mean() < 0.01 and bool((apart[differ] == 1).all())
+        assert differ.float().mean() < MOST_DIFFERENT
+        assert bool((apart[differ] == 1).all())
     return made[0][0], made[0][1]
 
 
