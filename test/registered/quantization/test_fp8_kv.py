@@ -90,7 +90,8 @@ def test_logits_are_those_of_the_rounded_values(
     """K and V, a window beside a full group, and latents; with scales of layers."""
     plain = write_tiny_model(tmp_path / "plain", family)
     folder = with_scales(plain, tmp_path / "scaled", SCALES)
-    none: dict[str, Any] = {"kv_canary": "none"}
+    # The oracle's pool keeps rounded values exactly; a GPU would use bfloat16.
+    none: dict[str, Any] = {"kv_canary": "none", "dtype": "float32"}
     harness = ForwardHarness(folder, kv_cache_dtype=name, **none)
     assert harness.runner.token_to_kv_pool.dtype == KV_DTYPES[name]
     found = logits(harness)
@@ -181,7 +182,7 @@ def test_drafts_follow_the_target_or_their_own_flag(
         runner.token_to_kv_pool.dtype
         for runner in (worker.model_runner, worker.draft_worker.draft_runner)
     ]
-    wide = torch.float32
+    wide = worker.model_runner.dtype
     assert dtypes == [
         KV_DTYPES.get(name, wide),
         KV_DTYPES.get(name if draft is None else draft, wide),
@@ -307,7 +308,7 @@ def test_a_file_of_scales(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> N
 def test_a_type_that_is_not_the_models(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, "LlamaForCausalLM")
     with pytest.raises(ValueError, match="--kv-cache-dtype bfloat16: .* --dtype bfloa"):
-        ForwardHarness(folder, kv_cache_dtype="bf16")
+        ForwardHarness(folder, kv_cache_dtype="bf16", dtype="float32")
     harness = ForwardHarness(folder, kv_cache_dtype="bf16", dtype="bfloat16")
     assert harness.runner.token_to_kv_pool.dtype == torch.bfloat16
     with pytest.raises(ValueError, match="--kv-cache-dtype"):
