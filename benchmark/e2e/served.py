@@ -16,14 +16,25 @@ from sglang.srt.managers.scheduler.build import build_scheduler, settle
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_io import NullIO, SchedulerIO
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.kernel_loads import KernelLoads
 
 JOIN_S = 60
 
+_watching: list[KernelLoads] = []
+
 
 def build_served(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
-    """Build a scheduler and tune this process for serving."""
+    """Build a scheduler and tune this process for serving.
+
+    Earlier schedulers of this process no longer warn about late kernels, because those
+    of this one's start would count as theirs.
+    """
+    while _watching:
+        _watching.pop().stop()
     scheduler = build_scheduler(server_args, io)
     settle(server_args)
+    if server_args.device != "cpu":
+        _watching.append(scheduler.worker.model_runner.late_kernels)
     return scheduler
 
 
