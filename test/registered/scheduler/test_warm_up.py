@@ -9,13 +9,20 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.forward.graph_capture import RehearsalBackend
-from sglang.srt.managers.messages.io_struct import SchedulerStats
+from sglang.srt.layers.ops.linear.triton_table import (
+    MAX_ROWS,
+    lookup,
+    lookup_quantized,
+)
+from sglang.srt.lora.pool import AdapterPool
+from sglang.srt.managers.messages.io_struct import LoraRef, SchedulerStats
 from sglang.srt.managers.scheduler import build
 from sglang.srt.managers.scheduler.warm_up import compile_ahead, is_warmed_up, warm_up
 from sglang.srt.managers.scheduler.warm_up_scenes import SceneLimits, scenes
@@ -45,6 +52,13 @@ ENGINES: dict[str, dict[str, Any]] = {
     "heal": {**CANARY, "kv_canary": "heal"},
     "hidden states": {**COMMON, "enable_return_hidden_states": True},
     "few slots": {**CANARY, "max_total_tokens": 48, "max_running_requests": 2},
+    "adapters": {
+        **CANARY,
+        "enable_lora": True,
+        "max_lora_rank": 8,
+        "lora_target_modules": ["all"],
+        "max_loras_per_batch": 1,
+    },
     "record": {**CANARY, "kv_canary_record": 50},
 }
 # Counters that depend on the wall clock.
@@ -96,7 +110,9 @@ def state_of(engine: EngineHarness) -> dict[str, Any]:
     allocator, rows = scheduler.cache.allocator, scheduler.cache.req_to_token_pool
     stats = scheduler.stats_snapshot()
     managers = scheduler.worker.canary_managers()
+    adapters = scheduler.worker.model_runner.adapters
     return {
+        "adapters": adapters and (adapters.loaded, _slots_of(adapters.pool)),
         "stats": [getattr(stats, name) for name in _counted(stats)],
         "pages": allocator.save().tolist(),
         "secondary": [group.available_size() for group in allocator.secondary],
@@ -107,6 +123,11 @@ def state_of(engine: EngineHarness) -> dict[str, Any]:
         "findings": [m.reporter.total for m in managers],
         "rid": [m.serials.rid(serial) for m in managers for serial in range(4)],
     }
+
+
+def _slots_of(pool: AdapterPool[Any]) -> list[Any]:
+    revisions = pool.revisions_in(np.arange(1, 1 + pool.num_slots))
+    return [pool.num_placed, revisions]
 
 
 def _counted(stats: SchedulerStats) -> list[str]:
@@ -293,21 +314,23 @@ def test_one_thread_of_the_host_serves_beside_a_gpu(
     assert froze
 
 
+LIMITS = SceneLimits(
+    rows=96,
+    slots=1 << 20,
+    context=1 << 15,
+    batch_tokens=8192,
+    has_chunks=True,
+    vocab_size=1000,
+    graph_rows=96,
+    is_prefill_only=False,
+    has_prefix_cache=True,
+    has_grammars=False,
+    has_hidden_states=False,
+)
+
+
 def test_full_batches_are_admitted_from_the_cache() -> None:
     """Without one these would be prefilled, all of them."""
-    limits = SceneLimits(
-        rows=96,
-        slots=1 << 20,
-        context=1 << 15,
-        batch_tokens=8192,
-        has_chunks=True,
-        vocab_size=1000,
-        graph_rows=96,
-        is_prefill_only=False,
-        has_prefix_cache=True,
-        has_grammars=False,
-        has_hidden_states=False,
-    )
 
     def alike(limits: SceneLimits) -> list[tuple[int, int]]:
         """Rows and tokens of the scenes whose requests are all the same."""
@@ -318,8 +341,26 @@ def test_full_batches_are_admitted_from_the_cache() -> None:
             if len(ask) > 1 and all(one == ask[0] for one in ask)
         ]
 
-    assert alike(limits) == [(rows, 2730) for rows in (96, 48, 24, 12, 6, 3)]
-    assert alike(replace(limits, has_prefix_cache=False)) == []
+    assert alike(LIMITS) == [(rows, 2730) for rows in (96, 48, 24, 12, 6, 3)]
+    assert alike(replace(LIMITS, has_prefix_cache=False)) == []
+
+
+@pytest.mark.parametrize("k", [2048, 4096, 8192, 14336])
+@pytest.mark.parametrize("n", [4096, 6144, 28672, 57344])
+def test_prompts_with_adapters_are_warm(n: int, k: int) -> None:
+    """Without a GPU nothing else tells that the products of any number of tokens have
+    run."""
+
+    def variant(rows: int) -> Any:
+        stored = lookup_quantized(rows=min(rows, MAX_ROWS), n=n, k=k, group=128)
+        least = min(max(16, 1 << (rows - 1).bit_length()), 2 * MAX_ROWS)
+        plain = lookup(rows=rows, n=n, k=k, gated=False)
+        return rows == 1, plain, rows <= MAX_ROWS and (stored, least)
+
+    asks = scenes(replace(LIMITS, lora=LoraRef(name="a", path="", revision="r")))
+    warm = [len(ask[0].input_ids) for ask in asks if ask[0].lora is not None]
+    assert {variant(rows) for rows in warm} == {variant(rows) for rows in range(1, 300)}
+    assert all(r.lora is None for ask in scenes(LIMITS) for r in ask)
 
 
 def test_late_kernels_are_counted_and_named_once(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from sglang.srt.arg_groups.lora_hook import (
 )
 from sglang.srt.layers.linear import Linear
 from sglang.srt.lora.adapter_config import AdapterConfig, read_adapter_config
-from sglang.srt.lora.adapter_file import read_adapter
+from sglang.srt.lora.adapter_file import AdapterTensors, read_adapter
 from sglang.srt.lora.layout import AdapterLayout
 from sglang.srt.lora.pool import AdapterPool, PackedPool, StackedPool
 from sglang.srt.managers.messages.io_struct import LoraRef
@@ -24,12 +25,15 @@ from sglang.srt.models.llama import LoadableModel
 from sglang.srt.utils.quoting import quoted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from sglang.srt.models.registry import CausalLM
     from sglang.srt.server_args import ServerArgs
 
 logger = logging.getLogger(__name__)
+
+# No digest has this form.
+_REHEARSED = "rehearsed"
 
 
 class Adapters:
@@ -101,6 +105,17 @@ class Adapters:
             raise ValueError(f"no adapter {quoted(name)} is loaded")
         if ref.revision not in {other.revision for other in self.loaded}:
             self.pool.remove(ref.revision)
+
+    @contextmanager
+    def rehearsing(self) -> Iterator[LoraRef]:
+        """Scope with one more adapter, of zeros, which no client knows. Nothing is left
+        of it; its requests must have ended, and others begun, before the scope
+        does."""
+        before = self.pool.num_placed
+        self.pool.add(AdapterTensors(pairs={}, rank=1, revision=_REHEARSED))
+        yield LoraRef(name=_REHEARSED, path="", revision=_REHEARSED)
+        self.pool.remove(_REHEARSED)
+        self.pool.num_placed = before
 
     def check(self, ref: LoraRef) -> None:
         """

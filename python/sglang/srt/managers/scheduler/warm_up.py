@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,9 +128,12 @@ def _serve_all(
     )
     scheduler.intake.num_created = FIRST_SERIAL
     count = 0
-    for requests in scenes(_limits(server_args, worker, tokenizer)):
-        _serve(scheduler, io, requests)
-        count += len(requests)
+    adapters = worker.model_runner.adapters
+    with nullcontext() if adapters is None else adapters.rehearsing() as lora:
+        limits = replace(_limits(server_args, worker, tokenizer), lora=lora)
+        for requests in scenes(limits):
+            _serve(scheduler, io, requests)
+            count += len(requests)
     for manager in worker.canary_managers():
         manager.sweep()
     if server_args.speculative_algorithm is not None:

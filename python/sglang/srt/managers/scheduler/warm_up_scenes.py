@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from sglang.srt.managers.messages.io_struct import GenerateReq
+from sglang.srt.managers.messages.io_struct import GenerateReq, LoraRef
 from sglang.srt.mem_cache.memory_pool import WRITE_AT_ONCE
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -35,6 +35,10 @@ BEYOND = 40
 # Scored prompts run without a prefill graph. K and V of this many tokens in short rows
 # are stored by a launch that one-row graphs do not capture.
 SCORED = (3, 128)
+# New tokens of a prompt with an adapter, which runs without a graph and multiplies
+# otherwise than one without: gate and up are not one launch with their activation, and
+# no product is added to the residual. One for each choice made by the number of tokens.
+ADAPTED = (1, 12, 28, 40, 56, 200)
 # Options of a batch, one at a time: a batch with all of them takes only one of many
 # paths.
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -73,6 +77,7 @@ class SceneLimits:
         is_prefill_only: a request yields one token.
         has_prefix_cache: whether prompts are looked up in a cache. has_grammars,
         has_hidden_states: whether requests may ask for them.
+        lora: an adapter that requests may have, or None.
     """
 
     rows: int
@@ -86,6 +91,7 @@ class SceneLimits:
     has_prefix_cache: bool
     has_grammars: bool
     has_hidden_states: bool
+    lora: LoraRef | None = None
 
 
 def scenes(limits: SceneLimits) -> Iterator[list[GenerateReq]]:
@@ -112,6 +118,7 @@ class _Writer:
         yield from self._alone()
         yield from self._long()
         yield from self._together()
+        yield from self._adapted()
         yield from self._admitted()
         yield from self._options()
         yield from self._decoding()
@@ -189,6 +196,16 @@ class _Writer:
         while rows > 1:
             yield [self._request(prompt, key=key) for _ in range(rows)]
             rows //= 2
+
+    def _adapted(self) -> Iterator[list[GenerateReq]]:
+        """Prompts with an adapter, if there are any."""
+        limits = self._limits
+        if limits.lora is None:
+            return
+        most = min(self._longest, limits.batch_tokens)
+        for length in dict.fromkeys(min(n, most) for n in ADAPTED):
+            options = {"lora": limits.lora}
+            yield [self._request(self._tokens(length), options=options)]
 
     def _options(self) -> Iterator[list[GenerateReq]]:
         """All sampling options of a request."""
