@@ -372,9 +372,10 @@ def quantized_products() -> Iterator[Variant]:
         "counters": "*i32",
     }
     shapes = ((6144, 4096, False), (28672, 4096, True), (4096, 14336, False))
-    for (n, k, gated), rows, group, form in itertools.product(
-        shapes, (1, 16, 64), (0, 128), CODES
-    ):
+    products = itertools.product(shapes, (1, 16, 64), (0, 128), CODES)
+    # Steps of fewer columns than a cache line has.
+    narrow = itertools.product(shapes[:1], (16,), (32,), CODES)
+    for (n, k, gated), rows, group, form in (*products, *narrow):
         packed = form in FOUR_BITS
         config = lookup_quantized(rows=rows, n=n, k=k, group=group, packed=packed)
         is_vector = config.split_k == 0

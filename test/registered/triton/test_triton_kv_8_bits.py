@@ -16,6 +16,8 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
 from attention_problem import (
     DEVICE,
     DTYPES,
@@ -33,6 +35,7 @@ from sglang.srt.layers.ops.latent_store.op import latent_store_ref
 from sglang.srt.layers.ops.latent_store.triton import latent_store
 from sglang.srt.layers.ops.rope.op import rope_store_kv_ref
 from sglang.srt.layers.ops.rope.triton import rope_store_kv
+from sglang.srt.layers.ops.stored_kv import read_value
 from sglang.srt.mem_cache.kv_dtype import KVScales, to_stored
 from sglang.srt.mem_cache.ops.move_kv.op import move_kv_cache_ref
 from sglang.srt.mem_cache.ops.move_kv.triton import move_kv_cache
@@ -119,6 +122,29 @@ def test_latents(kv: torch.dtype) -> None:
     problem([0, 71], [1, 1]).decode([0, 72])
     problem([0, 40], [6, 1]).extend()
     problem([30, 0], [5, 5]).extend(tree_mask=random_trees(2, 5, seed=2))
+
+
+@triton.jit
+def read_kernel(stored, values, COUNT: tl.constexpr):
+    at = tl.arange(0, COUNT)
+    value = read_value(tl.load(stored + at), values.dtype.element_ty)
+    tl.store(values + at, value)
+
+
+@pytest.mark.parametrize("kv", KV, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_code_is_read_exactly(kv: torch.dtype, dtype: torch.dtype) -> None:
+    """NaN, infinity and subnormal numbers, too, which the interpreter gets wrong."""
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(kv)
+    values = torch.empty(256, dtype=dtype, device=DEVICE)
+    read_kernel[(1,)](codes, values, COUNT=256)
+    expected = codes.float()
+    shown = torch.ones_like(values, dtype=torch.bool)
+    if not ON_GPU:
+        shown = expected.isfinite() & (expected.abs() >= torch.finfo(kv).tiny)
+    found = values.float()[shown]
+    assert torch.equal(found.isnan(), expected[shown].isnan())
+    assert torch.equal(found.nan_to_num(0.0), expected[shown].nan_to_num(0.0))
 
 
 # -- stores ------------------------------------------------------------------------
