@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import gc
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from sglang.test.adapters import write_adapter
 from sglang.test.ci.ci_register import register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.head_models import add_head
@@ -53,9 +55,15 @@ OPTIONS: tuple[dict[str, Any], ...] = (
 )
 
 
-def serve_anything(engine: EngineHarness, *, context: int, seed: int) -> None:
+def serve_anything(
+    engine: EngineHarness,
+    *,
+    context: int,
+    seed: int,
+    loras: Sequence[str | None] = (None,),
+) -> None:
     """Rounds of random requests: prompts of all lengths, fresh and behind prefixes,
-    alone and many, with every option."""
+    alone and many, with every option and any of the adapters."""
     rng = random.Random(seed)
     prefixes = [[rng.randrange(200) for _ in range(context // 2)] for _ in range(3)]
     for _ in range(40):
@@ -66,6 +74,7 @@ def serve_anything(engine: EngineHarness, *, context: int, seed: int) -> None:
             engine.submit(
                 prefix + tail,
                 max_new_tokens=rng.randint(1, 10),
+                lora=rng.choice(loras),
                 **rng.choice(OPTIONS),
             )
         engine.run()
@@ -107,6 +116,27 @@ def test_nothing_comes_late(model: Path, name: str) -> None:
         model, **{**WARM, "max_running_requests": 32, **ENGINES[name]}
     )
     serve_anything(engine, context=1500, seed=len(name))
+    assert_nothing_came_late(engine)
+
+
+@pytest.mark.parametrize("name", ["plain", "no graphs", "small graphs"])
+def test_nothing_comes_late_to_adapters(name: str, tmp_path: Path) -> None:
+    """Of a model that is wide enough for the kernels of few rows."""
+    model = write_text_model(
+        tmp_path / "model",
+        "LlamaForCausalLM",
+        max_position_embeddings=2048,
+        hidden_size=1024,
+        intermediate_size=2048,
+    )
+    adapters = [write_adapter(tmp_path / f"a{i}", model, seed=i) for i in range(2)]
+    engine = EngineHarness(
+        model,
+        **{**WARM, "max_running_requests": 32, **ENGINES[name]},
+        lora_paths=[f"{each.name}={each}" for each in adapters],
+    )
+    loras = [None, *(each.name for each in adapters)]
+    serve_anything(engine, context=1500, seed=len(name), loras=loras)
     assert_nothing_came_late(engine)
 
 
