@@ -14,14 +14,16 @@ from sglang.srt.sampling.ops.keep_prefix.op import keep_prefix_ref
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingRow
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.scale import count
+from sglang.test.scale import count, is_full
 
 register_cpu_ci(est_time=60, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
 
 ON_GPU = torch.cuda.is_available()
 DEVICE = "cuda" if ON_GPU else "cpu"
-VOCABS = [1, 2, 31, 400, *([4097, 128256, 262144] if ON_GPU else [])]
+# Several of the tiles below. The interpreter adds id by id.
+SEVERAL = 400 if ON_GPU or is_full() else 160
+VOCABS = [1, 2, 31, SEVERAL, *([4097, 128256, 262144] if ON_GPU else [])]
 NAN, INF = float("nan"), float("inf")
 # (top_k, top_p, min_p); no top-k is -1.
 FILTERS = [
@@ -56,7 +58,7 @@ def set_tiles(
 @pytest.fixture
 def many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that make short rows need samples, several tiles and passes."""
-    set_tiles(monkeypatch, 128, 256, 64, 32)
+    set_tiles(monkeypatch, 64, 128, 32, 16)
 
 
 @pytest.fixture(params=["one tile", "many tiles"])
@@ -66,7 +68,7 @@ def tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
     if request.param == "many tiles":
         request.getfixturevalue("many_tiles")
     elif not ON_GPU:
-        set_tiles(monkeypatch, 512, 512, 512, 512)
+        set_tiles(monkeypatch, *[512 if is_full() else 256] * 4)
 
 
 def both(
@@ -133,7 +135,7 @@ def test_keeps_what_the_sort_keeps(kind: str, vocab: int, tiles: None) -> None:
     assert_same_bits(*both(torch.softmax(logits, dim=-1), FILTERS))
 
 
-@pytest.mark.parametrize("vocab", [31, 400])
+@pytest.mark.parametrize("vocab", [31, SEVERAL])
 def test_rows_of_nan_stay(vocab: int, tiles: None) -> None:
     logits = torch.randn(len(FILTERS), vocab, device=DEVICE)
     logits[0, vocab // 2] = NAN
@@ -148,9 +150,9 @@ def test_rows_of_nan_stay(vocab: int, tiles: None) -> None:
 @pytest.mark.parametrize("bad", [NAN, INF, 2.0, -1.0])
 def test_values_that_are_no_probabilities_end(bad: float, tiles: None) -> None:
     """As damaged memory may hold: any result, but no hang."""
-    probs = torch.softmax(torch.randn(len(FILTERS), 400, device=DEVICE), dim=-1)
-    probs[:, 200] = bad
-    probs[::2, 250:] = bad
+    probs = torch.softmax(torch.randn(len(FILTERS), SEVERAL, device=DEVICE), dim=-1)
+    probs[:, SEVERAL // 2] = bad
+    probs[::2, SEVERAL * 5 // 8 :] = bad
     both(probs, FILTERS)
 
 
@@ -166,7 +168,7 @@ def test_a_sum_that_equals_p_is_enough(top_p: float, tiles: None) -> None:
 
 
 def test_a_row_does_not_depend_on_the_others(many_tiles: None) -> None:
-    probs = torch.softmax(logits_like("ties", len(FILTERS), 400), dim=-1)
+    probs = torch.softmax(logits_like("ties", len(FILTERS), SEVERAL), dim=-1)
     _, together = both(probs, FILTERS)
     for row, one in enumerate(FILTERS):
         _, alone = both(probs[row : row + 1], [one])
