@@ -6,6 +6,7 @@ import pytest
 
 from sglang.srt.entrypoints.bootstrap_fields import read_bootstraps
 from sglang.srt.entrypoints.generate_api import GenerateRequest, parse_generate
+from sglang.srt.managers.front.lora_registry import LoraRegistry
 from sglang.srt.managers.front.prompt_request import check_role
 from sglang.srt.managers.messages.errors import BadRequest
 from sglang.srt.managers.messages.io_struct import Bootstrap
@@ -64,15 +65,20 @@ def test_bad_values_are_named(fields, words):
         read(**fields)
 
 
+def only_prompt(**fields):
+    loras = LoraRegistry(is_on=False, model_name="demo")
+    body = GenerateRequest(text="x", **fields)
+    (prompt,) = parse_generate(body, sampling_defaults={}, loras=loras).prompts
+    return prompt
+
+
 def test_roles():
-    body = GenerateRequest(text="x", logprob_start_len=0, **HERE, bootstrap_room=1)
-    (prompt,) = parse_generate(body, sampling_defaults={}).prompts
+    prompt = only_prompt(logprob_start_len=0, **HERE, bootstrap_room=1)
     with pytest.raises(BadRequest, match="--disaggregation-mode"):
         check_role(prompt, "null")
     assert check_role(prompt, "prefill").logprob_start_len == 0
     assert check_role(prompt, "decode").logprob_start_len == -1
-    body = GenerateRequest(text="x", bootstrap_room=1)
-    (prompt,) = parse_generate(body, sampling_defaults={}).prompts
+    prompt = only_prompt(bootstrap_room=1)
     assert check_role(prompt, "prefill") is prompt
     with pytest.raises(BadRequest, match="bootstrap_host"):
         check_role(prompt, "decode")

@@ -477,22 +477,26 @@ def test_a_pause(server: Server) -> None:
 
 
 def test_what_is_logged_can_be_changed(server: Server) -> None:
-    def is_logged(rid: str) -> str:
+    def ask(rid: str) -> None:
         body = {"text": "x", "rid": rid, "sampling_params": {"max_new_tokens": 1}}
         assert server.post("/generate", body).status_code == 200
-        lines = [line for line in server.log().splitlines() if f"rid={rid} " in line]
-        return "\n".join(lines)
+
+    def logged(rid: str) -> str:
+        ask(rid)
+        # When it is received, and when it has finished.
+        return "\n".join(server.wait_for_lines(f"rid={rid} ", 2))
 
     def change(**body: Any) -> None:
         assert server.post("/configure_logging", body).status_code == 200
 
-    assert "params=" in is_logged("log-1")
+    assert "params=" in logged("log-1")
     change(log_requests_level=0)
-    assert is_logged("log-2") and "params=" not in is_logged("log-3")
+    assert "params=" not in logged("log-2")
     change(log_requests=False, log_requests_format="text", dump_requests_folder="")
-    assert not is_logged("log-4")
+    ask("log-3")
     change(log_requests=True, log_requests_level=1)
-    assert "params=" in is_logged("log-5")
+    assert "params=" in logged("log-4")
+    assert "rid=log-3 " not in server.log()
     for body, param in (
         ({"log_requests_level": 2}, "log_requests_level"),
         ({"log_requests_level": -1}, "log_requests_level"),
