@@ -7,6 +7,7 @@ import json
 import stat
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from kv_canary.reporter import CanaryViolation
 from sglang.srt.replay.playing.command import main
 from sglang.srt.replay.playing.player import CannotReplay, Setting, play
 from sglang.srt.replay.playing.restore import restore
-from sglang.srt.replay.recording import identity
+from sglang.srt.replay.recording import identity, pseudonyms
 from sglang.srt.replay.recording.checkpoint import save_checkpoint
 from sglang.srt.replay.recording.pseudonyms import Pseudonyms
 from sglang.srt.replay.recording.record_file import (
@@ -53,14 +54,17 @@ ALPHABET, LENGTHS = 12, st.lists(st.integers(0, 3), max_size=12)
 def incident(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An incident file with its record; tests copy it."""
     folder = tmp_path_factory.mktemp("incidents")
-    plant(
-        model,
-        "record",
-        seed=1,
-        kv_canary_report_dir=str(folder),
-        kv_canary_record=8,
-        api_key=SECRET,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        # Under 8 of 399 keys the damaged record suited the other tokens' KV.
+        patch.setattr(pseudonyms, "secrets", SimpleNamespace(randbits=lambda bits: 1))
+        plant(
+            model,
+            "record",
+            seed=1,
+            kv_canary_report_dir=str(folder),
+            kv_canary_record=8,
+            api_key=SECRET,
+        )
     return next(folder.glob("*.json"))
 
 
