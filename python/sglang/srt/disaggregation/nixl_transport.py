@@ -8,6 +8,7 @@ receiver reads, and knows when its own reads have ended.
 from __future__ import annotations
 
 import importlib
+import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 
     from sglang.srt.disaggregation.link import Link
     from sglang.srt.disaggregation.messages import Unit
+
+logger = logging.getLogger(__name__)
 
 _FLAG = "--disaggregation-transfer-backend nixl"
 _POLL_SECONDS = 20e-6
@@ -131,7 +134,12 @@ class NixlWire:
         if self._stuck is not None:
             try:
                 self._agent.release_xfer_handle(self._stuck)
-            except Exception:
+            except Exception:  # NIXL's errors have no common class.
+                logger.warning(
+                    "KV transfer: a read over NIXL has not ended; its memory stays out "
+                    "of use",
+                    exc_info=True,
+                )
                 return False
             self._stuck = None
         self._agent.remove_remote_agent(self._remote)
