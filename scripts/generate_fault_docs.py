@@ -24,12 +24,18 @@ from kv_canary.faults.catalogue import (  # noqa: E402
     planted_in,
 )
 from kv_canary.faults.fault import Fault, HostEngine, Planted, Serving  # noqa: E402
+from kv_canary.faults.incidents import INCIDENTS, Incident  # noqa: E402
 from scripts.mutation.areas import AREAS  # noqa: E402
 from scripts.mutation.operators import OPERATORS  # noqa: E402
 from scripts.mutation.worlds import WORLDS, World  # noqa: E402
 from sglang.faults.fault_points import FAULT_POINTS  # noqa: E402
 
-PAGES = ("docs/kv_canary_faults.md", "docs/mutation.md", "kv-canary/README.md")
+PAGES = (
+    "docs/incidents.md",
+    "docs/kv_canary_faults.md",
+    "docs/mutation.md",
+    "kv-canary/README.md",
+)
 BLOCK = re.compile(r"(<!-- faults: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SERVING = {
     Serving.ALL: "P, S",
@@ -84,6 +90,32 @@ def view(columns: str, *places: Planted) -> Callable[[], str]:
 
 def has_host(fault: Fault) -> bool:
     return bool(fault.hosts)
+
+
+def incidents() -> str:
+    return table(
+        ("incident", "seen", "what went wrong", "planted as", "reported as"),
+        (
+            (one.name, one.seen, one.mechanism, planted_as(one), reports_of(one))
+            for one in INCIDENTS
+        ),
+    )
+
+
+def planted_as(incident: Incident) -> str:
+    tests = (f"`{Path(name).name}`" for name in incident.tests)
+    names = [*(f"`{fault.name}`" for fault in incident.faults), *tests]
+    return ", ".join(names) or "not planted"
+
+
+def reports_of(incident: Incident) -> str:
+    return ", ".join(
+        dict.fromkeys(
+            part
+            for fault in incident.faults
+            for part in reported_as(fault).removesuffix(" (`all`)").split(", ")
+        )
+    )
 
 
 def areas() -> str:
@@ -151,6 +183,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "steps": view("fault, in, what it does, without, reported as, by", Planted.STEP),
     "start": view("fault, what it does, needs, reported as, seen", Planted.START),
     "plugins": view("what it does, in vLLM, in SGLang, reported as"),
+    "incidents": incidents,
     "areas": areas,
     "operators": operators,
     "worlds": worlds,

@@ -10,6 +10,7 @@ import pytest
 from kv_canary.faults import catalogue
 from kv_canary.faults.catalogue import CATALOGUE, by_host_name, planted_in
 from kv_canary.faults.fault import FaultPlace, HostEngine, Planted, Serving, SlotGroup
+from kv_canary.faults.incidents import INCIDENTS
 from kv_canary.faults.sglang import planters as sglang_planters
 from kv_canary.faults.vllm import planters as vllm_planters
 from scripts.mutation.areas import AREAS
@@ -64,6 +65,17 @@ def test_variables_belong_to_faults_and_to_the_room() -> None:
 
 def test_one_line_faults_have_the_same_places() -> None:
     assert {area.place for area in AREAS} == set(FaultPlace)
+
+
+def test_incidents_are_planted() -> None:
+    assert len({one.name for one in INCIDENTS}) == len(INCIDENTS) == 36
+    # The cause of one is not public.
+    assert sum(one.is_planted for one in INCIDENTS) == 35
+    root = Path(__file__).parents[3]
+    for incident in INCIDENTS:
+        assert incident.mechanism, incident
+        for name in incident.tests:
+            assert (root / name).is_file(), name
 
 
 @pytest.mark.parametrize(
