@@ -8,6 +8,7 @@ import re
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -19,7 +20,11 @@ from sglang.test.replay_traffic import (
     replayed,
 )
 from sglang.test.scale import count
-from sglang.test.tiny_models import write_mock_model, write_tiny_model
+from sglang.test.tiny_models import (
+    write_mock_model,
+    write_tiny_eagle,
+    write_tiny_model,
+)
 
 register_cpu_ci(est_time=8, suite="cpu")
 register_cuda_ci(est_time=20, suite="cuda")
@@ -127,6 +132,52 @@ def test_ngrams_are_drafted_from_tokens_alone(llama, embed):
     for form in ({}, {"input_embeds": embed(part * 5)}, {}):
         for _ in range(2):
             assert harness.generate(part * 5, **form, **options).output_ids == expected
+
+
+@pytest.fixture(scope="module")
+def drafts(llama, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("drafts")
+    heads = {
+        name: write_tiny_eagle(folder / name, llama, algorithm=name)
+        for name in ("EAGLE", "EAGLE3")
+    }
+    narrow = write_tiny_model(folder / "narrow", "LlamaForCausalLM", hidden_size=32)
+    return heads | {"STANDALONE": llama, "narrow": narrow}
+
+
+@pytest.mark.parametrize("draft", ["EAGLE", "EAGLE3", "STANDALONE", "narrow"])
+@pytest.mark.parametrize(("chunk", "overlap"), [(512, True), (16, False)])
+def test_a_draft_reads_them(llama, embed, drafts, draft, chunk, overlap):
+    """What a draft computes from the embeddings of tokens is what it computes from the
+    tokens: its whole pool is the same afterwards. A draft of another width has nothing
+    to read, and the answers are the same."""
+    prompts = prompts_of(random.Random(5), [40, 7, 33])
+    is_narrow = draft == "narrow"
+    options = {"max_new_tokens": 12, "ignore_eos": True}
+
+    def served(submit_one):
+        harness = engine(
+            llama,
+            overlap=overlap,
+            chunked_prefill_size=chunk,
+            speculative_algorithm="STANDALONE" if is_narrow else draft,
+            speculative_draft_model_path=str(drafts[draft]),
+            speculative_num_steps=3,
+            speculative_eagle_topk=2,
+            speculative_num_draft_tokens=6,
+            kv_canary="raise",
+        )
+        rids = [submit_one(harness, prompt, **options) for prompt in prompts]
+        answers = harness.run()
+        pool = harness.scheduler.worker.draft_worker.draft_runner.token_to_kv_pool
+        return [answers[rid].output_ids for rid in rids], pool.k_buffer
+
+    expected, keys = served(lambda h, p, **o: h.submit(p, **o))
+    found, embedded_keys = served(
+        lambda h, p, **o: h.submit([0] * len(p), input_embeds=embed(p), **o)
+    )
+    assert found == expected
+    assert is_narrow or torch.equal(keys, embedded_keys)
 
 
 def test_only_equal_embeddings_are_cached(llama, embed):

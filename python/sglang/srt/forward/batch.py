@@ -6,6 +6,7 @@ in every mode. Owns no memory and knows no requests.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import TYPE_CHECKING
@@ -85,9 +86,18 @@ class InputEmbeds:
     rows: torch.Tensor
     values: torch.Tensor
 
-    def tokens_to_look_up(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return `input_ids` with a token in place of each content id."""
-        return input_ids.index_fill(0, self.rows, 0)
+    def embed(
+        self, look_up: Callable[[torch.Tensor], torch.Tensor], input_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Return the embeddings of `input_ids` [T, H], with `values` in their rows.
+
+        A draft of another width than the target's has no use for them, and reads token
+        0 there: it drafts worse.
+        """
+        embedded = look_up(input_ids.index_fill(0, self.rows, 0))
+        if embedded.shape[1] == self.values.shape[1]:
+            embedded.index_copy_(0, self.rows, self.values.to(embedded.dtype))
+        return embedded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -68,9 +68,11 @@ class DraftModel(LoadableModel):
         if self.lm_head is None:
             self.lm_head = lm_head
 
-    def embed(self, input_ids: Tensor) -> Tensor:
-        """Embed token ids: [T] -> [T, H]."""
+    def embed(self, input_ids: Tensor, forward_batch: ForwardBatch) -> Tensor:
+        """Embed token ids, or what a request gave in their place: [T] -> [T, H]."""
         assert self.embed_tokens is not None, "set_embed_and_head was not called"
+        if forward_batch.input_embeds is not None:
+            return forward_batch.input_embeds.embed(self.embed_tokens, input_ids)
         embedded: Tensor = self.embed_tokens(input_ids)
         return embedded
 

@@ -328,8 +328,7 @@ class DecoderModel(Module):
         if given is None:
             x = self.embed_tokens(input_ids)
         else:
-            x = self.embed_tokens(given.tokens_to_look_up(input_ids))
-            x.index_copy_(0, given.rows, given.values.to(x.dtype))
+            x = given.embed(self.embed_tokens, input_ids)
         return self.forward_layers(x, forward_batch, is_shallow=is_shallow)
 
     def forward_layers(

@@ -83,7 +83,7 @@ class LlamaForCausalLMEagle(DraftModel):
     def forward_stack(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
     ) -> StackOutput:
-        embedded = self.embed(input_ids)
+        embedded = self.embed(input_ids, forward_batch)
         states = target_hidden_states(forward_batch)
         stream = self.fc(torch.cat((embedded, states), dim=-1))
         if self._plan is not None:

@@ -150,7 +150,7 @@ class LlamaForCausalLMEagle3(DraftModel):
     def forward_stack(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
     ) -> StackOutput:
-        embedded = self.embed(input_ids)
+        embedded = self.embed(input_ids, forward_batch)
         hidden = target_hidden_states(forward_batch)
         # The layer adds to its stream in place, and the caller keeps these states.
         is_own = hidden.shape[-1] == embedded.shape[-1]

@@ -58,7 +58,7 @@ class MockForCausalLMEagle(DraftModel):
     def forward_stack(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
     ) -> StackOutput:
-        embedded = self.embed(input_ids)
+        embedded = self.embed(input_ids, forward_batch)
         before = self._folds_before(forward_batch)
         places, count = positions + self.token_offset, positions + 1
         x = mock_ops.embedded_keys(embedded, places)

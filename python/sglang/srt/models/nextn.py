@@ -179,7 +179,7 @@ class NextnHead(DraftModel):
     def forward_stack(
         self, input_ids: Tensor, positions: Tensor, forward_batch: ForwardBatch
     ) -> StackOutput:
-        embedded = self.embed_norm(self.embed(input_ids))
+        embedded = self.embed_norm(self.embed(input_ids, forward_batch))
         states = self.hidden_norm(target_hidden_states(forward_batch))
         x = self.fc(torch.cat((embedded, states), dim=-1))
         pending, stream = self.layer(x, None, forward_batch)

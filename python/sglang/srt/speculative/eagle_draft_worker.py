@@ -484,6 +484,7 @@ class EagleDraftWorker:
                 input_ids=self.next_tokens(forward_batch)
                 if is_head
                 else forward_batch.input_ids,
+                input_embeds=batch.input_embeds(ahead=int(is_head)),
                 input_logprobs=(),
                 sampling_info=None,
                 capture_hidden_mode=self._hidden_mode,

@@ -575,7 +575,7 @@ class ScheduleBatch:
             lens_cpu=HostLens(prefix_lens=starts, extend_lens=extend_lens.tolist()),
             logits_rows=self._upload(qo_indptr[1:] - 1),
             input_logprobs=_input_logprob_spans(spans),
-            input_embeds=self._input_embeds(spans),
+            input_embeds=self.input_embeds(),
             state_plan=self._state_plan,
             adapters=self.adapter_tiles(extend_lens),
             capture_hidden_mode=hidden_mode
@@ -583,17 +583,19 @@ class ScheduleBatch:
             sampling_info=sampling_info,
         )
 
-    def _input_embeds(
-        self, spans: Sequence[tuple[Req, int, int]]
-    ) -> InputEmbeds | None:
-        """Embeddings of the new prompt tokens of requests that supplied embeddings. A
-        retracted request's output is also new, but consists of tokens.
+    def input_embeds(self, *, ahead: int = 0) -> InputEmbeds | None:
+        """Return the embeddings that requests supplied for the prepared prefill, or
+        None. A retracted request's output is also new, but consists of tokens.
+
+        Args:
+            ahead: 1 for a head, which reads the token after each position.
         """
         rows, values, offset = [], [], 0
-        for req, start, end in spans:
+        starts, ends = self._prefix_lens.tolist(), self.seq_lens_cpu.tolist()
+        for req, start, end in zip(self.reqs, starts, ends, strict=True):
             embeds = req.input_embeds
-            if embeds is not None and start < len(embeds.values):
-                given = embeds.values[start:end]
+            if embeds is not None and start + ahead < len(embeds.values):
+                given = embeds.values[start + ahead : end + ahead]
                 values.append(given)
                 rows.append(np.arange(offset, offset + len(given), dtype=np.int64))
             offset += end - start

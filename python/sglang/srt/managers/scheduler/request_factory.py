@@ -94,22 +94,16 @@ def request_limits(
         eos_token_ids=tuple(sorted(eos)),
         allow_hidden_states=server_args.enable_return_hidden_states,
         hidden_size=config.hidden_size,
-        embeds_refusal=_embeds_refusal(server_args, runner),
+        embeds_refusal=_embeds_refusal(runner),
         max_new_tokens=1 if is_prefill_only else None,
     )
 
 
-def _embeds_refusal(server_args: ServerArgs, runner: ModelRunner) -> str | None:
+def _embeds_refusal(runner: ModelRunner) -> str | None:
     """Return why requests may not supply embeddings, or None if they may."""
-    if not runner.model.takes_input_embeds:
-        return f"{runner.model_config.architecture} takes tokens only"
-    algorithm = server_args.speculative_algorithm
-    if algorithm is not None and server_args.draft_kind.has_model:
-        return (
-            "the draft model needs tokens; start the server without "
-            f"--speculative-algorithm {algorithm}"
-        )
-    return None
+    if runner.model.takes_input_embeds:
+        return None
+    return f"{runner.model_config.architecture} takes tokens only"
 
 
 def _shortened(request: GenerateReq, most: int) -> GenerateReq:
