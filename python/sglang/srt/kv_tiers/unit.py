@@ -207,8 +207,12 @@ class UnitLayout:
             layers, _, width = tensor.words.shape
             shape = (layers, len(units), self.slots, width)
             self.part(units, number).copy_(rows.view(shape).transpose(0, 1))
-        sums = _slot_sums(((t.words, slots) for t in self._every), like=slots)
-        self.sums(units).copy_(sums.view(len(units), self.slots))
+        self.sums(units).copy_(self.slot_sums(slots).view(len(units), self.slots))
+
+    def slot_sums(self, slots: Tensor) -> Tensor:
+        """Return the sums of all bytes and records of slots, where they lie: int64
+        [n]."""
+        return _slot_sums(((t.words, slots) for t in self._every), like=slots)
 
     def scatter(self, units: Tensor, slots: Tensor, rows: Tensor) -> Arrived:
         """Copy units into slots, without their records, and compare sums with what
