@@ -46,6 +46,19 @@ def test_a_hit_in_host_memory_counts_as_cached(tmp_path):
     assert stats.hicache_host_used_tokens == 256
 
 
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_prefix_that_was_loaded_is_used(tmp_path, overlap):
+    """More requests load at once than the device holds: none evicts another one's
+    prefix before that is admitted."""
+    harness = tiered(tmp_path, "plain", overlap=overlap)
+    prompts = [prompt_of(number) for number in range(8)]
+    for prompt in prompts:
+        generate(harness, prompt[:130])
+    rids = [harness.submit(p, max_new_tokens=60, ignore_eos=True) for p in prompts]
+    answers = harness.run()
+    assert [answers[rid].cached_tokens for rid in rids] == [128] * len(rids)
+
+
 def test_namespaces_do_not_share(tmp_path):
     harness = tiered(tmp_path, "plain")
     rid = harness.submit(prompt_of(1), max_new_tokens=2, extra_key="one")

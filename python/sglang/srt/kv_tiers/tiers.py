@@ -325,6 +325,10 @@ class KVTiers:
         """Loads that `finish` has not seen."""
         return len(self._loads)
 
+    def num_slots(self, number: int) -> int:
+        """Return how many primary slots a load fills."""
+        return len(self._loads[number].slots)
+
     @property
     def loading_slots(self) -> IntArray:
         """Primary slots that are being loaded, which neither the cache nor a request

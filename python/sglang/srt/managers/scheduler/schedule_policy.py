@@ -207,6 +207,7 @@ class PrefillAdder:
         if self._is_full():
             return Admission.NO_BUDGET
         if self._loads is not None and self._loads.is_loading(req):
+            self._reserve_loading(self._loads, req)
             return Admission.DEFERRED
         if not self._has_adapter_slot(req):
             self._waits_for_adapter = True
@@ -230,9 +231,10 @@ class PrefillAdder:
             self._cache.mark_released(req)
             return Admission.NO_BUDGET
         if self._loads is not None:
-            if self._loads.begins(req, key, match):
+            if self._loads.begins(req, key, match, cost):
                 self._cache.dec_lock_ref(match.last_node)
                 self._cache.mark_released(req)
+                self._reserve_loading(self._loads, req)
                 return Admission.DEFERRED
             self._loads.on_admitted(req, match)
         if not req.was_admitted:
@@ -300,14 +302,23 @@ class PrefillAdder:
             return extend_len
         return self._chunk_left - self._chunk_left % self._page_size
 
+    def _reserve(self, extend_len: int, cost: int) -> None:
+        self._reserved += cost
+        for group in self._groups:
+            group.reserve(extend_len, cost)
+
+    def _reserve_loading(self, loads: TierLoads, req: Req) -> None:
+        """Keep room for a request whose prefix is coming: otherwise those behind it
+        could evict the prefix before it is admitted."""
+        due = loads.slots_due(req)
+        self._reserve(self._chunk(due), due)
+
     def _take(self, req: Req, extend_len: int, cost: int) -> None:
         chunk = self._chunk(extend_len)
         if chunk < extend_len:
             extend_len, self.chunked = chunk, req
         req.is_chunked = self.chunked is req
-        self._reserved += cost
-        for group in self._groups:
-            group.reserve(extend_len, cost)
+        self._reserve(extend_len, cost)
         self._tokens_left -= extend_len
         if self._chunk_left is not None:
             self._chunk_left -= extend_len

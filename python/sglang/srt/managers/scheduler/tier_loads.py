@@ -86,7 +86,8 @@ class TierLoads(CacheListener):
         self._policy = policy
         self._report = report
         self._waiting: dict[int, Req] = {}
-        self._serials: set[int] = set()
+        # Number of a request that loads -> slots that it will need besides.
+        self._due: dict[int, int] = {}
         # A request is given one load per admission.
         self._tried: WeakSet[Req] = WeakSet()
 
@@ -122,15 +123,24 @@ class TierLoads(CacheListener):
     def is_loading(self, req: Req) -> bool:
         """Whether a waiting request waits for another tier."""
         return (
-            req.serial in self._serials
+            req.serial in self._due
             or req.serial in self._readings
             or req in self._new
             or self.handover.is_coming(req)
         )
 
-    def begins(self, req: Req, key: RadixKey, match: MatchResult) -> bool:
+    def slots_due(self, req: Req) -> int:
+        """Return the slots that a request which loads will need besides those that are
+        being filled; 0 while it waits for anything else."""
+        return self._due.get(req.serial, 0)
+
+    def begins(self, req: Req, key: RadixKey, match: MatchResult, cost: int) -> bool:
         """Start to load what continues the cached prefix of a request that would be
-        admitted now; returns whether it should wait for it."""
+        admitted now; returns whether it should wait for it.
+
+        Args:
+            cost: slots that it would take until its end.
+        """
         if req in self._tried:
             return False
         self._tried.add(req)
@@ -144,7 +154,7 @@ class TierLoads(CacheListener):
             self.handover.release(req)
             return False
         self._waiting[number] = req
-        self._serials.add(req.serial)
+        self._due[req.serial] = max(cost - self.tiers.num_slots(number), 0)
         return True
 
     def on_admitted(self, req: Req, match: MatchResult) -> None:
@@ -217,7 +227,7 @@ class TierLoads(CacheListener):
         own = self.tiers.verdict(number)
         end, damages = own.end, own.damages
         req = self._waiting.pop(number)
-        self._serials.remove(req.serial)
+        del self._due[req.serial]
         if damages:
             self._report(req.rid, req.serial, damages)
         keys = [damage.key for damage in damages]
