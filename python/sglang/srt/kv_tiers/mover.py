@@ -2,11 +2,12 @@
 
 ```
 store   forward's stream: gather into a buffer   copy stream: buffer --> host
-load    copy stream: host --> buffer, scatter, compare, verdict --> host
+load    copy stream: host --> buffer   load stream: scatter, compare, verdict --> host
 ```
 A gather runs in stream order with the forwards, so a slot may be freed and taken again
-at once. A load fills slots that nobody reads before its verdict is known. On the CPU
-every step is done when the call returns.
+at once. A load fills slots that nobody reads before its verdict is known; two buffers
+take turns, so that one is filled while the other is scattered. On the CPU every step is
+done when the call returns.
 """
 
 from __future__ import annotations
@@ -71,6 +72,47 @@ class _Stored(NamedTuple):
     bytes: int
 
 
+class _Buffers:
+    """Two buffers on the device, which are filled and read by turns.
+
+    Args:
+        readers: the stream that reads them, or None on the CPU.
+    """
+
+    def __init__(self, device: torch.device, readers: torch.cuda.Stream | None) -> None:
+        self._device = device
+        self._readers = readers
+        self._memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._read: list[torch.cuda.Event] = []
+        self._turn = 0
+
+    def next(self, units: int, bytes_per_unit: int) -> Tensor:
+        """Return a buffer uint8 [units, bytes_per_unit]. The current stream waits until
+        its last contents were read."""
+        size = max(BUFFER_BYTES, bytes_per_unit)
+        if self._memory.numel() < 2 * size:
+            self._grow(size)
+        self._turn = 1 - self._turn
+        if self._readers is not None:
+            torch.cuda.current_stream().wait_event(self._read[self._turn])
+        memory = self._memory.view(2, -1)[self._turn]
+        return memory[: units * bytes_per_unit].view(units, bytes_per_unit)
+
+    def _grow(self, size: int) -> None:
+        with _on(self._readers):
+            self._memory = torch.empty(2 * size, dtype=torch.uint8, device=self._device)
+            if self._readers is not None:
+                self._read = [torch.cuda.Event() for _ in range(2)]
+                # Whoever had this memory before may still be running.
+                for event in self._read:
+                    event.record(self._readers)
+
+    def was_read(self) -> None:
+        """Note that the last buffer is read by what was launched so far."""
+        if self._readers is not None:
+            self._read[self._turn].record(self._readers)
+
+
 class Mover:
     """Moves units to and from the slots of one device.
 
@@ -87,7 +129,10 @@ class Mover:
         self.device = device
         self.num_copies = 0
         self._most_stored = most_stored
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        is_cuda = device.type == "cuda"
+        self._stream = torch.cuda.Stream(device) if is_cuda else None
+        self._loading = torch.cuda.Stream(device) if is_cuda else None
+        self._buffers = _Buffers(device, self._loading)
         self._stored: deque[_Stored] = deque()
 
     # -- to the host ---------------------------------------------------------------
@@ -122,7 +167,7 @@ class Mover:
             if self._stream is not None:
                 self._stream.wait_stream(torch.cuda.current_stream())
                 buffer.record_stream(self._stream)
-            with self._copying():
+            with _on(self._stream):
                 for target, unit in zip(targets[begin:end], buffer, strict=True):
                     self._copy(target, unit)
             self.num_copies += 1
@@ -142,15 +187,15 @@ class Mover:
     def load(self, shipments: Sequence[Shipment]) -> Load:
         """Copy units into slots that no later launch reads or writes before the end,
         and compare what arrived."""
-        if self._stream is not None:
+        if self._loading is not None:
             # The slots' last readers may still run.
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with self._copying():
+            self._loading.wait_stream(torch.cuda.current_stream())
+        with _on(self._loading):
             deliveries = [self._deliver(shipment) for shipment in shipments]
         event = None
-        if self._stream is not None:
+        if self._loading is not None:
             event = torch.cuda.Event()
-            event.record(self._stream)
+            event.record(self._loading)
         return Load(deliveries, event)
 
     def _deliver(self, shipment: Shipment) -> Delivery:
@@ -165,13 +210,11 @@ class Mover:
             ),
         ).tolist()
         for begin, end in _chunks(len(shipment.units), layout.bytes_per_unit):
-            shape = (end - begin, layout.bytes_per_unit)
-            buffer = torch.empty(shape, dtype=torch.uint8, device=self.device)
-            for unit, source in zip(buffer, shipment.units[begin:end], strict=True):
-                self._copy(unit, source)
+            buffer = self._fetch(shipment.units[begin:end], layout.bytes_per_unit)
             own = slice(bounds[begin], bounds[end])
             own_rows = rows[own] - begin * layout.slots
             arrived = layout.scatter(buffer, slots[own], own_rows)
+            self._buffers.was_read()
             found = zip(shipment.group.records, arrived.records, expected, strict=True)
             wrong = [
                 _differs(words, due[own], mask=records_of.identity_mask)
@@ -187,12 +230,17 @@ class Mover:
             verdicts=self._to_host(torch.cat(verdicts)),
         )
 
-    # -- between host and device ---------------------------------------------------
+    def _fetch(self, units: Sequence[Tensor], size: int) -> Tensor:
+        """Copy units to a buffer uint8 [n, size], for the load stream."""
+        with _on(self._stream):
+            buffer = self._buffers.next(len(units), size)
+            for target, unit in zip(buffer, units, strict=True):
+                self._copy(target, unit)
+        if self._loading is not None and self._stream is not None:
+            self._loading.wait_stream(self._stream)
+        return buffer
 
-    def _copying(self) -> AbstractContextManager[Any]:
-        return (
-            nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        )
+    # -- between host and device ---------------------------------------------------
 
     @staticmethod
     def _copy(target: Tensor, source: Tensor) -> None:
@@ -237,6 +285,11 @@ class Load:
         for delivery in self.deliveries:
             for tensor in (delivery.slots, *delivery.records):
                 tensor.record_stream(stream)
+
+
+def _on(stream: torch.cuda.Stream | None) -> AbstractContextManager[Any]:
+    """Scope of what is launched on a stream; None: where it would be anyway."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
 def _differs(words: Tensor, due: Tensor, *, mask: int) -> Tensor:
