@@ -7,7 +7,7 @@ Schedulers in this process, with dummy weights. A table is printed as soon as it
 measured; --case chooses:
 
 moves    copies of pinned memory alone, which are the floor; storing and loading the
-         units of one prompt; and the comparison of their sums alone
+         units of one prompt; and what the device alone does for them
 hits     first token of a prompt of --input-len tokens: computed, from host memory, and
          from the device
 decode   --rows requests decode while units are stored as fast as an engine would
@@ -167,8 +167,8 @@ class Engine:
 
 
 def moves(engine: Engine) -> Json:
-    """Return GB/s of storing and loading the units of the prompt, and of summing them
-    where they lie, as a receiver does to compare them."""
+    """Return GB/s of storing and loading the units of the prompt, of gathering them, and
+    of summing them where they lie, as a receiver does to compare them."""
     args, tiers = engine.args, engine.tiers
     floor = copy_bandwidth(args.device, args.repeats)
     group, pool = tiers.groups[0], tiers.pools[0]
@@ -190,18 +190,26 @@ def moves(engine: Engine) -> Json:
     loaded = timed(load, args.device, args.repeats)
     there = slots.to(args.device)
     summed = timed(lambda: group.layout.slot_sums(there), args.device, args.repeats)
+    buffer = torch.empty(
+        (count, group.layout.bytes_per_unit), dtype=torch.uint8, device=args.device
+    )
+    gathered = timed(
+        lambda: group.layout.gather(there, buffer), args.device, args.repeats
+    )
     found = {
         "bytes": size,
         "unit_bytes": group.layout.bytes_per_unit,
         "copies_gb_s": floor,
         "store_gb_s": size / stored / 1e9,
         "load_gb_s": size / loaded / 1e9,
+        "gather_gb_s": size / gathered / 1e9,
         "sums_gb_s": size / summed / 1e9,
         "sums_of_copy": summed * floor["to_device"] * 1e9 / size,
     }
     rows = [
         ["store", floor["to_host"], found["store_gb_s"]],
         ["load and compare", floor["to_device"], found["load_gb_s"]],
+        ["gather and sum alone", floor["to_host"], found["gather_gb_s"]],
         ["compare alone", floor["to_device"], found["sums_gb_s"]],
     ]
     shown = [[*row, 100 * row[2] / row[1]] for row in rows]

@@ -200,6 +200,7 @@ def read_early(scene: TierScene) -> Undo:
         slots = next(s.slots for s in shipments if s.group is group)
         before = [t.words[:, slots].clone() for t in group.layout.tensors]
         result = original(shipments)
+        result.wait()
         for tensor, words in zip(group.layout.tensors, before, strict=True):
             tensor.words[:, slots] = words
         return result

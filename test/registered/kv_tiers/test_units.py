@@ -10,6 +10,8 @@ from hypothesis import strategies as st
 
 from sglang.srt.kv_tiers.host_pool import HostPool
 from sglang.srt.kv_tiers.ops.slot_sums.op import add_slot_sums, add_slot_sums_ref
+from sglang.srt.kv_tiers.ops.unit_rows import triton as triton_rows
+from sglang.srt.kv_tiers.ops.unit_rows.op import gather_rows_ref, scatter_rows_ref
 from sglang.srt.kv_tiers.unit import (
     SlotTensor,
     UnitLayout,
@@ -128,6 +130,33 @@ def test_sums_equal_the_reference(dtype, layers, slots, width):
     add_slot_sums(sums, words, chosen, first_layer=2)
     add_slot_sums_ref(due, words, chosen, first_layer=2)
     assert torch.equal(sums, due)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8], ids=str)
+@pytest.mark.parametrize(
+    ("layers", "per_unit", "width"), [(1, 1, 1), (3, 5, 7), (2, 16, 130), (2, 3, 1025)]
+)
+def test_kernels_of_rows_equal_their_reference(dtype, layers, per_unit, width):
+    """Without a GPU in the interpreter."""
+    units, slots = 2, 3 * per_unit
+    generator = torch.Generator().manual_seed(1)
+    words = random_like((layers, slots, width), dtype, 3)
+    chosen = torch.randperm(slots, generator=generator)[: units * per_unit].to(DEVICE)
+    # Bytes of other tensors lie between those of two units.
+    shape = (units, layers * per_unit * width + 8)
+    inner = (units, layers, per_unit, width)
+    found, due = (torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(2))
+    parts = [memory[:, : shape[1] - 8].view(inner) for memory in (found, due)]
+    sums = [torch.arange(len(chosen), device=DEVICE) for _ in range(2)]
+    triton_rows.gather_rows(parts[0], sums[0], words, chosen, first_layer=2)
+    gather_rows_ref(parts[1], sums[1], words, chosen, first_layer=2)
+    assert torch.equal(found, due)
+    assert torch.equal(*sums)
+    some = torch.arange(0, len(chosen), 2, device=DEVICE)
+    there, due = (random_like((layers, slots, width), dtype, 5) for _ in range(2))
+    triton_rows.scatter_rows(there, chosen[some], parts[0], some)
+    scatter_rows_ref(due, chosen[some], parts[0], some)
+    assert torch.equal(there, due)
 
 
 def test_swapped_slots_and_layers_show():

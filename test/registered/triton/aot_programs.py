@@ -21,6 +21,8 @@ from triton.compiler import ASTSource
 
 from sglang.srt.distributed import peer_memory, peer_triton
 from sglang.srt.forward.adapter_tiles import TILE
+from sglang.srt.kv_tiers.ops.slot_sums import triton as slot_sums
+from sglang.srt.kv_tiers.ops.unit_rows import triton as unit_rows
 from sglang.srt.layers.ops.activation import triton as activation
 from sglang.srt.layers.ops.attention.tables.page_indices import page_indices_kernel
 from sglang.srt.layers.ops.attention.tables.tree_mask import pack_tree_mask_kernel
@@ -487,6 +489,21 @@ def gathers() -> Iterator[Variant]:
     yield Variant("tree mask", pack_tree_mask_kernel, mask, constants, 4)
 
 
+def unit_moves() -> Iterator[Variant]:
+    """Of slots with 8 KV heads of 128 channels in bfloat16, and of their scales."""
+    numbers = {"slots": "*i64", "sums": "*i64", "numbers": "*i64"}
+    for words, block in (("*i64", 256), ("*u8", 8)):
+        pointers = {**numbers, "words": words, "rows": words}
+        for kernel in (
+            slot_sums.sum_kernel,
+            unit_rows.gather_kernel,
+            unit_rows.scatter_kernel,
+        ):
+            yield Variant(
+                f"{kernel.__name__} {block}", kernel, pointers, {"BLOCK": block}, 4
+            )
+
+
 # Experts, hidden size, inner size and experts per token of Qwen3-30B-A3B, gpt-oss-20b.
 EXPERTS = ((128, 2048, 768, 8), (32, 2880, 2880, 4))
 
@@ -672,6 +689,7 @@ def main() -> None:
         *quantized_products(),
         *many_quantized(),
         *gathers(),
+        *unit_moves(),
     ]
     variants += [*routings(), *experts(), *head_products()]
     variants += [*adapters("bf16"), *adapters("fp32")]

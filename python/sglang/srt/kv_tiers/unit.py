@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.kv_tiers.ops.slot_sums.op import add_slot_sums
+from sglang.srt.kv_tiers.ops.unit_rows.op import gather_rows, scatter_rows
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.page_ledger import IntArray
@@ -202,12 +203,12 @@ class UnitLayout:
             slots: int64 [n * self.slots] on the device.
             units: uint8 [n, bytes_per_unit] on the device.
         """
+        sums, first = torch.zeros_like(slots), 0
         for number, tensor in enumerate(self._every):
-            rows = tensor.words.index_select(1, slots)
-            layers, _, width = tensor.words.shape
-            shape = (layers, len(units), self.slots, width)
-            self.part(units, number).copy_(rows.view(shape).transpose(0, 1))
-        self.sums(units).copy_(self.slot_sums(slots).view(len(units), self.slots))
+            rows = self.part(units, number)
+            gather_rows(rows, sums, tensor.words, slots, first_layer=first)
+            first += tensor.words.shape[0]
+        self.sums(units).copy_(sums.view(len(units), self.slots))
 
     def slot_sums(self, slots: Tensor) -> Tensor:
         """Return the sums of all bytes and records of slots, where they lie: int64
@@ -226,7 +227,7 @@ class UnitLayout:
         """
         places = []
         for number, tensor in enumerate(self.tensors):
-            tensor.words.index_copy_(1, slots, self._rows(units, number, rows))
+            scatter_rows(tensor.words, slots, self.part(units, number), rows)
             places.append((tensor.words, slots))
         first = len(self.tensors)
         records = [

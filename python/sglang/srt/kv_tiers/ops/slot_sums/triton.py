@@ -14,6 +14,13 @@ MOST_WORDS = 1024
 """Words of a program at once."""
 
 
+@triton.jit
+def mixed_words(word, layer, place):
+    """What words of one layer add to the sum of their slot."""
+    number = layer.to(tl.int64) << 32
+    return mix64(word.to(tl.int64) ^ mix64(number | place))
+
+
 @triton.jit(
     do_not_specialize=["first_layer", "width", "layer_stride", "slot_stride"],
     do_not_specialize_on_alignment=["sums", "words", "slots"],
@@ -33,13 +40,12 @@ def sum_kernel(
     layer = tl.program_id(1)
     slot = tl.load(slots + row)
     at = words + layer * layer_stride.to(tl.int64) + slot * slot_stride
-    number = (first_layer + layer).to(tl.int64) << 32
     total = tl.zeros((BLOCK,), dtype=tl.int64)
     for begin in range(0, width, BLOCK):
         place = begin + tl.arange(0, BLOCK)
         inside = place < width
-        word = tl.load(at + place, mask=inside, other=0).to(tl.int64)
-        mixed = mix64(word ^ mix64(number | place))
+        word = tl.load(at + place, mask=inside, other=0)
+        mixed = mixed_words(word, first_layer + layer, place)
         total += tl.where(inside, mixed, 0)
     value = tl.sum(total, axis=0)
     tl.atomic_add(sums + row, value, sem="relaxed")
