@@ -167,8 +167,8 @@ class Engine:
 
 
 def moves(engine: Engine) -> Json:
-    """Return GB/s of storing and loading the units of the prompt, of gathering them, and
-    of summing them where they lie, as a receiver does to compare them."""
+    """Return GB/s of storing and loading the units of the prompt, of gathering them,
+    and of summing them where they lie, as a receiver does to compare them."""
     args, tiers = engine.args, engine.tiers
     floor = copy_bandwidth(args.device, args.repeats)
     group, pool = tiers.groups[0], tiers.pools[0]
