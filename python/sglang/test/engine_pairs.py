@@ -10,9 +10,10 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from sglang.srt.disaggregation.messages import (
@@ -45,6 +46,7 @@ def engine_pair(
     backend: str = "tcp",
     patience: float = 60.0,
     beat: float = 4.0,
+    decode_args: Mapping[str, Any] = MappingProxyType({}),
     **server_args: Any,
 ) -> Iterator[EnginePair]:
     """Start a prefill engine and a decode engine on a mock model of one of `KINDS`.
@@ -52,6 +54,7 @@ def engine_pair(
     Args:
         patience: seconds that requests wait for units. beat: seconds between two signs
             of life, of which five may stay out: few on a busy machine do by themselves.
+        decode_args: what only the decode engine is given.
     """
     common: dict[str, Any] = {"disaggregation_transfer_backend": backend, **server_args}
     pace = envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.override(beat)
@@ -68,7 +71,7 @@ def engine_pair(
             folder,
             kind,
             disaggregation_mode="decode",
-            **{"enable_hierarchical_cache": False, **common},
+            **{"enable_hierarchical_cache": False, **common, **decode_args},
         )
     pair = EnginePair(prefill, decode)
     try:

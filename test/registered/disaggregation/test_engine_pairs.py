@@ -68,6 +68,47 @@ def test_random_requests(tmp_path, kind, configuration):
         serve_random(pair, kind, total=count(ci=40, full=2000), seed=page_size)
 
 
+@pytest.mark.parametrize("kind", sampled(KINDS, key=lambda kind: "any kind", ci=1))
+@pytest.mark.parametrize("page_sizes", [(1, 16), (64, 4)])
+def test_pages_may_differ(tmp_path, kind, page_sizes):
+    """A unit has whole pages of either side."""
+    prefill, decode = page_sizes
+    with engine_pair(
+        tmp_path, kind, page_size=prefill, decode_args={"page_size": decode}
+    ) as pair:
+        serve_random(pair, kind, total=count(ci=20, full=500), seed=7)
+
+
+@pytest.mark.parametrize(
+    ("decode_args", "named"),
+    [
+        (
+            {"page_size": 96, "chunked_prefill_size": 192},
+            "--page-size, tokens of a unit: 96 there, 64 here",
+        ),
+        ({"kv_canary": "none"}, "--kv-canary off there, on here"),
+        ({"dtype": "bfloat16"}, "--dtype bfloat16 there, float32 here"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "--kv-cache-dtype float8_e5m2 there"),
+    ],
+    ids=str,
+)
+def test_engines_that_differ_are_refused_by_name(tmp_path, caplog, decode_args, named):
+    prompt = list(range(LENGTH))
+    with engine_pair(
+        tmp_path,
+        "plain",
+        dtype="float32",
+        max_total_tokens=960,
+        decode_args=decode_args,
+    ) as pair:
+        pair.generate(prompt, max_new_tokens=2, ignore_eos=True)
+        assert tiers_of(pair.decode).stats.loaded == 0
+        assert not pair.scheduler.own_incidents()
+        pair.settle()
+    refused = [r.getMessage() for r in caplog.records if "refuse" in r.getMessage()]
+    assert any(named in text for text in refused), refused
+
+
 # -- faults of the wire ------------------------------------------------------------
 
 

@@ -8,6 +8,7 @@ import struct
 import time
 from contextlib import closing, suppress
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,9 +26,11 @@ from sglang.srt.disaggregation.messages import (
     EndReason,
     EngineIdentity,
     Hello,
+    Refusal,
     Taken,
     Unit,
     Welcome,
+    decode_to_receiver,
     encode,
     mismatch,
 )
@@ -45,8 +48,9 @@ PACE = Pace(beat=0.2, silence=2.0)
 IDENTITY = EngineIdentity(
     protocol=PROTOCOL,
     model="m",
+    loading="quantization None",
     dtype="float32",
-    page_size=1,
+    kv_dtype="float32",
     unit_tokens=64,
     tp_size=1,
     kv_canary="on",
@@ -98,7 +102,11 @@ def test_memory_that_is_free_is_not_given_back():
     [
         ("model", "n", "weights"),
         ("dtype", "bfloat16", "--dtype"),
-        ("page_size", 16, "--page-size 16 there, 1 here"),
+        ("unit_tokens", 96, "--page-size, tokens of a unit: 96 there, 64 here"),
+        ("loading", "quantization fp8", "quantization fp8 there, quantization None"),
+        ("kv_dtype", "float8_e5m2", "--kv-cache-dtype"),
+        ("draft_pools", 1, "--speculative-algorithm, pools of drafts: 1 there, 0 here"),
+        ("layout", "other", "the layout of units differs"),
         ("tp_size", 2, "--tp-size"),
         ("kv_canary", "off", "--kv-canary"),
         ("transport", "nixl", "--disaggregation-transfer-backend"),
@@ -117,6 +125,26 @@ def test_engine_of_another_kind_is_refused_by_name(field, value, word, caplog):
         assert not transfer.is_broken
         transfer.release()
         assert receiver.landing.is_whole
+
+
+def test_only_what_explains_the_layout_is_named():
+    other = structs.replace(IDENTITY, tp_size=2, layout="other")
+    assert mismatch(IDENTITY, other) == "--tp-size 2 there, 1 here"
+
+
+def test_engine_of_another_protocol_is_refused_by_name():
+    """Whatever else it says of itself."""
+    identity = {"protocol": PROTOCOL + 1, "something": "new"}
+    hello = {"type": "hello", "identity": identity, "rank": 0, "more": [1]}
+    with (
+        closing(open_listener()) as listener,
+        socket.create_connection((HOST, port_of(listener))) as connection,
+    ):
+        connection.sendall(framed(msgspec.msgpack.encode(hello)))
+        (length,) = struct.unpack("<I", connection.recv(4, socket.MSG_WAITALL))
+        answer = decode_to_receiver(connection.recv(length, socket.MSG_WAITALL))
+    assert isinstance(answer, Refusal)
+    assert f"protocol {PROTOCOL + 1} there, {PROTOCOL} here" in answer.reason
 
 
 def open_listener() -> Listener:

@@ -18,50 +18,63 @@ import msgspec
 if TYPE_CHECKING:
     from sglang.srt.kv_tiers.unit import UnitKey
 
-PROTOCOL = 1
+PROTOCOL = 2
 MAX_ROOM = (1 << 63) - 1
 # An `Ask` has a key of 16 bytes for each unit of the longest context.
 MAX_MESSAGE_BYTES = 1 << 22
 
 
 class EngineIdentity(msgspec.Struct, kw_only=True, frozen=True):
-    """What two engines must have in common for one to use the other's KV.
+    """What two engines must have in common for one to use the other's KV. What an
+    engine of another protocol leaves out has a default, so that it is refused by name.
 
     Fields:
-        model: digest of the weights.
+        model: digest of the weights. loading: how they are loaded.
+        draft_pools: pools of drafts whose KV travels, too.
+        unit_tokens: tokens of a unit; page sizes of which it is a multiple may differ.
         layout: digest of the bytes of a unit: groups, tensors, records.
         transport: how the bytes of units travel.
     """
 
     protocol: int
-    model: str
-    dtype: str
-    page_size: int
-    unit_tokens: int
-    tp_size: int
-    kv_canary: str
-    layout: str
-    transport: str
+    model: str = ""
+    loading: str = ""
+    dtype: str = ""
+    kv_dtype: str = ""
+    draft_pools: int = 0
+    unit_tokens: int = 0
+    tp_size: int = 0
+    kv_canary: str = ""
+    layout: str = ""
+    transport: str = ""
 
 
 _NAMES = {
     "model": "the weights differ: model",
+    "loading": "weights are loaded with",
     "dtype": "--dtype",
-    "page_size": "--page-size",
+    "kv_dtype": "--kv-cache-dtype",
+    "draft_pools": "--speculative-algorithm, pools of drafts:",
+    "unit_tokens": "--page-size, tokens of a unit:",
     "tp_size": "--tp-size",
     "kv_canary": "--kv-canary",
+    "layout": "the layout of units differs: digest",
     "transport": "--disaggregation-transfer-backend",
 }
+# It follows from the others, unless it alone differs.
+_DERIVED = "layout"
 
 
 def mismatch(own: EngineIdentity, other: EngineIdentity) -> str | None:
     """Return in words how another engine differs, or None if it does not."""
-    found = [
-        f"{_NAMES.get(name, name)} {getattr(other, name)} there, {value} here"
+    found = {
+        name: f"{_NAMES.get(name, name)} {getattr(other, name)} there, {value} here"
         for name, value in msgspec.structs.asdict(own).items()
         if getattr(other, name) != value
-    ]
-    return "; ".join(found) or None
+    }
+    if len(found) > 1:
+        found.pop(_DERIVED, None)
+    return "; ".join(found.values()) or None
 
 
 class EndReason(Enum):

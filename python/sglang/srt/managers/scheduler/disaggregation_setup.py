@@ -19,10 +19,13 @@ from sglang.srt.disaggregation.transport import create_inlet, create_outlet
 from sglang.srt.environ import envs
 from sglang.srt.managers.scheduler.decode_side import DecodeSide
 from sglang.srt.managers.scheduler.handover import Handover
+from sglang.srt.managers.scheduler.model_digest import loading_flags
 from sglang.srt.managers.scheduler.prefill_side import PrefillSide
 from sglang.srt.utils.memory import available_host_bytes
 
 if TYPE_CHECKING:
+    import torch
+
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
     from sglang.srt.kv_tiers.damage import Damage
     from sglang.srt.kv_tiers.tiers import KVTiers
@@ -41,6 +44,7 @@ def create_handover(
     tiers: KVTiers,
     *,
     group: TensorParallelGroup,
+    model: bytes,
     layout: bytes,
     report: Callable[[str, int, Sequence[Damage]], None],
     wake: Callable[[], None],
@@ -48,6 +52,7 @@ def create_handover(
     """Create this engine's side of --disaggregation-mode.
 
     Args:
+        model: digest of the weights.
         layout: digest of the bytes of a unit on this rank.
         report: called with a request's id and number, and the units that were damaged.
         wake: called in other threads when an idle scheduler has something to do.
@@ -59,7 +64,7 @@ def create_handover(
     mode = server_args.disaggregation_mode
     if mode == "null":
         return Handover()
-    identity = _identity(server_args, runners, tiers, layout)
+    identity = _identity(server_args, runners, tiers, model=model, layout=layout)
     beat = envs.SGLANG_DISAGGREGATION_HEARTBEAT_INTERVAL.get()
     pace = Pace(beat, beat * _SILENT_BEATS)
     patience = envs.SGLANG_DISAGGREGATION_WAITING_TIMEOUT.get()
@@ -103,19 +108,27 @@ def _identity(
     server_args: ServerArgs,
     runners: Sequence[ModelRunner],
     tiers: KVTiers,
+    *,
+    model: bytes,
     layout: bytes,
 ) -> EngineIdentity:
     return EngineIdentity(
         protocol=PROTOCOL,
-        model=tiers.identity.hex(),
-        dtype=str(runners[0].dtype).removeprefix("torch."),
-        page_size=tiers.cache.page_size,
+        model=model.hex(),
+        loading=loading_flags(server_args),
+        dtype=_name(runners[0].dtype),
+        kv_dtype=_name(runners[0].kv_dtype),
+        draft_pools=len(runners) - 1,
         unit_tokens=tiers.unit,
         tp_size=server_args.tp_size,
         kv_canary="off" if server_args.kv_canary == "none" else "on",
         layout=layout.hex(),
         transport=server_args.disaggregation_transfer_backend,
     )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _landing_bytes(server_args: ServerArgs, tiers: KVTiers, *, ranks: int) -> int:

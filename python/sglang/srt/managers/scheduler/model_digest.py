@@ -24,18 +24,25 @@ _LOADING = (
 )
 
 
-def model_digest(
-    server_args: ServerArgs, runners: Sequence[ModelRunner], layout: bytes
-) -> bytes:
-    """Return a digest of the models' files and configurations and of how they are
-    loaded, 16 bytes. Reads all files.
+def loading_flags(server_args: ServerArgs) -> str:
+    """Return in words how weights are loaded."""
+    return ", ".join(f"{name} {getattr(server_args, name)}" for name in _LOADING)
+
+
+def kv_identity(*, model: bytes, loading: str, layout: bytes) -> bytes:
+    """Return a digest of everything besides tokens that KV depends on, 16 bytes.
 
     Args:
-        layout: digest of what is kept of them.
+        model: `model_digest`. loading: `loading_flags`.
+        layout: digest of what is kept.
     """
-    digest = blake2b(layout, digest_size=DIGEST_BYTES)
-    loading = [getattr(server_args, name) for name in _LOADING]
-    digest.update(repr(loading).encode())
+    return blake2b(layout + model + loading.encode(), digest_size=DIGEST_BYTES).digest()
+
+
+def model_digest(server_args: ServerArgs, runners: Sequence[ModelRunner]) -> bytes:
+    """Return a digest of the models' files and configurations, 16 bytes. Reads all
+    files."""
+    digest = blake2b(digest_size=DIGEST_BYTES)
     is_dummy = server_args.load_format == "dummy"
     for runner in runners:
         config = runner.model_config

@@ -29,7 +29,12 @@ from sglang.srt.kv_tiers.storage import Storage
 from sglang.srt.kv_tiers.tiers import KVTiers
 from sglang.srt.kv_tiers.unit import SlotTensor, unit_tokens
 from sglang.srt.managers.scheduler.disaggregation_setup import create_handover
-from sglang.srt.managers.scheduler.model_digest import DIGEST_BYTES, model_digest
+from sglang.srt.managers.scheduler.model_digest import (
+    DIGEST_BYTES,
+    kv_identity,
+    loading_flags,
+    model_digest,
+)
 from sglang.srt.managers.scheduler.tier_loads import ReadPolicy, TierLoads
 from sglang.srt.mem_cache.groups.state_runs import StateRuns
 from sglang.srt.mem_cache.groups.window_slots import WindowSlots
@@ -94,9 +99,12 @@ def create_tier_loads(
         most_stored *= _PREFILL_FACTOR
     mover = Mover(runners[0].token_to_kv_pool.device, most_stored=most_stored)
     layout = _layout_digest(groups, rank=group.rank, size=group.size)
-    identity, storage = layout, None
+    identity, model, storage = layout, b"", None
     if has_other_engines(server_args):
-        identity = model_digest(server_args, runners, layout)
+        model = model_digest(server_args, runners)
+        identity = kv_identity(
+            model=model, loading=loading_flags(server_args), layout=layout
+        )
     config = storage_config(server_args)
     if server_args.hicache_storage_backend is not None:
         storage = _open_storage(config, groups, cache, identity=identity)
@@ -114,6 +122,7 @@ def create_tier_loads(
         runners,
         tiers,
         group=group,
+        model=model,
         layout=layout,
         report=reporter.report,
         wake=wake,
