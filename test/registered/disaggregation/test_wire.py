@@ -17,6 +17,7 @@ from msgspec import structs
 
 from sglang.srt.disaggregation.landing import LandingMemory
 from sglang.srt.disaggregation.link import Pace
+from sglang.srt.disaggregation.listener import MAX_ASKS, MAX_KEYS, Listener
 from sglang.srt.disaggregation.messages import (
     PROTOCOL,
     Ask,
@@ -35,7 +36,6 @@ from sglang.srt.disaggregation.messages import (
     mismatch,
 )
 from sglang.srt.disaggregation.receiver import Address, Receiver
-from sglang.srt.disaggregation.sender import Listener
 from sglang.srt.disaggregation.transport import TcpInlet
 from sglang.srt.kv_tiers.unit import SlotTensor, UnitLayout
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -260,6 +260,26 @@ def meet_hostile_sender(seed):
     assert fence is not None
     receiver.landing.give(fence)
     assert receiver.landing.is_whole
+
+
+def test_open_questions_are_bounded():
+    """Those that were answered do not count."""
+    hello = framed(encode(Hello(identity=IDENTITY, rank=0)))
+    short = framed(encode(Ask(transfer=1, room=1, first=0, keys=[])))
+    most = MAX_KEYS // 8 + 1
+    long = framed(encode(Ask(transfer=1, room=1, first=0, keys=[KEYS[0]] * most)))
+    with closing(open_listener()) as listener:
+        for ask, fit in ((short, MAX_ASKS), (long, 7)):
+            with socket.create_connection((HOST, port_of(listener))) as connection:
+                connection.sendall(hello + ask * fit)
+                for _ in range(fit):
+                    link, message = listener.heard.get(timeout=20)
+                    assert isinstance(message, Ask)
+                    listener.on_end(link, message)
+                connection.sendall(ask * (fit + 1))
+                for _ in range(fit):
+                    assert isinstance(listener.heard.get(timeout=20).message, Ask)
+                assert listener.heard.get(timeout=20).message is None
 
 
 def test_hostile_decode_engines_are_let_go():

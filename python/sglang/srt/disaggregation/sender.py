@@ -1,180 +1,37 @@
-"""The prefill engine's side: lets decode engines in, and sends them units.
+"""The prefill engine's side: sends decode engines the units that they ask for.
 
-Threads accept connections and read from them; what they hear waits in a queue. The
-scheduler empties it between its rounds and alone decides what is sent.
+What they say waits in the listener's queue. The scheduler empties it between its rounds
+and alone decides what is sent.
 """
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import queue
-import socket
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec import structs
-
-from sglang.srt.disaggregation.link import Link, LinkLost, Pace
 from sglang.srt.disaggregation.messages import (
     Ask,
     Cancel,
     End,
     EndReason,
-    EngineIdentity,
-    Hello,
-    Refusal,
     Spoiled,
     Taken,
-    ToSender,
     Unit,
-    Welcome,
-    decode_to_sender,
-    is_valid,
-    mismatch,
 )
 from sglang.srt.disaggregation.needs import needed_units
-from sglang.srt.kv_tiers.unit import KEY_BYTES
 
 if TYPE_CHECKING:
+    from sglang.srt.disaggregation.link import Link
+    from sglang.srt.disaggregation.listener import Heard, Listener
+    from sglang.srt.disaggregation.messages import ToSender
     from sglang.srt.disaggregation.transport import Outlet
     from sglang.srt.kv_tiers.tiers import KVTiers
     from sglang.srt.kv_tiers.unit import UnitKey
 
-logger = logging.getLogger(__name__)
-
-_MAX_LINKS = 1024
 _FINISH_PAUSE_SECONDS = 0.001
-
-
-class Heard(NamedTuple):
-    """A message of a decode engine, or None when its connection has ended."""
-
-    link: Link[ToSender]
-    message: Ask | Cancel | Taken | None
-
-
-class Listener:
-    """Accepts decode engines whose KV is of the same kind.
-
-    Args:
-        rank: rank of this process. ports: where each rank listens.
-        description: of the outlet, for receivers.
-        on_news: called in other threads when there is something in `heard`.
-
-    Attributes:
-        heard: what decode engines have said.
-        num_links: connections that are open.
-    """
-
-    def __init__(
-        self,
-        server: socket.socket,
-        identity: EngineIdentity,
-        *,
-        rank: int,
-        ports: Sequence[int],
-        description: bytes,
-        pace: Pace,
-        on_news: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
-        self._server = server
-        self._identity = identity
-        self._rank = rank
-        self._ports = list(ports)
-        self._description = description
-        self._pace = pace
-        self._on_news = on_news
-        self._links: set[Link[ToSender]] = set()
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    @property
-    def num_links(self) -> int:
-        return len(self._links)
-
-    def close(self) -> None:
-        """Accept nobody any more, and end every connection."""
-        with contextlib.suppress(OSError):  # Some systems want it to be connected.
-            self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        for link in list(self._links):
-            link.close()
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, (host, port, *_) = self._server.accept()
-            except OSError:
-                return
-            if len(self._links) >= _MAX_LINKS:
-                connection.close()
-                continue
-            link = Link(
-                connection,
-                decode=decode_to_sender,
-                peer=f"decode engine {host}:{port}",
-                pace=self._pace,
-            )
-            self._links.add(link)
-            threading.Thread(target=self._serve, args=(link,), daemon=True).start()
-
-    def _serve(self, link: Link[ToSender]) -> None:
-        try:
-            if self._welcomes(link):
-                self._listen(link)
-        except LinkLost as error:
-            logger.info("KV transfer: %s", error)
-        link.dispose()
-        self._links.discard(link)
-        self._tell(Heard(link, None))
-
-    def _welcomes(self, link: Link[ToSender]) -> bool:
-        hello = link.receive()
-        if not isinstance(hello, Hello):
-            raise LinkLost(f"{link.peer} did not greet")
-        theirs = hello.identity
-        if hello.rank != self._rank:
-            # It compares its share of the weights with the same rank here.
-            theirs = structs.replace(
-                theirs, model=self._identity.model, layout=self._identity.layout
-            )
-        why = mismatch(self._identity, theirs)
-        if why is None and not 0 <= hello.rank < len(self._ports):
-            why = f"there is no rank {hello.rank}"
-        if why is not None:
-            logger.error("KV transfer: refused %s: %s", link.peer, why)
-            link.send(Refusal(reason=why))
-            self._linger(link)
-            return False
-        if hello.rank != self._rank:
-            link.send(Welcome(port=self._ports[hello.rank]))
-            self._linger(link)
-            return False
-        link.send(Welcome(transport=self._description))
-        return True
-
-    def _linger(self, link: Link[ToSender]) -> None:
-        """Wait until the other side has read the answer and left."""
-        with contextlib.suppress(LinkLost):
-            link.receive()
-
-    def _listen(self, link: Link[ToSender]) -> None:
-        while True:
-            message = link.receive()
-            if isinstance(message, Ask) and not is_valid(message, key_bytes=KEY_BYTES):
-                raise LinkLost(f"{link.peer} asks for units that cannot be")
-            if not isinstance(message, Ask | Cancel | Taken):
-                raise LinkLost(f"{link.peer} sent {type(message).__name__}")
-            self._tell(Heard(link, message))
-
-    def _tell(self, heard: Heard) -> None:
-        self.heard.put(heard)
-        self._on_news()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -296,7 +153,7 @@ class Sender:
         while not self._gone.empty():
             self._confirm(*self._gone.get())
         self._forget_rooms()
-        while not self._listener.heard.empty():
+        for _ in range(self._listener.heard.qsize()):
             self._hear(self._listener.heard.get())
         self._deliveries = [one for one in self._deliveries if not self._advance(one)]
 
@@ -339,15 +196,15 @@ class Sender:
         """Send what can be sent; returns whether that was all."""
         if one.is_cancelled:
             return not one.num_sent and self._finish(one, EndReason.CANCELLED)
-        if one.room is None:
-            one.room = self._rooms.get(one.ask.room)
         room = one.room
         if room is None:
-            return time.monotonic() - one.since > self._patience and self._finish(
-                one, EndReason.UNKNOWN_ROOM
-            )
-        if room.keys[one.ask.first : one.end] != one.ask.keys:
-            return self._finish(one, EndReason.OTHER_PROMPT)
+            room = one.room = self._rooms.get(one.ask.room)
+            if room is None:
+                return time.monotonic() - one.since > self._patience and self._finish(
+                    one, EndReason.UNKNOWN_ROOM
+                )
+            if room.keys[one.ask.first : one.end] != one.ask.keys:
+                return self._finish(one, EndReason.OTHER_PROMPT)
         self._see(one)
         if not room.is_open and not one.is_final:
             self._see_others(one)
@@ -421,4 +278,5 @@ class Sender:
     def _finish(self, one: _Delivery, reason: EndReason) -> bool:
         """Say that no more is sent; returns True."""
         one.link.send(End(transfer=one.ask.transfer, reason=reason))
+        self._listener.on_end(one.link, one.ask)
         return True

@@ -11,10 +11,11 @@ import msgspec
 
 from sglang.srt.disaggregation.landing import LandingMemory
 from sglang.srt.disaggregation.link import Pace
+from sglang.srt.disaggregation.listener import Listener
 from sglang.srt.disaggregation.messages import PROTOCOL, EngineIdentity
 from sglang.srt.disaggregation.needs import most_needed
 from sglang.srt.disaggregation.receiver import Receiver
-from sglang.srt.disaggregation.sender import Listener, Sender
+from sglang.srt.disaggregation.sender import Sender
 from sglang.srt.disaggregation.transport import create_inlet, create_outlet
 from sglang.srt.environ import envs
 from sglang.srt.managers.scheduler.decode_side import DecodeSide

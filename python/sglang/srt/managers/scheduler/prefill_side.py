@@ -8,7 +8,8 @@ from sglang.srt.disaggregation.sender import Room
 from sglang.srt.managers.scheduler.handover import Handover
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.sender import Listener, Sender
+    from sglang.srt.disaggregation.listener import Listener
+    from sglang.srt.disaggregation.sender import Sender
     from sglang.srt.kv_tiers.tiers import KVTiers
     from sglang.srt.managers.batch.req import Req
     from sglang.srt.managers.messages.io_struct import SchedulerStats
