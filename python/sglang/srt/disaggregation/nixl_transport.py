@@ -8,7 +8,6 @@ receiver reads, and knows when its own reads have ended.
 from __future__ import annotations
 
 import importlib
-import logging
 import time
 import uuid
 from collections.abc import Callable, Sequence
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.disaggregation.link import Link
     from sglang.srt.disaggregation.messages import Unit
-
-logger = logging.getLogger(__name__)
 
 _FLAG = "--disaggregation-transfer-backend nixl"
 _POLL_SECONDS = 20e-6
@@ -116,10 +113,7 @@ class NixlWire:
         until = time.monotonic() + _READ_SECONDS
         while state == "PROC" and time.monotonic() < until:
             time.sleep(_POLL_SECONDS)
-            try:
-                state = agent.check_xfer_state(handle)
-            except Exception as error:
-                state = f"ERR ({error})"
+            state = self._state(handle)
         if state == "PROC":
             self._stuck = handle
         else:
@@ -132,15 +126,19 @@ class NixlWire:
 
     def close(self) -> bool:
         if self._stuck is not None:
-            try:
-                self._agent.release_xfer_handle(self._stuck)
-            except Exception:  # NIXL's errors have no common class.
-                logger.warning(
-                    "KV transfer: a read over NIXL has not ended; its memory stays out "
-                    "of use",
-                    exc_info=True,
-                )
+            # A handle that is released before its read has ended is still written
+            # through: when a stopped sender goes on (docs/LOG.md).
+            if self._state(self._stuck) == "PROC":
                 return False
+            self._agent.release_xfer_handle(self._stuck)
             self._stuck = None
         self._agent.remove_remote_agent(self._remote)
         return True
+
+    def _state(self, handle: Any) -> str:
+        """Return the state of a read; PROC until it has ended."""
+        try:
+            state: str = self._agent.check_xfer_state(handle)
+        except Exception as error:  # NIXL's errors have no common class.
+            return f"ERR ({error})"
+        return state

@@ -325,6 +325,21 @@ class _Peer(threading.Thread):
         for transfer in left.values():
             transfer.end(why, is_broken=self._is_welcome, is_quiet=is_quiet)
         self._receiver._on_news()
+        if wire is not None and not is_quiet:
+            self._outlast(wire, list(left.values()))
+
+    def _outlast(self, wire: Wire, transfers: Sequence[Transfer]) -> None:
+        """Keep landing memory out of use as long as it may still be written."""
+        logger.warning(
+            "KV transfer: a read from %s has not ended; its memory is out of use until "
+            "then",
+            self._address,
+        )
+        while not wire.close():
+            time.sleep(self._receiver._pace.beat)
+        for transfer in transfers:
+            transfer.end("", is_broken=False, is_quiet=True)
+        logger.info("KV transfer: the read from %s has ended", self._address)
 
     def _connect(self) -> Wire:
         """Connect to this rank of the prefill engine.

@@ -66,7 +66,8 @@ class Wire(Protocol):
         """
 
     def close(self) -> bool:
-        """End; returns whether nothing can write to a target any more."""
+        """End; returns whether nothing can write to a target any more. If something
+        can, ask again."""
 
 
 class TcpOutlet:
