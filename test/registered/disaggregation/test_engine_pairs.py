@@ -332,6 +332,31 @@ def test_silent_and_absent_engines_are_given_up(tmp_path):
         pair.settle()
 
 
+def test_the_inspector_lists_transfers(tmp_path):
+    """Of both sides, from the question to the end."""
+    prompt = list(range(LENGTH))
+    seen: dict[bool, list] = {False: [], True: []}
+    with engine_pair(tmp_path, "plain") as pair:
+        pair.submit(prompt, max_new_tokens=2, ignore_eos=True)
+
+        def look(step):
+            for harness in (pair.prefill, pair.decode):
+                for view in harness.scheduler.tiers.snapshot().transfers:
+                    seen[view.is_sent].append(view)
+
+        pair.run(on_step=look)
+        pair.settle()
+        look(0)
+    unit_bytes = seen[False][0].total_bytes // 5
+    for views in seen.values():
+        assert {view.room for view in views} == {1}
+        assert {view.total_bytes for view in views} == {5 * unit_bytes}
+        assert all(0 <= view.bytes <= view.total_bytes for view in views)
+    assert {view.state for view in seen[False]} >= {"asked", "is loaded"}
+    assert seen[False][-1].bytes == 5 * unit_bytes
+    assert {"waits for its prompt", "sending"} & {view.state for view in seen[True]}
+
+
 def test_aborted_request_gives_its_memory_back(tmp_path):
     rng = random.Random(5)
     prompt = [rng.randrange(VOCAB) for _ in range(LENGTH)]

@@ -31,16 +31,24 @@ from sglang.srt.managers.messages.io_struct import (
     GetSlotRsp,
     GetSnapshotReq,
     GetSnapshotRsp,
+    GetTiersReq,
+    GetTiersRsp,
     SchedulerStats,
 )
 from sglang.srt.managers.messages.pool_snapshot import PageFrame, PoolSize, PoolSnapshot
+from sglang.srt.managers.messages.tier_snapshot import HostView, TierSnapshot
 from sglang.srt.utils.paths import page_folders
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=4, suite="cpu")
 
 EVENTS = b"GET /canary/events HTTP/1.1\r\nHost: x\r\n"
-DATA_PATHS = ("/canary/events", "/canary/slot/5", "/canary/incidents/0-1")
+DATA_PATHS = (
+    "/canary/events",
+    "/canary/slot/5",
+    "/canary/tiers",
+    "/canary/incidents/0-1",
+)
 KEY = "the-key"
 RECORD = {
     "pool": "target",
@@ -53,6 +61,22 @@ RECORD = {
     "fingerprint": "0x2",
     "writer": {"kind": "decode", "forward": 9, "rid": "r0"},
 }
+
+
+TIERS = TierSnapshot(
+    unit_tokens=64,
+    host=[
+        HostView(
+            group="full",
+            unit_bytes=100,
+            free=1,
+            holding=0,
+            loading=1,
+            writing=0,
+            cells=b"\0\2",
+        )
+    ],
+)
 
 
 async def play(wire: Wire) -> None:
@@ -72,6 +96,8 @@ async def play(wire: Wire) -> None:
                 answer = GetSnapshotRsp(call_id=0, snapshot=snapshot, stats=stats)
             elif isinstance(message, GetSlotReq):
                 answer = GetSlotRsp(call_id=0, records=[RECORD])
+            elif isinstance(message, GetTiersReq):
+                answer = GetTiersRsp(call_id=0, tiers=TIERS)
             elif isinstance(message, GetIncidentsReq):
                 answer = GetIncidentsRsp(call_id=0, incidents=[incident(1)])
             if answer is not None:
@@ -224,6 +250,18 @@ def test_a_slot_has_its_records_where_they_are_kept() -> None:
             msgspec.json.decode(answer.content, type=SlotShown)
             assert answer.json() == {"slot": 5, "page": 5, "records": records}
             assert bool(wire.sent) == (canary == "log")
+
+    run(work())
+
+
+def test_tiers_are_told_without_their_maps() -> None:
+    async def work() -> None:
+        async with client(Wire()) as http:
+            answer = await http.get("/canary/tiers")
+            assert answer.status_code == 200
+            (host,) = answer.json()["host"]
+            assert host["loading"] == 1
+            assert "cells" not in host
 
     run(work())
 

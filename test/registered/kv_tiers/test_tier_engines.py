@@ -15,7 +15,12 @@ from sglang.srt.kv_events.block_recorder import (
 )
 from sglang.srt.kv_events.host_blocks import HostBlocks
 from sglang.srt.kv_events.messages import MEDIUM_CPU, BlockStored
-from sglang.srt.managers.messages.io_struct import FlushCacheReq, FlushCacheRsp
+from sglang.srt.managers.messages.io_struct import (
+    FlushCacheReq,
+    FlushCacheRsp,
+    GetTiersReq,
+)
+from sglang.srt.managers.messages.tier_snapshot import PlaceState
 from sglang.srt.utils.salt_chain import event_seed
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.tier_traffic import VOCAB, tiered, tiers_of
@@ -155,6 +160,43 @@ def test_a_warm_up_leaves_nothing(tmp_path):
     again = generate(harness, prompt_of(1))
     assert (first.cached_tokens, again.cached_tokens) == (0, 256)
     assert not harness.scheduler.own_incidents()
+
+
+def test_the_inspector_shows_every_place_and_file(tmp_path):
+    harness = tiered(
+        tmp_path / "model",
+        "window",
+        hicache_storage_backend="file",
+        hicache_storage_backend_extra_config=json.dumps({"dir": str(tmp_path / "kv")}),
+    )
+    tiers = tiers_of(harness)
+    assert tiers.storage is not None
+    generate(harness, prompt_of(1))
+    tiers.storage.wait_for_writes()
+    shown = harness.ask(GetTiersReq(call_id=1)).tiers
+    assert [view.group for view in shown.host] == ["full", "swa"]
+    for view, files, pool in zip(shown.host, shown.files, tiers.pools, strict=True):
+        states = np.frombuffer(view.cells, np.uint8)
+        assert len(states) == pool.size == view.free + view.holding
+        held = np.flatnonzero(states == PlaceState.HOLDING).tolist()
+        assert len(held) == len(pool) == files.units > 0
+        assert files.bytes > files.units * view.unit_bytes
+        assert (files.waiting, files.group) == (0, view.group)
+        assert 0 <= files.oldest_seconds < 60
+    harness.scheduler.cache.reset()
+    harness.submit(prompt_of(1), max_new_tokens=2)
+    for _ in range(2):  # In the first step it looks for files.
+        harness.scheduler.step()
+    assert harness.scheduler.tiers.snapshot().host[0].loading == 4
+    harness.run()
+    # Copies of both groups that have not ended.
+    mark = tiers.mover.num_copied
+    tiers.mover.num_copied = lambda: mark() - 2
+    generate(harness, prompt_of(2))
+    view = harness.ask(GetTiersReq(call_id=2)).tiers.host[0]
+    assert view.writing > 0
+    assert view.writing + view.holding == len(tiers.pools[0])
+    harness.scheduler.tiers.close()
 
 
 @pytest.mark.parametrize("page_size", [1, 16])

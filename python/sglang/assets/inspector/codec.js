@@ -1,11 +1,20 @@
-// Arrays as the server sends them: little-endian int32, deflated, in base64.
+// Arrays as the server sends them: little-endian int32 or bytes, deflated, in base64.
+
+async function inflate(text) {
+  if (!text) return new ArrayBuffer(0);
+  const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
+  const inflated = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
+  return new Response(inflated).arrayBuffer();
+}
 
 /** Int32Array of an array's text. */
 export async function decodeInts(text) {
-  if (!text) return new Int32Array(0);
-  const packed = Uint8Array.from(atob(text), (letter) => letter.charCodeAt(0));
-  const inflated = new Blob([packed]).stream().pipeThrough(new DecompressionStream("deflate"));
-  return new Int32Array(await new Response(inflated).arrayBuffer());
+  return new Int32Array(await inflate(text));
+}
+
+/** Uint8Array of an array's text. */
+export async function decodeBytes(text) {
+  return new Uint8Array(await inflate(text));
 }
 
 /** The frames of a snapshot with typed arrays; `at` null: all pages. */

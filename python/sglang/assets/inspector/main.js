@@ -13,6 +13,7 @@ import { Pool, STATES, ownerOf } from "./pool.js";
 import { RequestTable } from "./requests.js";
 import { SlotPanel } from "./slot.js";
 import { EventStream } from "./stream.js";
+import { TierView } from "./tiers.js";
 import { TreeView, describeRun, pathOwners, readTree } from "./tree.js";
 
 // A page in the background costs the server nothing after so long.
@@ -44,6 +45,7 @@ class App {
       onPoint: (run) => setText(byId("tree-note"), run ? describeRun(run) : ""),
       onPick: (run) => this.follow(-run.serial),
     });
+    this.tiers = new TierView(this.palette);
     this.counters = new Counters(byId("counters"), this.palette);
     this.incidents = new IncidentView(this.pool, {
       onMark: (slot) => this.map.mark(slot), nameOf: (owner) => this.nameOf(owner),
@@ -98,6 +100,7 @@ class App {
     this.table.update(snapshot.requests, snapshot.num_requests, { runs: this.runs, pages: this.pool.pagesByOwner() });
     this.tree.followed = owners;
     this.tree.update(this.runs);
+    await this.tiers.update(snapshot.tiers ?? null);
     this.slotPanel.render();
     const cached = this.pool.counts[STATES.indexOf("cached")] + this.pool.counts[STATES.indexOf("locked")];
     this.counters.update(snapshot.stats, snapshot.time, { hello: this.hello, cachedTokens: cached * snapshot.pool.page_size });
@@ -182,7 +185,7 @@ class App {
 
   #recolour() {
     this.palette = new Palette();
-    for (const part of [this.map, this.tree, this.table, this.counters]) part.setPalette(this.palette);
+    for (const part of [this.map, this.tree, this.table, this.tiers, this.counters]) part.setPalette(this.palette);
     this.#drawLegend();
   }
 

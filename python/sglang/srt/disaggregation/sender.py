@@ -22,6 +22,7 @@ from sglang.srt.disaggregation.messages import (
     Unit,
 )
 from sglang.srt.disaggregation.needs import needed_units
+from sglang.srt.managers.messages.tier_snapshot import TransferView
 
 if TYPE_CHECKING:
     from sglang.srt.disaggregation.link import Link
@@ -80,7 +81,7 @@ class _Delivery:
         next: number of the first unit that was not seen in host memory.
         due: units to send.
         is_final: whether everything that will be sent is in `due`.
-        num_sent: units that are on their way.
+        num_sent: units that are on their way. sent_bytes: of all so far.
         is_cancelled: whether the decode engine wants no more.
     """
 
@@ -92,11 +93,23 @@ class _Delivery:
     due: deque[_Due] = field(default_factory=deque)
     is_final: bool = False
     num_sent: int = 0
+    sent_bytes: int = 0
     is_cancelled: bool = False
 
     @property
     def end(self) -> int:
         return self.ask.first + len(self.ask.keys)
+
+    @property
+    def state(self) -> str:
+        """What it waits for, in words."""
+        if self.is_cancelled:
+            return "cancelled"
+        if self.room is None:
+            return "waits for its request"
+        if self.num_sent or self.due:
+            return "sending"
+        return "waits for its prompt" if self.room.is_open else "ends"
 
 
 class Sender:
@@ -138,6 +151,23 @@ class Sender:
     def is_busy(self) -> bool:
         """Whether units wait to be copied or sent."""
         return any(delivery.room is not None for delivery in self._deliveries)
+
+    def views(self) -> list[TransferView]:
+        """Return what the inspector shows of transfers that have not ended."""
+        unit_bytes = self._tiers.groups[0].layout.bytes_per_unit
+        now = time.monotonic()
+        return [
+            TransferView(
+                room=one.ask.room,
+                peer=one.link.peer,
+                is_sent=True,
+                state=one.state,
+                bytes=one.sent_bytes,
+                total_bytes=len(one.ask.keys) * unit_bytes,
+                seconds=now - one.since,
+            )
+            for one in self._deliveries
+        ]
 
     def open(self, number: int, room: Room) -> None:
         """Note that the request of a room has come; a later one takes its place."""
@@ -263,6 +293,7 @@ class Sender:
             seal=self._tiers.groups[due.group].layout.seal(data),
         )
         self.sent_bytes += data.nbytes
+        one.sent_bytes += data.nbytes
         self._outlet.send(link, unit, data, lambda: self._gone.put((link, number)))
 
     def _confirm(self, link: Link[ToSender], number: int) -> None:

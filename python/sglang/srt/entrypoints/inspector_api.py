@@ -30,6 +30,7 @@ from sglang.srt.managers.front.snapshot_feed import (
 )
 from sglang.srt.managers.front.tokenizer_manager import ServerPhase
 from sglang.srt.managers.messages.errors import BadRequest, NotFound, Unavailable
+from sglang.srt.managers.messages.tier_snapshot import TierSnapshot
 from sglang.srt.utils.quoting import quoted
 from sglang.version import __version__
 
@@ -147,7 +148,27 @@ class InspectorApi:
                 answer=SlotShown,
                 errors=(400, 403, 404, 500, 503),
             ),
+            Endpoint(
+                "/canary/tiers",
+                self.tiers,
+                methods=["GET"],
+                summary="KV in host memory and files, and between engines",
+                answer=TierSnapshot,
+                errors=(403, 404, 500, 503),
+            ),
         ]
+
+    async def tiers(self, request: Request) -> Response:
+        self._check_on()
+        require_admin(request)
+        async with self._records:
+            found = await self._manager.tiers()
+        if found is None:
+            raise NotFound("this server keeps KV on the device alone")
+        for view in found.host:
+            # The page draws them.
+            view.cells = b""
+        return json_response(found)
 
     async def page(self, request: Request) -> Response:
         self._check_on()

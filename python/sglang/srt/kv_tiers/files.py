@@ -48,10 +48,11 @@ _TEMPORARY = ".tmp"
 
 
 class UnitFile(NamedTuple):
-    """What a file's name and size say."""
+    """What a file's name and size say, and when it was used, in seconds since 1970."""
 
     parent: UnitKey
     size: int
+    used: float
 
 
 class BadUnit(Exception):
@@ -185,8 +186,8 @@ class FileStore:
                 about = entry.stat(follow_symlinks=False)
                 found.append((about.st_mtime, keys, about.st_size))
         found.sort()
-        for _, (key, parent), size in found:
-            self._note(key, UnitFile(parent, size))
+        for mtime, (key, parent), size in found:
+            self._note(key, UnitFile(parent, size, mtime))
         oldest = time.time() - (self._limits.max_age or float("inf"))
         self.drop(keys[0] for mtime, keys, _ in found if mtime < oldest)
         self._make_room(0)
@@ -207,6 +208,18 @@ class FileStore:
     def total_bytes(self) -> int:
         """Bytes of all files."""
         return self._total
+
+    @property
+    def max_bytes(self) -> int:
+        """Bytes that they may have."""
+        return self._limits.max_bytes
+
+    def oldest_use(self) -> float:
+        """Return when the file that goes next was used, in seconds since 1970; now, if
+        there is none."""
+        with self._lock:
+            first = next(iter(self._files.values()), None)
+        return time.time() if first is None else first.used
 
     def path(self, key: UnitKey) -> Path:
         """Return the file of a unit that there is."""
@@ -251,7 +264,9 @@ class FileStore:
             self.drop([key])
             raise
         with self._lock:
-            if key in self._files:
+            kept = self._files.get(key)
+            if kept is not None:
+                self._files[key] = kept._replace(used=time.time())
                 self._files.move_to_end(key)
         with suppress(OSError):
             os.utime(path)
@@ -292,7 +307,7 @@ class FileStore:
         except OSError:
             _remove(temporary)
             raise
-        self._note(key, UnitFile(parent or _NO_PARENT, size))
+        self._note(key, UnitFile(parent or _NO_PARENT, size, time.time()))
 
     def _make_room(self, size: int) -> None:
         while self._total + size > self._limits.max_bytes and self._files:

@@ -13,7 +13,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from sglang.srt.kv_tiers.unit import with_descendants
+from sglang.srt.managers.messages.tier_snapshot import PlaceState
 from sglang.srt.utils.memory import host_bytes
 
 if TYPE_CHECKING:
@@ -99,6 +103,23 @@ class HostPool:
         is the same, so are the unit's bytes. Any thread may ask."""
         kept = self._places.get(key)
         return 0 if kept is None else kept.stamp
+
+    def states(self, writing: Iterable[int]) -> NDArray[np.uint8]:
+        """Return a `PlaceState` per place.
+
+        Args:
+            writing: places to which units are being copied; some may be free again.
+        """
+        states = np.full(self.size, PlaceState.FREE, dtype=np.uint8)
+        for key, kept in self._places.items():
+            is_loading = key in self._pins
+            states[kept.place] = (
+                PlaceState.LOADING if is_loading else PlaceState.HOLDING
+            )
+        for place in writing:
+            if states[place] == PlaceState.HOLDING:
+                states[place] = PlaceState.WRITING
+        return states
 
     def _evict(self) -> bool:
         oldest = next((key for key in self._places if key not in self._pins), None)

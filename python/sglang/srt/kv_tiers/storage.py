@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from sglang.srt.kv_tiers.damage import Damage
 from sglang.srt.kv_tiers.files import BadUnit, FileStore
 from sglang.srt.kv_tiers.source import GivenUnits
+from sglang.srt.managers.messages.tier_snapshot import FilesView
 
 if TYPE_CHECKING:
     import torch
@@ -117,6 +118,7 @@ class Storage:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="kv-writer")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="kv-reader")
         self._waiting = threading.Semaphore(MOST_WAITING)
+        self._submitted = self._finished = 0
         self._broken_until = 0.0
 
     # -- writing -------------------------------------------------------------------
@@ -141,6 +143,8 @@ class Storage:
         ):
             self.stats.skipped += 1
             return
+        # Only this thread counts up, and only the writer down.
+        self._submitted += 1
         stamp = pool.stamp(unit.key)
         memory = pool.memory[pool.place(unit.key)]
 
@@ -153,6 +157,7 @@ class Storage:
                 if pool.stamp(unit.key) == stamp:
                     self._write(group, unit, parent, copy)
             finally:
+                self._finished += 1
                 self._waiting.release()
 
         self._writer.submit(run)
@@ -187,6 +192,21 @@ class Storage:
     def wait_for_writes(self) -> None:
         """Wait until everything is written that was to be."""
         self._writer.submit(lambda: None).result()
+
+    def views(self) -> list[FilesView]:
+        """Return what the inspector shows."""
+        now = time.time()
+        return [
+            FilesView(
+                group=group.name,
+                units=len(store),
+                bytes=store.total_bytes,
+                max_bytes=store.max_bytes,
+                oldest_seconds=max(now - store.oldest_use(), 0.0),
+                waiting=self._submitted - self._finished,
+            )
+            for group, store in zip(self._groups, self.stores, strict=True)
+        ]
 
     @property
     def total_bytes(self) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from sglang.srt.managers.messages.errors import ApiError, BadRequest, Unavailable
 from sglang.srt.managers.messages.io_struct import (
@@ -21,6 +21,8 @@ from sglang.srt.managers.messages.io_struct import (
     GetSnapshotRsp,
     GetStateReq,
     GetStateRsp,
+    GetTiersReq,
+    GetTiersRsp,
     LoadLoraReq,
     LoraRef,
     LoraRsp,
@@ -32,6 +34,9 @@ from sglang.srt.managers.messages.io_struct import (
     SchedulerStats,
     UnloadLoraReq,
 )
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.messages.tier_snapshot import TierSnapshot
 
 TIMEOUT_SECONDS = 10.0
 # Reading an adapter from a disk.
@@ -45,6 +50,7 @@ Question = (
     | GetIncidentsReq
     | GetSnapshotReq
     | GetSlotReq
+    | GetTiersReq
     | ProfileReq
     | PauseReq
     | LoadLoraReq
@@ -56,6 +62,7 @@ Reply = (
     | GetIncidentsRsp
     | GetSnapshotRsp
     | GetSlotRsp
+    | GetTiersRsp
     | ProfileRsp
     | PauseRsp
     | LoraRsp
@@ -108,6 +115,12 @@ class SchedulerCalls:
         question = GetSlotReq(call_id=next(self._ids), slot=slot)
         answer: GetSlotRsp = await self._ask(question, TIMEOUT_SECONDS)
         return answer.records
+
+    async def tiers(self) -> TierSnapshot | None:
+        """Return what is outside of the device, or None without tiers."""
+        question = GetTiersReq(call_id=next(self._ids))
+        answer: GetTiersRsp = await self._ask(question, TIMEOUT_SECONDS)
+        return answer.tiers
 
     async def profile(self, *, is_start: bool, **options: Any) -> str:
         """Start or stop a profile; returns the path of its trace.

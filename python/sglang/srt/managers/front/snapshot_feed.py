@@ -21,6 +21,7 @@ from sglang.srt.managers.front.incident_board import IncidentBoard, Incidents
 from sglang.srt.managers.messages.errors import ApiError, Unavailable, log_failure
 from sglang.srt.managers.messages.io_struct import GetSnapshotRsp, SchedulerStats
 from sglang.srt.managers.messages.pool_snapshot import PageFrame, PoolSize, RequestView
+from sglang.srt.managers.messages.tier_snapshot import TierSnapshot
 
 if TYPE_CHECKING:
     from sglang.srt.managers.front.side_work import SideWork
@@ -60,6 +61,7 @@ class Snapshot(msgspec.Struct, kw_only=True, tag_field="type", tag="snapshot"):
     num_requests: int
     tree: bytes
     num_nodes: int
+    tiers: TierSnapshot | None
     forwards: int
     clocks: list[int]
     seconds: float
@@ -228,6 +230,7 @@ class SnapshotFeed:
             num_requests=snapshot.num_requests,
             tree=zlib.compress(snapshot.tree, 1),
             num_nodes=snapshot.num_nodes,
+            tiers=None if snapshot.tiers is None else _shown_tiers(snapshot.tiers),
             forwards=snapshot.forwards,
             clocks=snapshot.clocks,
             seconds=snapshot.seconds,
@@ -303,6 +306,12 @@ class Viewer:
 
     def leave(self) -> None:
         self._feed.leave(self)
+
+
+def _shown_tiers(tiers: TierSnapshot) -> TierSnapshot:
+    for view in tiers.host:
+        view.cells = zlib.compress(view.cells, 1)
+    return tiers
 
 
 def _shown(frame: PageFrame) -> FrameShown:

@@ -64,6 +64,7 @@ from sglang.srt.utils.quoting import quoted
 from sglang.srt.utils.salt_chain import tenant_of
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.messages.tier_snapshot import TierSnapshot
     from sglang.srt.metrics.front_metrics import FrontMetrics
     from sglang.srt.sampling.sampling_params import SamplingParams
     from sglang.srt.server_args import ServerArgs
@@ -503,6 +504,11 @@ class TokenizerManager:
         """Return the KV canary's records of a slot; empty while it is off."""
         self._check_up()
         return await self._calls.slot_records(slot)
+
+    async def tiers(self) -> TierSnapshot | None:
+        """Return what is outside of the device, or None without tiers."""
+        self._check_up()
+        return await self._calls.tiers()
 
     # -- the wire ------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from sglang.srt.managers.messages.pool_snapshot import PoolSnapshot
+from sglang.srt.managers.messages.tier_snapshot import TierSnapshot
 from sglang.srt.sampling.sampling_params import MAX_SEED, SamplingParams
 
 # One entry per token: (logprob, token id). Top entries: a list per position.
@@ -222,6 +223,12 @@ class GetSlotReq(msgspec.Struct, kw_only=True, tag="get_slot"):
     slot: int
 
 
+class GetTiersReq(msgspec.Struct, kw_only=True, tag="get_tiers"):
+    """Ask for what is outside of the device."""
+
+    call_id: int
+
+
 class ProfileReq(msgspec.Struct, kw_only=True, omit_defaults=True, tag="profile"):
     """Start a profile of the scheduler processes, or stop the running one.
 
@@ -279,6 +286,7 @@ SchedulerRequest = (
     | GetIncidentsReq
     | GetSnapshotReq
     | GetSlotReq
+    | GetTiersReq
     | ProfileReq
     | PauseReq
     | LoadLoraReq
@@ -477,6 +485,13 @@ class GetSlotRsp(msgspec.Struct, kw_only=True, tag="get_slot_rsp"):
     records: list[dict[str, Any]]
 
 
+class GetTiersRsp(msgspec.Struct, kw_only=True, tag="get_tiers_rsp"):
+    """KV outside of the device, or None if there is none."""
+
+    call_id: int
+    tiers: TierSnapshot | None
+
+
 class ProfileRsp(msgspec.Struct, kw_only=True, omit_defaults=True, tag="profile_rsp"):
     """A profile has started or stopped; `path` is rank 0's trace.
 
@@ -518,6 +533,7 @@ SchedulerResponse = (
     | GetIncidentsRsp
     | GetSnapshotRsp
     | GetSlotRsp
+    | GetTiersRsp
     | ProfileRsp
     | PauseRsp
     | LoraRsp

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
+from sglang.srt.managers.messages.tier_snapshot import TierSnapshot
+
 
 class PageFrame(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Pages that have changed since frame `base`, or all pages in order if it is None.
@@ -64,8 +66,9 @@ class PoolSnapshot(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `frames` are the changes since the last snapshot, plus all pages if requested.
     `tree` is a `mem_cache.tree_table.tree_table`, cut from `num_nodes` runs in total;
-    `requests` are the first of `num_requests`. `clocks` holds the number of the next
-    forward in each pool's records; `seconds` is the time the scheduler took.
+    `requests` are the first of `num_requests`. `tiers` is what is outside of the
+    device, if there is anything. `clocks` holds the number of the next forward in each
+    pool's records; `seconds` is the time the scheduler took.
     """
 
     seq: int
@@ -75,6 +78,7 @@ class PoolSnapshot(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_requests: int = 0
     tree: bytes = b""
     num_nodes: int = 0
+    tiers: TierSnapshot | None = None
     forwards: int = 0
     clocks: list[int] = []
     seconds: float = 0.0

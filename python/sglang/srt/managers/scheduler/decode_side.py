@@ -18,6 +18,7 @@ from sglang.srt.disaggregation.needs import most_needed
 from sglang.srt.disaggregation.receiver import Address
 from sglang.srt.kv_tiers.damage import Damage, DamageKind
 from sglang.srt.kv_tiers.source import GivenUnits
+from sglang.srt.managers.messages.tier_snapshot import TransferView
 from sglang.srt.managers.scheduler.handover import Handover
 
 if TYPE_CHECKING:
@@ -63,6 +64,23 @@ class _Receipt:
     source: UnitSource | None = None
     is_settled: bool = False
     is_taken: bool = False
+
+    @property
+    def state(self) -> str:
+        """What it waits for, in words."""
+        if self.is_taken:
+            return "is loaded"
+        if self.is_settled:
+            return "arrived" if self.source is not None else "goes on alone"
+        if self.transfer is None:
+            return "waits for landing memory"
+        return "arriving" if self.transfer.arrived else "asked"
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that have come, of all groups."""
+        arrived = {} if self.transfer is None else dict(self.transfer.arrived)
+        return sum(unit.nbytes for unit in arrived.values())
 
 
 class DecodeSide(Handover):
@@ -251,6 +269,22 @@ class DecodeSide(Handover):
         stats.num_decode_transfer_queue_reqs = self.num_coming
         stats.kv_transfer_received_bytes_total = self._receiver.received_bytes
         stats.num_transfer_failed_reqs_total = self._num_failed
+
+    def transfers(self) -> list[TransferView]:
+        unit_bytes = self._tiers.groups[0].layout.bytes_per_unit
+        now = time.monotonic()
+        return [
+            TransferView(
+                room=receipt.room,
+                peer=str(receipt.address),
+                is_sent=False,
+                state=receipt.state,
+                bytes=receipt.received_bytes,
+                total_bytes=len(receipt.keys) * unit_bytes,
+                seconds=now - receipt.since,
+            )
+            for receipt in self._receipts.values()
+        ]
 
     def close(self) -> None:
         self._receiver.close()

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from sglang.srt.kv_tiers.source import UnitSource
     from sglang.srt.managers.batch.req import Req
     from sglang.srt.managers.messages.io_struct import SchedulerStats
+    from sglang.srt.managers.messages.tier_snapshot import TransferView
 
 
 class Handover:
@@ -57,6 +58,10 @@ class Handover:
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Fill in the numbers of transfers."""
+
+    def transfers(self) -> list[TransferView]:
+        """Return what the inspector shows of transfers that have not ended."""
+        return []
 
     def close(self) -> None:
         """End every connection."""

@@ -22,6 +22,8 @@ from sglang.srt.managers.messages.io_struct import (
     GetSlotRsp,
     GetSnapshotReq,
     GetSnapshotRsp,
+    GetTiersReq,
+    GetTiersRsp,
     SchedulerStats,
 )
 from sglang.srt.managers.messages.pool_snapshot import (
@@ -38,8 +40,10 @@ if TYPE_CHECKING:
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
     from sglang.srt.managers.batch.req import Req
     from sglang.srt.managers.batch.schedule_batch import BatchEnvironment
+    from sglang.srt.managers.messages.tier_snapshot import TierSnapshot
     from sglang.srt.managers.scheduler.healer import Healer
     from sglang.srt.managers.scheduler.scheduler_io import SchedulerIO
+    from sglang.srt.managers.scheduler.tier_loads import TierLoads
 
 MAX_REQUESTS = 512
 MAX_NODES = 2048
@@ -57,6 +61,7 @@ class Inspector:
         requests: all that are not finished.
         stats: returns the scheduler's current numbers.
         managers: canary managers of the checked pools.
+        tiers: what is outside of the device, or None.
         healer: owner of the damaged pages, or None if the canary does not heal.
         is_leader: whether this rank answers.
     """
@@ -70,6 +75,7 @@ class Inspector:
         stats: Callable[[], SchedulerStats],
         managers: list[CanaryManager],
         healer: Healer | None,
+        tiers: TierLoads | None,
         is_leader: bool,
     ) -> None:
         self._cache = env.cache
@@ -79,16 +85,22 @@ class Inspector:
         self._stats = stats
         self._managers = managers
         self._healer = healer
+        self._tiers = tiers
         self._is_leader = is_leader
         self._clocks: PageClockReader | None = None
         self._changes = _Changes()
 
-    def answer(self, message: GetSnapshotReq | GetSlotReq) -> None:
+    def answer(self, message: GetSnapshotReq | GetSlotReq | GetTiersReq) -> None:
         """Send the answer, or do this rank's part of the work."""
+        call_id = message.call_id
         if isinstance(message, GetSlotReq):
             if self._is_leader:
                 records = slot_records(self._managers, message.slot)
-                self._io.send(GetSlotRsp(call_id=message.call_id, records=records))
+                self._io.send(GetSlotRsp(call_id=call_id, records=records))
+            return
+        if isinstance(message, GetTiersReq):
+            if self._is_leader:
+                self._io.send(GetTiersRsp(call_id=call_id, tiers=self._tiers_now()))
             return
         stats = self._stats()
         if self._is_leader:
@@ -97,8 +109,11 @@ class Inspector:
             snapshot.forwards = stats.forward_passes_total
             snapshot.seconds = time.perf_counter() - began
             self._io.send(
-                GetSnapshotRsp(call_id=message.call_id, snapshot=snapshot, stats=stats)
+                GetSnapshotRsp(call_id=call_id, snapshot=snapshot, stats=stats)
             )
+
+    def _tiers_now(self) -> TierSnapshot | None:
+        return None if self._tiers is None else self._tiers.snapshot()
 
     def _snapshot(self, *, is_whole: bool) -> PoolSnapshot:
         cache, healer = self._cache, self._healer
@@ -132,6 +147,7 @@ class Inspector:
             num_requests=len(reqs),
             tree=tree.tobytes(),
             num_nodes=num_nodes,
+            tiers=self._tiers_now(),
             clocks=[manager.clock for manager in self._managers],
         )
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from sglang.srt.kv_tiers.tiers import KVTiers
     from sglang.srt.managers.batch.req import Req
     from sglang.srt.managers.messages.io_struct import SchedulerStats
+    from sglang.srt.managers.messages.tier_snapshot import TransferView
     from sglang.srt.mem_cache.base_prefix_cache import RadixKey
 
 # While units wait to be copied or sent.
@@ -86,6 +87,9 @@ class PrefillSide(Handover):
     def add_stats(self, stats: SchedulerStats) -> None:
         stats.num_prefill_inflight_queue_reqs = self._sender.num_deliveries
         stats.kv_transfer_sent_bytes_total = self._sender.sent_bytes
+
+    def transfers(self) -> list[TransferView]:
+        return self._sender.views()
 
     def close(self) -> None:
         self._sender.finish(_FINISH_SECONDS)

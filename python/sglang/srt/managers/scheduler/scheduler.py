@@ -25,6 +25,7 @@ from sglang.srt.managers.messages.io_struct import (
     GetSnapshotReq,
     GetStateReq,
     GetStateRsp,
+    GetTiersReq,
     LoadLoraReq,
     PauseReq,
     ProfileReq,
@@ -217,6 +218,7 @@ class Scheduler:
             stats=self.stats_snapshot,
             managers=worker.canary_managers(),
             healer=self._healer,
+            tiers=self.tiers,
             is_leader=self._group.is_leader,
         )
         # The CPU has nothing to overlap: a launch there returns when it is done.
@@ -632,7 +634,7 @@ class Scheduler:
                 )
             case GetIncidentsReq():
                 self.io.send(self._incidents(message))
-            case GetSnapshotReq() | GetSlotReq():
+            case GetSnapshotReq() | GetSlotReq() | GetTiersReq():
                 self._inspector.answer(message)
             case ProfileReq():
                 self._profiler.handle(message)

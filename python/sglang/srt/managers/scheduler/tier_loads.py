@@ -16,6 +16,7 @@ import numpy as np
 
 from sglang.srt.kv_tiers.group import TokenHistory
 from sglang.srt.managers.messages.io_struct import TierDecision
+from sglang.srt.managers.messages.tier_snapshot import MAX_TRANSFERS, TierSnapshot
 from sglang.srt.managers.scheduler.handover import Handover
 from sglang.srt.mem_cache.cache_listener import CacheListener
 
@@ -262,6 +263,18 @@ class TierLoads(CacheListener):
         self.handover.close()
         if self.tiers.storage is not None:
             self.tiers.storage.close()
+
+    def snapshot(self) -> TierSnapshot:
+        """Return what the inspector shows."""
+        storage = self.tiers.storage
+        transfers = self.handover.transfers()
+        return TierSnapshot(
+            unit_tokens=self.tiers.unit,
+            host=self.tiers.host_views(),
+            files=[] if storage is None else storage.views(),
+            transfers=transfers[:MAX_TRANSFERS],
+            num_transfers=len(transfers),
+        )
 
     def add_stats(self, stats: SchedulerStats) -> None:
         """Fill in the tiers' numbers."""
