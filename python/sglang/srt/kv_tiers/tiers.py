@@ -15,7 +15,6 @@ units arrived intact may differ, so the caller agrees on it before `finish`.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,12 +24,12 @@ import torch
 
 from sglang.srt.kv_tiers.damage import Damage, DamageKind
 from sglang.srt.kv_tiers.host_pool import HostPool
+from sglang.srt.kv_tiers.host_views import HostViews
 from sglang.srt.kv_tiers.mover import Shipment
 from sglang.srt.kv_tiers.places import CachedPath, Target
 from sglang.srt.kv_tiers.source import HostUnits, Sources
 from sglang.srt.kv_tiers.storage import NamedUnit
 from sglang.srt.kv_tiers.unit import first_key, unit_keys, unit_tokens
-from sglang.srt.managers.messages.tier_snapshot import HostView, PlaceState
 from sglang.srt.mem_cache.common import ensure_available
 
 if TYPE_CHECKING:
@@ -106,15 +105,6 @@ class _DueRun(NamedTuple):
     start: int
 
 
-class _Storing(NamedTuple):
-    """Places of a group's host memory that hold their units when `mark` copies have
-    ended."""
-
-    mark: int
-    group: int
-    places: list[int]
-
-
 class KVTiers:
     """Host memory as a second tier of one engine's prefix cache.
 
@@ -130,7 +120,7 @@ class KVTiers:
         cache: the prefix cache of the device.
         groups, mover, identity: as given.
         unit: tokens of a unit.
-        pools: host memory, per group.
+        pools: host memory, per group. host_views: what it does, for people.
         stats: what was moved so far.
     """
 
@@ -163,8 +153,7 @@ class KVTiers:
         self._host = HostUnits(self.pools)
         self.stats = TierStats()
         self._due: list[_DueRun] = []
-        # Stores whose copies may not have ended, oldest first.
-        self._storing: deque[_Storing] = deque()
+        self.host_views = HostViews(self.groups, self.pools, mover)
         self._host_blocks: HostBlocks | None = None
         self._loads: dict[int, PendingLoad] = {}
         self._num_loads = 0
@@ -255,7 +244,7 @@ class KVTiers:
             every = torch.from_numpy(np.concatenate(sources))
             targets = [pool.memory[place] for place in places]
             event = self.mover.store(group, every, targets)
-            self._note_storing(number, places)
+            self.host_views.on_stored(number, places)
             moved += len(units) * group.layout.bytes_per_unit
             if group.places.index is None:
                 self.stats.stored += len(units) * self.unit
@@ -267,39 +256,6 @@ class KVTiers:
                     parent = keys[unit - 1] if unit else b""
                     self.storage.write(number, named, parent, pool, event)
         return moved
-
-    def _note_storing(self, group: int, places: list[int]) -> None:
-        done = self.mover.num_copied()
-        while self._storing and self._storing[0].mark <= done:
-            self._storing.popleft()
-        self._storing.append(_Storing(self.mover.num_copies, group, places))
-
-    def host_views(self) -> list[HostView]:
-        """Return what the inspector shows of host memory."""
-        done, views = self.mover.num_copied(), []
-        for number, (group, pool) in enumerate(
-            zip(self.groups, self.pools, strict=True)
-        ):
-            writing = [
-                place
-                for storing in self._storing
-                if storing.group == number and storing.mark > done
-                for place in storing.places
-            ]
-            states = pool.states(writing)
-            counts = np.bincount(states, minlength=len(PlaceState)).tolist()
-            views.append(
-                HostView(
-                    group=group.name,
-                    unit_bytes=group.layout.bytes_per_unit,
-                    free=counts[PlaceState.FREE],
-                    holding=counts[PlaceState.HOLDING],
-                    loading=counts[PlaceState.LOADING],
-                    writing=counts[PlaceState.WRITING],
-                    cells=states.tobytes(),
-                )
-            )
-        return views
 
     def watch_host(self, blocks: HostBlocks) -> None:
         """Report what enters and leaves host memory from now on."""

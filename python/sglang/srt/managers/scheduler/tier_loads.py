@@ -270,7 +270,7 @@ class TierLoads(CacheListener):
         transfers = self.handover.transfers()
         return TierSnapshot(
             unit_tokens=self.tiers.unit,
-            host=self.tiers.host_views(),
+            host=self.tiers.host_views.views(),
             files=[] if storage is None else storage.views(),
             transfers=transfers[:MAX_TRANSFERS],
             num_transfers=len(transfers),
