@@ -84,7 +84,8 @@ def scatter_kernel(
 
 
 def _block(width: int) -> int:
-    return min(triton.next_power_of_2(width), MOST_WORDS)
+    size: int = triton.next_power_of_2(width)
+    return min(size, MOST_WORDS)
 
 
 def gather_rows(
