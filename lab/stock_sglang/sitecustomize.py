@@ -1,5 +1,11 @@
 """Loaded from `PYTHONPATH` by each Python process, including those SGLang spawns."""
 
-from absent_packages import stand_in
+import sys
+from pathlib import Path
 
-stand_in()
+sys.path.append(str(Path(__file__).parents[1] / "stock_sites"))
+
+from absent import SGLANG  # noqa: E402
+from absent_packages import stand_in  # noqa: E402
+
+stand_in(SGLANG)

@@ -13,14 +13,12 @@ import argparse
 import hashlib
 import importlib
 import json
-import os
 import random
 import time
-import urllib.request
 from typing import Any
 
-VOCABULARY = 512
-METRICS = "KV_CANARY_METRICS_PORT"
+from mixed import canary_counters, wave_of_prompts
+
 _OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "attention_backend": "triton",
@@ -43,10 +41,10 @@ def serve(model: str, waves: int, options: dict[str, Any]) -> dict[str, Any]:
     digest, count, steps = hashlib.sha256(), 0, 0
     try:
         begin = time.monotonic()
-        for wave in range(waves):
+        for _ in range(waves):
             params = {"temperature": 0, "max_new_tokens": 64, "ignore_eos": True}
             outputs = engine.generate(
-                input_ids=_prompts(rng, wave), sampling_params=params
+                input_ids=wave_of_prompts(rng), sampling_params=params
             )
             for output in outputs:
                 tokens = output["output_ids"]
@@ -58,37 +56,10 @@ def serve(model: str, waves: int, options: dict[str, Any]) -> dict[str, Any]:
             "digest": digest.hexdigest()[:16],
             "seconds": round(time.monotonic() - begin, 2),
             "verifications": steps,
-            "canary": _counters(),
+            "canary": canary_counters(),
         }
     finally:
         engine.shutdown()
-
-
-def _prompts(rng: random.Random, wave: int) -> list[list[int]]:
-    """Return the prompts of 24 requests, half of them with a prefix shared by all
-    waves.
-    """
-    shared = _tokens(random.Random(1), 200)
-    sizes = [rng.randrange(1, 250) for _ in range(24)]
-    return [
-        (shared[: rng.randrange(201)] if number % 2 else []) + _tokens(rng, size)
-        for number, size in enumerate(sizes)
-    ]
-
-
-def _tokens(rng: random.Random, count: int) -> list[int]:
-    return [rng.randrange(3, VOCABULARY) for _ in range(count)]
-
-
-def _counters() -> dict[str, float]:
-    """Return the canary's counters, if there is a canary that provides them."""
-    port = os.environ.get(METRICS, "0")
-    if os.environ.get("KV_CANARY", "off") == "off" or port == "0":
-        return {}
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as page:
-        lines = page.read().decode().splitlines()
-    values = [line.rsplit(" ", 1) for line in lines if not line.startswith("#")]
-    return {name.removeprefix("kv_canary_"): float(value) for name, value in values}
 
 
 def main() -> None:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 HARNESS = Path(__file__).parents[3] / "lab" / "stock_sglang"
+SITES = HARNESS.parent / "stock_sites"
 
 
 def run(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
@@ -59,7 +60,7 @@ def test_what_some_ask_for_and_others_import_is_said_to_be_absent(
         "import deep_gemm, os\n"
         "print(os.environ.get('SGLANG_ENABLE_JIT_DEEPGEMM'))\n"
         # As in the processes that SGLang spawns.
-        "import absent_packages; absent_packages.stand_in()\n"
+        "import absent, absent_packages; absent_packages.stand_in(absent.SGLANG)\n"
         "print(os.environ.get('SGLANG_ENABLE_JIT_DEEPGEMM'))"
     )
     assert run(code).stdout.split() == ["false", "false"]
@@ -137,17 +138,16 @@ def test_what_is_installed_is_used(tmp_path: Path) -> None:
 def test_counters_are_read_only_where_they_are_served(
     environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.syspath_prepend(HARNESS)
+    monkeypatch.syspath_prepend(SITES)
     for name in ("KV_CANARY", "KV_CANARY_METRICS_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    traffic = importlib.import_module("traffic")
-    assert traffic._counters() == {}
+    assert importlib.import_module("mixed").canary_counters() == {}
 
 
 def test_counters_of_a_canary(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(HARNESS)
+    monkeypatch.syspath_prepend(SITES)
 
     class Metrics(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -159,7 +159,7 @@ def test_counters_of_a_canary(monkeypatch: pytest.MonkeyPatch) -> None:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv("KV_CANARY", "log")
         monkeypatch.setenv("KV_CANARY_METRICS_PORT", str(server.server_port))
-        found = importlib.import_module("traffic")._counters()
+        found = importlib.import_module("mixed").canary_counters()
         server.shutdown()
     assert found == {"forwards_total": 3.0}
 

@@ -1,8 +1,8 @@
-"""Stand-ins for packages that a stock SGLang imports and a text model never calls.
+"""Stand-ins for packages that a stock engine imports and a text model never calls.
 
-SGLang imports packages that are large, compiled, or both. With this folder on
-`PYTHONPATH` (`sitecustomize.py`), the ones that are not installed become modules whose
-attributes are all uncallable classes. Installed packages are unchanged.
+Engines import packages that are large, compiled, or both. The ones that are not
+installed become modules whose attributes are all uncallable classes. Installed packages
+are unchanged.
 """
 
 from __future__ import annotations
@@ -14,48 +14,28 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-PACKAGES = frozenset(
-    {
-        "IPython",
-        "anthropic",
-        "compressed_tensors",
-        "datasets",
-        "deep_gemm",
-        "flashinfer",
-        "gguf",
-        "llguidance",
-        "mistral_common",
-        "modelscope",
-        "openai",
-        "openai_harmony",
-        "outlines",
-        "sgl_kernel",
-        "soundfile",
-        "xgrammar",
-    }
-)
-"""Top-level names. What SGLang itself can do without is not among them: it asks whether
-that is there, and would believe that it is."""
 
-WITHOUT = frozenset({"flashinfer.norm"})
-"""Parts that a stand-in lacks: `sgl_kernel` has kernels of its own for them, which it
-takes where these cannot be imported."""
-SWITCHES = {
-    "deep_gemm": ("SGLANG_ENABLE_JIT_DEEPGEMM", "false"),
-    "flashinfer": ("SGLANG_IS_FLASHINFER_AVAILABLE", "false"),
-}
-"""Of packages that some modules import without a question and others ask for: what says
-that they are not there."""
-FUNCTIONS = {
-    "flashinfer.sampling": {
-        "top_k_renorm_probs": "renormed",
-        "top_p_renorm_probs": "renormed",
-    }
-}
-"""Functions that are called, and our modules that have them."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandIns:
+    """The packages of one engine.
+
+    Fields:
+        packages: top-level names. What the engine itself can do without is not among
+            them: it asks whether that is there, and would believe that it is.
+        without: parts that a stand-in lacks.
+        switches: of packages that some modules import without a question and others ask
+            for: the variable and the value that say that they are not there.
+        functions: functions that are called, and our modules that have them, by part.
+    """
+
+    packages: frozenset[str]
+    without: frozenset[str] = frozenset()
+    switches: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    functions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
 
 
 class _Absent(type):
@@ -96,10 +76,14 @@ def _absent(module: str, name: str) -> Any:
 
 
 class _Module(types.ModuleType):
+    def __init__(self, name: str, functions: Mapping[str, str]) -> None:
+        super().__init__(name)
+        self.__functions = functions
+
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        ours = FUNCTIONS.get(self.__name__, {}).get(name)
+        ours = self.__functions.get(name)
         value = (
             _absent(self.__name__, name)
             if ours is None
@@ -112,10 +96,14 @@ class _Module(types.ModuleType):
 class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """The import finder of the stand-ins, asked last."""
 
+    def __init__(self, stand_ins: StandIns) -> None:
+        self._stand_ins = stand_ins
+
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: Any = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if fullname.partition(".")[0] not in PACKAGES or fullname in WITHOUT:
+        of = self._stand_ins
+        if fullname.partition(".")[0] not in of.packages or fullname in of.without:
             return None
         parent = sys.modules.get(fullname.rpartition(".")[0])
         if parent is not None and not isinstance(parent, _Module):
@@ -124,7 +112,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        return _Module(spec.name)
+        return _Module(spec.name, self._stand_ins.functions.get(spec.name, {}))
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Do nothing: there is no code to run."""
@@ -135,10 +123,10 @@ def _is_absent(package: str) -> bool:
     return spec is None or isinstance(spec.loader, _Finder)
 
 
-def stand_in() -> None:
+def stand_in(stand_ins: StandIns) -> None:
     """Install the finder once."""
-    for package, (variable, value) in SWITCHES.items():
+    for package, (variable, value) in stand_ins.switches.items():
         if _is_absent(package):
             os.environ.setdefault(variable, value)
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
-        sys.meta_path.append(_Finder())
+        sys.meta_path.append(_Finder(stand_ins))

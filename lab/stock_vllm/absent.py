@@ -1,0 +1,7 @@
+"""What a stock vLLM imports and a text model never calls."""
+
+from __future__ import annotations
+
+from absent_packages import StandIns
+
+VLLM = StandIns(packages=frozenset({"llguidance", "openai_harmony", "uvloop"}))
