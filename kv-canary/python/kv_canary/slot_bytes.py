@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -370,11 +369,12 @@ class SlotBytes:
         table: KVReadView,
         counts: Sequence[int],
     ) -> _Elements:
-        lens = np.asarray(counts, dtype=np.int64)
-        rows = np.repeat(np.arange(len(lens)), lens)
-        elements = np.arange(len(rows)) - (np.cumsum(lens) - lens)[rows]
-        both = torch.from_numpy(np.stack((rows, elements)))
-        row, element = upload(both, view.req_rows.device)
+        # Made on the device: a batch may read 100,000 slots, and has few rows.
+        lens = upload(torch.tensor(counts), view.req_rows.device)
+        total = sum(counts)
+        row = torch.repeat_interleave(lens, output_size=total)
+        first = (lens.cumsum(dim=0) - lens)[row]
+        element = torch.arange(total, device=row.device) - first
         # Attention may be told to read less than the host knows of.
         is_read = element < table.read_lens[row]
         slot = load_slots(table, row, element)
@@ -384,8 +384,9 @@ class SlotBytes:
         written = (record[:, Record.WORD3] >> CLOCK_SHIFT) & CLOCK_MASK
         due = readable & (record[:, Record.WORD0] != POISON_WORD)
         due &= written != (state.clock & CLOCK_MASK)
-        first = table.first_position
-        position = element if first is None else first[row] + element
+        position = element
+        if table.first_position is not None:
+            position = table.first_position[row] + element
         return _Elements(row, position, slot, record, due)
 
     def _compare_samples(self, slots: Tensor, record: Tensor, due: Tensor) -> _Compared:

@@ -27,7 +27,7 @@ PYTHON = REPO / ".engines-venv" / "bin" / "python"
 TRAFFIC = Path(__file__).with_name("vllm_traffic.py")
 SEEDS = count(ci=1, full=20)
 LIMIT_SECONDS = 2400
-CLASSES = {"plain": 15, "hybrid": 1, "asynchronous": 15}
+CLASSES = {"plain": 15, "hybrid": 1, "asynchronous": 15, "v2": 15}
 
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason=f"{PYTHON} is not there: make engines-venv"
@@ -69,6 +69,7 @@ def test_each_class_of_fault_is_named(model: str) -> None:
         ("plain", {"enable_prefix_caching": False, "num_gpu_blocks_override": 24}),
         ("hybrid", {}),
         ("asynchronous", {"num_gpu_blocks_override": 24}),
+        ("v2", {"num_gpu_blocks_override": 24}),
         (
             "plain",
             {
@@ -81,7 +82,7 @@ def test_each_class_of_fault_is_named(model: str) -> None:
             },
         ),
     ],
-    ids=["mixed", "uncached", "hybrid", "asynchronous", "ngram"],
+    ids=["mixed", "uncached", "hybrid", "asynchronous", "v2", "ngram"],
 )
 def test_clean_traffic_is_silent_and_unchanged(
     model: str, options: dict[str, Any]

@@ -68,7 +68,7 @@ HOSTS = (
         sees=(*vllm_limits.FULL_SPECS, *vllm_limits.WINDOW_SPECS),
         limits=vllm_limits.LIMITS,
         rest="KV cache groups of any other kind (Mamba, MLA, cross attention, ...)",
-        models=("plain", "hybrid", "asynchronous"),
+        models=("plain", "hybrid", "asynchronous", "v2"),
         plugins_variable="VLLM_PLUGINS",
         self_test_environment={"VLLM_LOGGING_LEVEL": "ERROR"},
     ),

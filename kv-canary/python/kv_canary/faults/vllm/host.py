@@ -8,9 +8,13 @@ import os
 import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from kv_canary.engines.vllm.attachment import get_attachment
+from kv_canary.faults.vllm.runners import of_runner
 
 if TYPE_CHECKING:
     from kv_canary.engines.block_ledger import LedgerRequest
@@ -48,9 +52,12 @@ _HYBRID = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "rope_local_base_freq": 10000.0,
 }
-MODELS = {"plain": _PLAIN, "hybrid": _HYBRID, "asynchronous": _PLAIN}
+MODELS = {"plain": _PLAIN, "hybrid": _HYBRID, "asynchronous": _PLAIN, "v2": _PLAIN}
 OPTIONS: dict[str, dict[str, Any]] = {"asynchronous": {"async_scheduling": True}}
 """Arguments of `LLM` by model."""
+RUNNERS = {"v2": "1"}
+"""Values of `VLLM_USE_V2_MODEL_RUNNER` by model; the others take vLLM's default."""
+_ON_A_GPU = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 28}
 
 
 def write_model(folder: Path, kind: str) -> Path:
@@ -72,6 +79,9 @@ class VllmHost:
     def __init__(self, model: Path, **options: Any) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+        if model.name in RUNNERS:
+            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = RUNNERS[model.name]
+            _interpret_triton()
         vllm = importlib.import_module("vllm")
         self._inputs = importlib.import_module("vllm.inputs")
         self._vllm = vllm
@@ -88,13 +98,17 @@ class VllmHost:
             "enable_prefix_caching": True,
             "dtype": "float32",
             "seed": 0,
+            "compilation_config": {"custom_ops": ["none"]},
         }
+        if not _is_on_a_cpu():
+            arguments |= _ON_A_GPU
         arguments |= {**OPTIONS.get(model.name, {}), **options}
         if arguments.get("async_scheduling"):
             _allow_asynchronous_scheduling()
         self._llm = vllm.LLM(**arguments)
         self._engine = self._llm.llm_engine
         self._next = 0
+        self.planting = of_runner(self.runner)
         self.preemptions = 0
         self._count_preemptions()
         self.outputs: dict[str, list[int]] = {}
@@ -199,11 +213,28 @@ class VllmHost:
         self.drain()
 
 
+def _is_on_a_cpu() -> bool:
+    return bool(importlib.import_module("vllm.platforms").current_platform.is_cpu())
+
+
+def _interpret_triton() -> None:
+    """Let the V2 runner run without a GPU, with its kernels in Triton's interpreter.
+
+    Must be called before vLLM is imported.
+    """
+    if torch.cuda.is_available():
+        return
+    os.environ["TRITON_INTERPRET"] = "1"
+    known = importlib.import_module("triton.backends").backends
+    driver = SimpleNamespace(is_active=lambda: True)
+    known.setdefault("cpu", SimpleNamespace(driver=driver))
+
+
 def _allow_asynchronous_scheduling() -> None:
     """Keep the option on the CPU too, where vLLM runs it but turns it off."""
-    platform = importlib.import_module("vllm.platforms").current_platform
-    if not platform.is_cpu():
+    if not _is_on_a_cpu():
         return
+    platform = importlib.import_module("vllm.platforms").current_platform
     check = platform.check_and_update_config
 
     def check_and_update_config(vllm_config: Any) -> None:

@@ -1,4 +1,4 @@
-"""Plants the faults of the catalogue in a running vLLM (V1 runner).
+"""Plants the faults of the catalogue in a running vLLM.
 
 Each is memory-safe, and planted where the host keeps the thing that goes wrong: its
 tables, its scheduler's messages, its metadata, its store, or the bytes themselves.
@@ -16,9 +16,9 @@ import torch
 from kv_canary.faults.catalogue import by_host_name
 from kv_canary.faults.fault import HostEngine
 from kv_canary.faults.vllm.host import BLOCK, VllmHost, random_tokens
+from kv_canary.faults.vllm.runners import Inputs, Undo, around
 from kv_canary.records import Record
 
-Undo = Callable[[], None]
 Read = tuple[str, int, int]
 """(request, slot, position) that a report must name."""
 
@@ -156,14 +156,7 @@ def block_over_another_one(host: VllmHost, rng: random.Random) -> Planted:
 def swapped_table_entry(host: VllmHost, rng: random.Random) -> Planted:
     request, index = _a(host), rng.randrange(3)
     other = _b(host).blocks[0][rng.randrange(3)]
-    row = host.runner.input_batch.req_id_to_index[request.rid]
-    table = host.runner.input_batch.block_table[0].get_numpy_array()
-    before = int(table[row, index])
-    table[row, index] = other
-
-    def undo() -> None:
-        table[row, index] = before
-
+    undo = host.planting.point_to(0, request.rid, index, other)
     return Planted(due=lambda: _in_block(request.rid, other, index), undo=undo)
 
 
@@ -173,26 +166,8 @@ def block_of_another_group(host: VllmHost, rng: random.Random) -> Planted:
     (number,) = (i for i, g in enumerate(groups) if g.group.window is None)
     index = rng.randrange(3)
     foreign = request.blocks[1 - number][-1]
-    row = host.runner.input_batch.req_id_to_index[request.rid]
-    table = host.runner.input_batch.block_table[number].get_numpy_array()
-    before = int(table[row, index])
-    table[row, index] = foreign
-
-    def undo() -> None:
-        table[row, index] = before
-
+    undo = host.planting.point_to(number, request.rid, index, foreign)
     return Planted(due=lambda: _in_block(request.rid, foreign, index), undo=undo)
-
-
-def _around(owner: Any, name: str, around: Callable[..., Any]) -> Undo:
-    """Wrap a method of one object in a function."""
-    method = getattr(owner, name)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return around(method, *args, **kwargs)
-
-    setattr(owner, name, wrapped)
-    return lambda: setattr(owner, name, method)
 
 
 def wrong_slot_mapping(host: VllmHost, rng: random.Random) -> Planted:
@@ -200,15 +175,11 @@ def wrong_slot_mapping(host: VllmHost, rng: random.Random) -> Planted:
     wrong = request.blocks[0][rng.randrange(2)] * BLOCK + rng.randrange(BLOCK)
     due = frozenset((request.rid, wrong, request.computed + i) for i in range(3))
 
-    def around(method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        row = host.runner.input_batch.req_id_to_index[request.rid]
-        place = int(host.runner.query_start_loc.np[row])
-        result[0][0][place] = wrong
-        return result
+    def change(inputs: Inputs) -> None:
+        inputs.slots[inputs.place(request.rid)] = wrong
 
     return Planted(
-        due=lambda: due, undo=_around(host.runner, "_get_slot_mappings", around)
+        due=lambda: due, undo=host.planting.with_inputs(lambda: [request.rid], change)
     )
 
 
@@ -217,17 +188,17 @@ def skipped_store(host: VllmHost, rng: random.Random) -> Planted:
     modules = host.runner.vllm_config.compilation_config.static_forward_context
     undo = []
 
-    def around(
+    def store(
         method: Any, layer: Any, key: Any, value: Any, kv: Any, slots: Any
     ) -> Any:
-        row = host.runner.input_batch.req_id_to_index.get(request.rid)
-        if row is not None:
+        place = host.planting.place(request.rid)
+        if place is not None:
             slots = slots.clone()
-            slots[int(host.runner.query_start_loc.np[row])] = -1
+            slots[place] = -1
         return method(layer, key, value, kv, slots)
 
     for name in host.runner.kv_cache_config.kv_cache_groups[0].layer_names:
-        undo.append(_around(modules[name].impl, "do_kv_cache_update", around))
+        undo.append(around(modules[name].impl, "do_kv_cache_update", store))
     position = request.computed
 
     def undo_all() -> None:
@@ -256,16 +227,12 @@ def truncated_table(host: VllmHost, rng: random.Random) -> Planted:
         (request.rid, -1, request.computed + 1 + i - missing) for i in range(3)
     )
 
-    def around(method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        row = host.runner.input_batch.req_id_to_index[request.rid]
-        for metadata in {id(m): m for m in result[0].values()}.values():
-            metadata.seq_lens = metadata.seq_lens.clone()
-            metadata.seq_lens[row] -= missing
-        return result
+    def change(inputs: Inputs) -> None:
+        inputs.seq_lens[inputs.row(request.rid)] -= missing
 
-    undo = _around(host.runner, "_build_attention_metadata", around)
-    return Planted(due=lambda: due, undo=undo)
+    return Planted(
+        due=lambda: due, undo=host.planting.with_inputs(lambda: [request.rid], change)
+    )
 
 
 def _with_new_request(
@@ -275,7 +242,7 @@ def _with_new_request(
     _, _, prefix = _names[host]
     due: set[Read] = set()
 
-    def around(method: Any, *args: Any, **kwargs: Any) -> Any:
+    def schedule(method: Any, *args: Any, **kwargs: Any) -> Any:
         output = method(*args, **kwargs)
         for request in output.scheduled_new_reqs:
             found = change(request)
@@ -284,7 +251,7 @@ def _with_new_request(
                 due.update(_in_block(rid, block, index))
         return output
 
-    undo = _around(host.core.scheduler, "schedule", around)
+    undo = around(host.core.scheduler, "schedule", schedule)
     host.add(prefix + random_tokens(rng, 5), new_tokens=4)
     host.step()
     undo()
@@ -330,14 +297,14 @@ def block_of_another_tenant(host: VllmHost, rng: random.Random) -> Planted:
     """Let the prefix cache forget that C has a salt."""
     victim, (_, _, prefix) = _a(host), _names[host]
 
-    def around(method: Any, request: Any) -> Any:
+    def without_salt(method: Any, request: Any) -> Any:
         salt, request.cache_salt = request.cache_salt, None
         try:
             return method(request)
         finally:
             request.cache_salt = salt
 
-    undo = _around(host.core, "request_block_hasher", around)
+    undo = around(host.core, "request_block_hasher", without_salt)
     name = host.add(prefix + random_tokens(rng, 5), new_tokens=4, salt="tenant")
     undo()
     host.step()
@@ -365,42 +332,21 @@ def wrong_positions(host: VllmHost, rng: random.Random) -> Planted:
     request = _b(host)
     start = request.computed
 
-    def around(method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        row = host.runner.input_batch.req_id_to_index[request.rid]
-        host.runner.positions[int(host.runner.query_start_loc.np[row])] += 1
-        return result
+    def change(inputs: Inputs) -> None:
+        inputs.positions[inputs.place(request.rid)] += 1
 
-    undo = _around(host.runner, "_build_attention_metadata", around)
+    undo = host.planting.with_inputs(lambda: [request.rid], change)
     return Planted(due=lambda: _writes(request, start, shift=1), undo=undo)
-
-
-def _change_inputs(
-    host: VllmHost, change: Callable[[torch.Tensor, Callable[[str], int]], None]
-) -> Undo:
-    """Let `change` alter the ids that a forward gets; its second argument returns the
-    place of a request's first new token."""
-    runner = host.runner
-
-    def place(rid: str) -> int:
-        return int(runner.query_start_loc.np[runner.input_batch.req_id_to_index[rid]])
-
-    def around(method: Any, *args: Any, **kwargs: Any) -> Any:
-        result = method(*args, **kwargs)
-        change(runner.input_ids.gpu, place)
-        return result
-
-    return _around(runner, "_prepare_input_ids", around)
 
 
 def wrong_input_token(host: VllmHost, rng: random.Random) -> Planted:
     request = rng.choice((_a(host), _b(host)))
     start = request.computed
 
-    def change(ids: torch.Tensor, place: Callable[[str], int]) -> None:
-        ids[place(request.rid)] ^= 1
+    def change(inputs: Inputs) -> None:
+        inputs.ids[inputs.place(request.rid)] ^= 1
 
-    undo = _change_inputs(host, change)
+    undo = host.planting.with_inputs(lambda: [request.rid], change)
     return Planted(due=lambda: _writes(request, start), undo=undo)
 
 
@@ -408,11 +354,11 @@ def swapped_input_tokens(host: VllmHost, rng: random.Random) -> Planted:
     a, b = _a(host), _b(host)
     starts = (a.computed, b.computed)
 
-    def change(ids: torch.Tensor, place: Callable[[str], int]) -> None:
-        both = torch.tensor([place(a.rid), place(b.rid)])
-        ids[both] = ids[both.flip(0)]
+    def change(inputs: Inputs) -> None:
+        both = torch.tensor([inputs.place(a.rid), inputs.place(b.rid)])
+        inputs.ids[both] = inputs.ids[both.flip(0)]
 
-    undo = _change_inputs(host, change)
+    undo = host.planting.with_inputs(lambda: [a.rid, b.rid], change)
     return Planted(due=lambda: _writes(a, starts[0]) | _writes(b, starts[1]), undo=undo)
 
 
@@ -420,10 +366,10 @@ def changed_prompt_token(host: VllmHost, rng: random.Random) -> Planted:
     _, _, prefix = _names[host]
     name = host.add(prefix + random_tokens(rng, 5), new_tokens=4)
 
-    def change(ids: torch.Tensor, place: Callable[[str], int]) -> None:
-        ids[place(host.request(name).rid)] ^= 1
+    def change(inputs: Inputs) -> None:
+        inputs.ids[inputs.place(host.request(name).rid)] ^= 1
 
-    undo = _change_inputs(host, change)
+    undo = host.planting.with_inputs(lambda: [host.request(name).rid], change)
     host.step()
     undo()
     request = host.request(name)
