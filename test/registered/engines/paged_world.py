@@ -92,13 +92,14 @@ class World:
         dtype: torch.dtype = torch.float32,
         is_synchronous: bool = True,
         in_pass: bool = False,
+        sample: float = 1.0,
     ) -> None:
         torch.manual_seed(0)
         self.random = random.Random(0)
         self.pool = Pool(layout, dtype)
         self.canary = EngineCanary(
             [self.pool.group(window=window)],
-            Settings(mode=mode, real_data=real_data),
+            Settings(mode=mode, real_data=real_data, sample=sample),
             num_rows=8,
             max_len=MAX_LEN,
             is_cached=is_cached,

@@ -136,6 +136,7 @@ def served(forwards: int, **counts: int) -> tuple[str, Any]:
         reporter=SimpleNamespace(counts=Counter(counts)),
         forwards=forwards,
         counters=lambda: [5] * 64,
+        requests=lambda: None,
     )
     registry = prometheus_client.CollectorRegistry()
     library = prometheus_client.core

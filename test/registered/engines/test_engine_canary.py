@@ -10,6 +10,7 @@ import torch
 from paged_world import DIM, LAYERS, LAYOUTS, PAGE, PAGES, World
 
 from kv_canary import launches
+from kv_canary.engines.chosen import is_chosen
 from kv_canary.engines.settings import Mode
 from kv_canary.engines.step import RowStep, Step
 from kv_canary.op import force_reference
@@ -314,3 +315,46 @@ def test_a_sweep_finds_damage_that_nobody_reads(real_data: str) -> None:
     canary = world.canary.groups[0]
     finding = canary.sweep(4096, world.canary.ledger.held(0))
     assert finding is not None and int(finding.count) == PAGE
+
+
+def chosen_and_not(probability: float) -> tuple[str, str]:
+    """A request that is verified at this probability, and one that is not."""
+    rids = [f"request {number}" for number in range(100)]
+    chosen = next(rid for rid in rids if is_chosen(rid, probability))
+    return chosen, next(rid for rid in rids if not is_chosen(rid, probability))
+
+
+@pytest.mark.parametrize("real_data", ["none", "rotate", "all"])
+def test_a_sample_of_requests_is_verified_and_all_are_recorded(real_data: str) -> None:
+    """A request that is not verified is silent when it is damaged; what it stored is
+    verified by one that shares it."""
+    chosen, other = chosen_and_not(0.5)
+    world = World(sample=0.5, real_data=real_data)
+    tokens = list(range(100, 120))
+    blocks = world.blocks(4)
+    first = world.admission(other, tokens, blocks)
+    assert world.forward({other: 20}, admitted=[first]) == []
+    own = world.blocks(2)
+    shared = [*tokens[:16], 7, 8]
+    second = world.admission(chosen, shared, blocks[:2] + own, computed=16)
+    assert world.forward({other: 1, chosen: 2}, admitted=[second]) == []
+    assert world.canary.counters()[Counter.VERIFIED_SLOTS] == 16
+    assert world.canary.requests() == (2, 1)
+    for rid in (other, chosen):
+        world.tables[rid][0], world.tables[rid][1] = 2, 1
+    assert world.forward({other: 1}) == []
+    found = world.forward({other: 1, chosen: 1})
+    assert {rid for rid, *_ in found} == {chosen}
+    assert (chosen, 2 * PAGE, 0) in {(rid, slot, at) for rid, slot, at, _ in found}
+
+
+def test_the_sample_has_its_size_and_grows_with_it() -> None:
+    """Each request by itself, and those of a smaller sample are in a larger one."""
+    rids = [f"chatcmpl-{number}" for number in range(20_000)]
+    smaller: set[str] = set()
+    for probability in (0.001, 0.02, 0.5, 1.0):
+        taken = {rid for rid in rids if is_chosen(rid, probability)}
+        deviation = (len(rids) * probability * (1 - probability)) ** 0.5
+        assert abs(len(taken) - len(rids) * probability) <= 4 * deviation
+        assert smaller <= taken
+        smaller = taken

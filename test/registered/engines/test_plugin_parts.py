@@ -82,6 +82,7 @@ def test_settings_are_read(tmp_path: Path) -> None:
             "KV_CANARY_REPORT_DIR": str(folder),
             "KV_CANARY_REPORT_TOKENS": "1",
             "KV_CANARY_MAX_REPORTS": "0",
+            "KV_CANARY_SAMPLE": "0.02",
             "KV_CANARY_METRICS_PORT": "9100",
         }
     )
@@ -92,6 +93,7 @@ def test_settings_are_read(tmp_path: Path) -> None:
         report_dir=folder,
         report_tokens=True,
         max_reports=0,
+        sample=0.02,
         metrics_port=9100,
     )
     assert folder.is_dir()
@@ -108,6 +110,10 @@ def test_settings_are_read(tmp_path: Path) -> None:
         ("KV_CANARY_METRICS_PORT", "65536", "a port"),
         ("KV_CANARY_REPORT_TOKENS", "yes", "choose from 0, 1"),
         ("KV_CANARY_REPORT_DIR", "/dev/null/x", "/dev/null/x"),
+        ("KV_CANARY_SAMPLE", "2", "above 0, at most 1"),
+        ("KV_CANARY_SAMPLE", "0", "above 0, at most 1"),
+        ("KV_CANARY_SAMPLE", "nan", "above 0, at most 1"),
+        ("KV_CANARY_SAMPLE", "1 %", "above 0, at most 1"),
         ("KV_CANARY_REPORTS", "1", "no such variable"),
     ],
 )
@@ -525,16 +531,21 @@ def test_metrics_begin_at_zero() -> None:
         reporter=SimpleNamespace(counts=Counter({"verify_token": 2})),
         forwards=0,
         counters=lambda: [0] * 64,
+        requests=lambda: (7, 3),
     )
     library = prometheus_client.core
     families = list(CanaryCollector(canary, rank=1, library=library).collect())
     values = {
-        (sample.name, sample.labels.get("reason")): sample.value
+        (sample.name, sample.labels.get("reason", sample.labels.get("verified"))): (
+            sample.value
+        )
         for family in families
         for sample in family.samples
     }
     assert values.pop(("kv_canary_attached", None)) == 1
     assert values.pop(("kv_canary_attached_since_seconds", None)) > 1e9
+    assert values.pop(("kv_canary_requests_total", "yes")) == 3
+    assert values.pop(("kv_canary_requests_total", "no")) == 4
     name = "kv_canary_violations_total"
     assert values.pop((name, "verify_token")) == 2
     assert set(values.values()) == {0}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kv_canary.engines.chosen import is_chosen
 from kv_canary.evidence import Owner
 from kv_canary.serials import SerialMap
 
@@ -24,6 +25,7 @@ class LedgerRequest:
         blocks: its blocks, by group.
         computed: tokens whose KV is stored after the newest step.
         is_ahead: whether its newest step also stored tokens that were only proposed.
+        is_verified: whether its reads are verified.
     """
 
     rid: str
@@ -35,6 +37,7 @@ class LedgerRequest:
     blocks: list[list[int]]
     computed: int
     is_ahead: bool = False
+    is_verified: bool = True
 
     def sampled_ahead(self, row: RowStep) -> int:
         """Return how many known new tokens a step's first sampled token follows after
@@ -66,13 +69,20 @@ class BlockLedger:
         page_sizes: slots per block, by group.
         num_rows: most requests at once.
         is_cached: whether full blocks may stay in a prefix cache.
+        sample: the part of the requests whose reads are verified.
 
     Attributes:
         serials: requests by serial.
+        admitted: number of requests so far; verified: of those that are verified.
     """
 
     def __init__(
-        self, page_sizes: Sequence[int], *, num_rows: int, is_cached: bool
+        self,
+        page_sizes: Sequence[int],
+        *,
+        num_rows: int,
+        is_cached: bool,
+        sample: float = 1.0,
     ) -> None:
         self._page_sizes = page_sizes
         self._is_cached = is_cached
@@ -82,7 +92,10 @@ class BlockLedger:
         self._requests: dict[str, LedgerRequest] = {}
         self._holders: list[dict[int, set[str]]] = [{} for _ in page_sizes]
         self._next_serial = 1
+        self._sample = sample
         self.serials = SerialMap()
+        self.admitted = 0
+        self.verified = 0
 
     def __contains__(self, rid: str) -> bool:
         return rid in self._requests
@@ -145,7 +158,11 @@ class BlockLedger:
             given=len(admission.tokens),
             blocks=[[] for _ in self._page_sizes],
             computed=admission.computed,
+            is_verified=is_chosen(admission.rid, self._sample),
         )
+        if old is None:
+            self.admitted += 1
+            self.verified += request.is_verified
         self._requests[request.rid] = request
         self.serials.add(serial, request.rid)
         self.extend(request, admission.blocks, changes, kept)

@@ -12,9 +12,12 @@ finish(...)      on a GPU the findings, when the step's tokens reach the host
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
+
+import torch
 
 from kv_canary import launches
 from kv_canary.engines.block_ledger import BlockLedger, Changes, LedgerRequest
@@ -25,7 +28,7 @@ from kv_canary.records import WriterKind, request_lineage
 from kv_canary.runtime.host import HostCapabilities
 from kv_canary.runtime.pending import GroupFindings, Pending
 from kv_canary.runtime.runtime import Announcement, CanaryRuntime, Testimony
-from kv_canary.runtime.uploads import upload_rows
+from kv_canary.runtime.uploads import upload, upload_rows
 from kv_canary.view import ForwardView
 
 if TYPE_CHECKING:
@@ -73,6 +76,7 @@ class EngineCanary:
             [group.page_size for group in groups],
             num_rows=num_rows,
             is_cached=is_cached,
+            sample=settings.sample,
         )
         self.groups = [
             GroupCanary(
@@ -148,15 +152,22 @@ class EngineCanary:
         make, self._sampling = self._view(reads)
         oracle = known_inputs(reads, self._rows, self.ledger)
         prefix = [self._rows[rid].computed for rid in reads.rids]
+        is_verified = [self.ledger[rid].is_verified for rid in reads.rids]
         seq_lens = reads.seq_lens[: len(reads.rids)].long()
-        views, num_read = [], []
+        views, verified, num_read = [], [], []
         for group, tables in zip(self.groups, reads.groups, strict=True):
             table, count = group.reads(tables, seq_lens, prefix)
             slots = tables.slot_mapping[: reads.num_tokens].long()
-            views.append(make(out_cache_loc=slots, reads=(table,), oracle=oracle))
-            num_read.append(count)
+            view = make(out_cache_loc=slots, reads=(table,), oracle=oracle)
+            views.append(view)
+            verified.append(view if all(is_verified) else _only(view, is_verified))
+            num_read.append([n * v for n, v in zip(count, is_verified, strict=True)])
             oracle = None  # Inputs are the same in all groups.
-        self._runtime.forward.before(views, num_read=num_read)
+        self._runtime.forward.before(views, verified=verified, num_read=num_read)
+
+    def requests(self) -> tuple[int, int]:
+        """Return how many requests there were, and how many of them are verified."""
+        return self.ledger.admitted, self.ledger.verified
 
     def after(self) -> None:
         """Record what the model has stored.
@@ -328,3 +339,12 @@ class EngineCanary:
             if findings is not None:
                 found.append(GroupFindings(group, findings))
         return found
+
+
+def _only(view: ForwardView, wanted: Sequence[bool]) -> ForwardView:
+    """Return the forward with its other rows as padding; without reads if no row is
+    wanted."""
+    if not any(wanted):
+        return dataclasses.replace(view, reads=())
+    kept = upload(torch.tensor(wanted), view.req_rows.device)
+    return dataclasses.replace(view, req_rows=view.req_rows * kept)

@@ -37,6 +37,10 @@ class Counted(Protocol):
     def counters(self) -> list[int]:
         """Return `records.Counter`. Waits for the device."""
 
+    def requests(self) -> tuple[int, int] | None:
+        """Return how many requests there were, and how many of them are verified. None
+        if the host does not tell."""
+
 
 class CanaryCollector:
     """Reads a canary when it is scraped."""
@@ -61,6 +65,17 @@ class CanaryCollector:
         for name, text, value in rows:
             metric = self._library.CounterMetricFamily(name, text, labels=["rank"])
             metric.add_metric([self._rank], value)
+            yield metric
+        requests = canary.requests()
+        if requests is not None:
+            total, verified = requests
+            metric = self._library.CounterMetricFamily(
+                "kv_canary_requests",
+                "Requests, by whether their reads are verified.",
+                labels=["rank", "verified"],
+            )
+            metric.add_metric([self._rank, "yes"], verified)
+            metric.add_metric([self._rank, "no"], total - verified)
             yield metric
         found = self._library.CounterMetricFamily(
             "kv_canary_violations", "Violations by reason.", labels=["rank", "reason"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,6 +43,8 @@ class Settings:
         report_dir: KV_CANARY_REPORT_DIR, receives one JSON file per incident.
         report_tokens: KV_CANARY_REPORT_TOKENS, whether reports include token ids.
         max_reports: KV_CANARY_MAX_REPORTS, most files per process; 0 for no limit.
+        sample: KV_CANARY_SAMPLE, the part of the requests whose reads are verified.
+            Records are kept for all.
         metrics_port: KV_CANARY_METRICS_PORT, port of rank 0 on 127.0.0.1, followed by
             the other ranks; 0 disables metrics.
     """
@@ -52,6 +55,7 @@ class Settings:
     report_dir: Path | None = None
     report_tokens: bool = False
     max_reports: int = 1000
+    sample: float = 1.0
     metrics_port: int = 0
 
     @property
@@ -83,6 +87,7 @@ def read_settings(
         f"{PREFIX}_REPORT_DIR": ("report_dir", _folder),
         f"{PREFIX}_REPORT_TOKENS": ("report_tokens", _yes_no),
         f"{PREFIX}_MAX_REPORTS": ("max_reports", _count),
+        f"{PREFIX}_SAMPLE": ("sample", _part),
         f"{PREFIX}_METRICS_PORT": ("metrics_port", _port),
     }
     unknown = sorted(given.keys() - readers.keys())
@@ -124,6 +129,16 @@ def _count(name: str, value: str) -> int:
     if not value.isascii() or not value.isdigit():
         raise SettingsError(f"{name}={value!r}: a whole number, 0 or more")
     return int(value)
+
+
+def _part(name: str, value: str) -> float:
+    try:
+        part = float(value)
+    except ValueError:
+        part = math.nan
+    if not 0 < part <= 1:
+        raise SettingsError(f"{name}={value!r}: a number above 0, at most 1")
+    return part
 
 
 def _port(name: str, value: str) -> int:

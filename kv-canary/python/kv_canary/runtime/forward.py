@@ -37,6 +37,7 @@ class ForwardLaunches(Generic[GroupT]):
         views: Sequence[ForwardView | None],
         *,
         checks: Sequence[PoolChecks] | None = None,
+        verified: Sequence[ForwardView] | None = None,
         num_read: Sequence[Sequence[int]] | None = None,
     ) -> None:
         """Open a forward: check what it reads and where it writes.
@@ -44,7 +45,7 @@ class ForwardLaunches(Generic[GroupT]):
         Args:
             views: one per group; None for a group that takes no part.
             checks: one per group; None for those of the groups.
-            num_read: one per group; see `CanaryGroup.before`.
+            verified, num_read: one per group; see `CanaryGroup.before`.
         """
         self._views = views
         for number, group in enumerate(self.groups):
@@ -53,6 +54,7 @@ class ForwardLaunches(Generic[GroupT]):
                 group.before(
                     view,
                     group.checks if checks is None else checks[number],
+                    verified=None if verified is None else verified[number],
                     num_read=None if num_read is None else num_read[number],
                 )
 

@@ -121,6 +121,7 @@ class CanaryGroup:
         view: ForwardView,
         checks: PoolChecks,
         *,
+        verified: ForwardView | None = None,
         num_read: Sequence[int] | None = None,
     ) -> None:
         """Check the slots that a forward reads, and where it writes.
@@ -128,23 +129,25 @@ class CanaryGroup:
         Args:
             view: the forward in this group's slots.
             checks: `self.checks`, or a variant of them.
-            num_read: prefix elements of each row of `view.reads[0]`. None: counted
-                here, which waits for the device. Only `bytes` needs it.
+            verified: `view` without the rows whose reads are not verified. Only hosts
+                that stamp first may leave rows out.
+            num_read: prefix elements of each row of its `reads[0]`. None: counted here,
+                which waits for the device. Only `bytes` needs it.
         """
-        state = self.state
+        state, verified = self.state, view if verified is None else verified
         if self._stamps_first:
             launches.stamp(state, view, checks)
-            for table in view.reads:
-                launches.verify(state, view, checks, table, steps_phase=False)
+            for table in verified.reads:
+                launches.verify(state, verified, checks, table, steps_phase=False)
         else:
             launches.before_model(state, view, checks)
         if self.bytes is not None:
             if num_read is None:
-                num_read = _count_prefix(view)
+                num_read = _count_prefix(verified)
             self._found, self._reading = [], None
             if any(num_read):
-                table = view.reads[0]
-                self._reading = self.bytes.read(state, view, table, counts=num_read)
+                table = verified.reads[0]
+                self._reading = self.bytes.read(state, verified, table, counts=num_read)
                 if not self.compares_in_pass:
                     self._reading.compare_rest()
             self.bytes.mark_new(state, view)

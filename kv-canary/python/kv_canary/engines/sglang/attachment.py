@@ -112,6 +112,11 @@ def _create(
             "KV_CANARY_SWEEP_INTERVAL: slots of the prefix cache are only checked when "
             "they are read; unset it"
         )
+    if settings.sample < 1:
+        refused.append(
+            f"KV_CANARY_SAMPLE={settings.sample}: captured launches verify every row; "
+            "unset it"
+        )
     if refused:
         raise Refusal("; ".join(refused))
     rank = int(getattr(getattr(runner, "ps", runner), "tp_rank", 0))
