@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple
 import torch
 from torch import Tensor
 
+from kv_canary.native_check import check_native_kernels
 from kv_canary.records import NUM_COUNTERS, Counter
 from kv_canary.reporter import BranchOf, Finding, ModeOf, OwnerOf, as_error
 from kv_canary.runtime.forward import ForwardLaunches, GroupT
@@ -106,6 +107,8 @@ class CanaryRuntime(Generic[GroupT]):
         if mode not in host.modes:
             known = ", ".join(known.value for known in host.modes)
             raise ValueError(f"mode {mode.value}: this host can do {known}")
+        if groups[0].state.arena.is_cpu:
+            check_native_kernels()
         self.groups = groups
         self.mode = mode
         self.reporter = reporter
