@@ -86,9 +86,8 @@ def stamp(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
     """Write the head records of all rows and announce them as tails. Call it before any
     `verify` of a forward whose rows may read what its other rows write.
 
-    Until `write_tail` the tails of these slots have no fingerprint, so compare bytes
-    with `SlotBytes`, which leaves them out, and pass no bytes in `checks`. `view` has
-    no manager.
+    Until `write_tail` the tails of these slots have no fingerprint, so `checks` leaves
+    their bytes out (`skips_new`), as `SlotBytes` does. `view` has no manager.
     """
     write_head(state, view, checks)
     is_slot = (view.out_cache_loc >= 0) & (view.out_cache_loc < state.num_slots)

@@ -126,6 +126,10 @@ class Fingerprint:
         k_places, v_places: int64 [layers], words from the first layer to each, if
             layers are not equally spaced; the stride of the first dimension is then
             meaningless. Both or neither. Only Triton's kernels read them.
+        page_size, page_gap: slots of a page, and words between the last slot of a page
+            and the first one of the next, if there are any; 0 otherwise. The second
+            dimension of the words then counts the slots of page 0 alone. Only Triton's
+            kernels read such pools.
         sums: int32 [slots, layers, KV heads], contiguous: `head_sums` of each slot's
             content since its record was written, for attention that compares them, or
             None. If given, all bytes are compared with them, and records hold no
@@ -138,17 +142,20 @@ class Fingerprint:
     rotation_period: int = 1
     k_places: Tensor | None = None
     v_places: Tensor | None = None
+    page_size: int = 0
+    page_gap: int = 0
     sums: Tensor | None = None
 
     def strided_words(self) -> tuple[Tensor | None, Tensor | None]:
         """Return `k_words` and `v_words`, whose strides say where each layer is.
 
         Raises:
-            ValueError: layers are not equally spaced.
+            ValueError: layers are not equally spaced, or pages have gaps.
         """
-        if self.k_places is not None:
+        if self.k_places is not None or self.page_size:
             raise ValueError(
-                "layers at distances that differ are read by Triton's kernels alone"
+                "layers at distances that differ, and pages with gaps, are read by "
+                "Triton's kernels alone"
             )
         return self.k_words, self.v_words
 
@@ -196,11 +203,11 @@ def scattered_fingerprint(
     group = LayerGroup(name=name, k=stacks[0], v=stacks[1] if stacks[1:] else None)
     source = create_fingerprint(mode, PoolLayout(groups=[group], page_size=page_size))
     return replace(
-        source, k_places=_layer_places(halves[0]), v_places=_layer_places(halves[-1])
+        source, k_places=layer_places(halves[0]), v_places=layer_places(halves[-1])
     )
 
 
-def _layer_places(layers: Sequence[Tensor]) -> Tensor:
+def layer_places(layers: Sequence[Tensor]) -> Tensor:
     """Return int64 [layers]: words from the first layer to each."""
     begin = layers[0].data_ptr()
     steps = [layer.data_ptr() - begin for layer in layers]

@@ -19,6 +19,8 @@ class PoolChecks:
         fingerprint: the bytes that are hashed.
         compares_bytes: whether verify compares the bytes that are read; not if
             attention does (`attended.py`).
+        skips_new: whether bytes of slots that this forward writes are left out: rows
+            that were stamped may read them.
         req_to_token: int32 [req_rows, W], slots by request row and position, which
             READ_SET and WRITE_FOREIGN compare with. None for a sweep, whose rows (any
             `req_rows` but 0) belong to no request: columns and `expected_lineage` are
@@ -32,6 +34,7 @@ class PoolChecks:
     page_size: int = 1
     fingerprint: Fingerprint = NO_FINGERPRINT
     compares_bytes: bool = True
+    skips_new: bool = False
     req_to_token: Tensor | None = None
     tokens: Tensor | None = None
     token_offset: int = 0

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kv_canary.layout import CHUNK_BYTES
+from kv_canary.layout import CHUNK_BYTES, Fingerprint, FingerprintMode, layer_places
 from kv_canary.records import SENTINEL, sample_place
 from kv_canary.span import memory_span
 
@@ -37,6 +38,64 @@ class PageLayout:
     @property
     def page_size(self) -> int:
         return self.k.shape[0]
+
+
+class _Runs(NamedTuple):
+    """Where slots that are runs of values lie in a page: the first one, and how far
+    they are apart."""
+
+    begin: int
+    stride: int
+
+
+def paged_fingerprint(
+    mode: FingerprintMode, layers: Sequence[Tensor], layout: PageLayout
+) -> Fingerprint | None:
+    """Create the fingerprint of layers as Triton's kernels read them, or return None if
+    slots are no runs of whole chunks that are equally far apart in K and in V.
+
+    Args:
+        layers: as for `SlotPlaces`.
+    """
+    size, count = layers[0].element_size(), layout.page_size
+    k, v = (_find_runs(half, layout.page_stride) for half in (layout.k, layout.v))
+    if k is None or v is None or k.stride != v.stride:
+        return None
+    widths = [half.shape[1] for half in (layout.k, layout.v)]
+    places = [k.begin, v.begin, k.stride, layout.page_stride, *widths]
+    begins = {layer.data_ptr() % CHUNK_BYTES for layer in layers}
+    if any(place * size % CHUNK_BYTES for place in places) or begins != {0}:
+        return None
+    k_words, v_words = (
+        layers[0]
+        .as_strided((count, width), (half.stride, 1), _first_value(layers[0], half))
+        .view(torch.int64)
+        .expand(len(layers), -1, -1)
+        for half, width in zip((k, v), widths, strict=True)
+    )
+    steps = layer_places(layers)
+    gap = (layout.page_stride - count * k.stride) * size // torch.int64.itemsize
+    return Fingerprint(
+        mode=mode,
+        k_words=k_words,
+        v_words=v_words,
+        k_places=steps,
+        v_places=steps,
+        page_size=count,
+        page_gap=gap,
+    )
+
+
+def _find_runs(half: Tensor, page_stride: int) -> _Runs | None:
+    rows, width = half.shape
+    begin = int(half[0, 0])
+    stride = int(half[1, 0]) - begin if rows > 1 else page_stride
+    due = begin + stride * torch.arange(rows)[:, None] + torch.arange(width)
+    return _Runs(begin, stride) if torch.equal(half.cpu(), due) else None
+
+
+def _first_value(layer: Tensor, half: _Runs) -> int:
+    return layer.storage_offset() + half.begin
 
 
 class SlotPlaces:

@@ -19,6 +19,8 @@ PAGE, PAGES, LAYERS, HEADS, DIM = 8, 24, 3, 2, 16
 MAX_LEN, COLUMNS = 96, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = ("one allocation", "K before V", "K transposed")
+HALVED_PAGES = "K before V in each page"
+"""As vLLM's backends on GPUs store it."""
 
 
 class Pool:
@@ -31,6 +33,11 @@ class Pool:
             self.layers = list(torch.zeros(shape, dtype=dtype, device=DEVICE))
         elif layout == "K before V":
             shape = (2, PAGES, PAGE, HEADS, DIM)
+            self.layers = [
+                torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(LAYERS)
+            ]
+        elif layout == HALVED_PAGES:
+            shape = (PAGES, 2, PAGE, HEADS, DIM)
             self.layers = [
                 torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(LAYERS)
             ]
@@ -50,6 +57,8 @@ class Pool:
                 kv[page, offset, :, :DIM], kv[page, offset, :, DIM:] = k[i], v[i]
             elif self.layout == "K before V":
                 kv[0, page, offset], kv[1, page, offset] = k[i], v[i]
+            elif self.layout == HALVED_PAGES:
+                kv[page, 0, offset], kv[page, 1, offset] = k[i], v[i]
             else:
                 kv[page, :, 0, offset::PAGE] = k[i]
                 kv[page, :, 1, offset * DIM : (offset + 1) * DIM] = v[i]

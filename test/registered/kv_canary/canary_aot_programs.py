@@ -196,7 +196,8 @@ def pool_of(
     mode: FingerprintMode, *, is_scattered: bool = False, has_sums: bool = False
 ) -> Fingerprint:
     """K and V of Llama-3.1-8B, 2048 bytes per slot and layer, in a pool so large that
-    strides need 64 bits; `has_sums`: of its 8 KV heads."""
+    strides need 64 bits; `has_sums`: of its 8 KV heads. Scattered layers that are
+    sampled have K and V side by side in each page, as in vLLM."""
     if mode is FingerprintMode.NONE:
         return Fingerprint()
     words = torch.empty(32, 1 << 24, 256, dtype=torch.int64, device="meta")
@@ -208,6 +209,8 @@ def pool_of(
         rotation_period=1024,
         k_places=places,
         v_places=places,
+        page_size=16 if is_scattered and mode is FingerprintMode.PARTIAL else 0,
+        page_gap=16 * 256,
         sums=ints(1, 32, 8) if has_sums else None,
     )
 
@@ -244,6 +247,7 @@ def launch_verify(
 ) -> None:
     checks = PoolChecks(
         fingerprint=pool_of(mode, is_scattered=is_scattered, has_sums=has_sums),
+        skips_new=is_scattered,
         req_to_token=None if view is SWEEP else ints(8, WIDTH),
     )
     forward = replace(ALL_ROWS["decode"], manager=0)

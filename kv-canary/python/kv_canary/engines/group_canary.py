@@ -10,11 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kv_canary.layout import FingerprintMode
+from kv_canary.layout import NO_FINGERPRINT, Fingerprint, FingerprintMode
+from kv_canary.op import triton_available
 from kv_canary.pool_checks import PoolChecks
 from kv_canary.runtime.group import CanaryGroup
 from kv_canary.runtime.uploads import upload
 from kv_canary.slot_bytes import ByteFindings, SlotBytes
+from kv_canary.slot_places import paged_fingerprint
 from kv_canary.state import create_state
 from kv_canary.view import KVReadView
 from kv_canary.violation import POOLS
@@ -84,8 +86,9 @@ class GroupCanary(CanaryGroup):
             num_rows + 1, columns, dtype=torch.int32, device=device
         )
         num_slots = group.num_blocks * group.page_size
+        in_kernels = _bytes_in_kernels(group, mode)
         slot_bytes = None
-        if mode is not FingerprintMode.NONE:
+        if mode is not FingerprintMode.NONE and in_kernels is None:
             slot_bytes = SlotBytes(group.layers, group.pages, mode, num_slots=num_slots)
         super().__init__(
             state=create_state(
@@ -96,7 +99,12 @@ class GroupCanary(CanaryGroup):
                 device=device,
                 pool=len(POOLS) * number,
             ),
-            checks=PoolChecks(page_size=group.page_size, req_to_token=self.table),
+            checks=PoolChecks(
+                page_size=group.page_size,
+                req_to_token=self.table,
+                fingerprint=in_kernels or NO_FINGERPRINT,
+                skips_new=stamps_first,
+            ),
             slot_bytes=slot_bytes,
             stamps_first=stamps_first,
         )
@@ -174,6 +182,16 @@ class GroupCanary(CanaryGroup):
         size = self.group.page_size
         slots = np.asarray(blocks, dtype=np.int64)[:, None] * size + self._offsets
         return torch.from_numpy(slots.reshape(-1))
+
+
+def _bytes_in_kernels(group: Group, mode: FingerprintMode) -> Fingerprint | None:
+    """Return the bytes that the canary's own kernels sample as they verify, on a GPU
+    where slots are runs of bytes. Otherwise launches of `SlotBytes` compare them."""
+    if mode is not FingerprintMode.PARTIAL or not group.layers[0].is_cuda:
+        return None
+    if not triton_available(warn=True):
+        return None
+    return paged_fingerprint(mode, group.layers, group.pages)
 
 
 def _flat(table: Tensor) -> Tensor:

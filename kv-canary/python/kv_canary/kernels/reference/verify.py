@@ -22,6 +22,8 @@ from kv_canary.kernels.reference.rows import (
 )
 from kv_canary.layout import NO_FINGERPRINT, FingerprintMode
 from kv_canary.records import (
+    CLOCK_MASK,
+    CLOCK_SHIFT,
     POISON_WORD,
     TOKEN_MASK,
     Counter,
@@ -346,6 +348,9 @@ def _check_bytes(
     source = checks.fingerprint if checks.compares_bytes else NO_FINGERPRINT
     slot, found = at.slot * records.reads, records.tail[:, 1]
     due = records.sound & (source.mode is not FingerprintMode.NONE)
+    if checks.skips_new:
+        written = (records.tail[:, Record.WORD3] >> CLOCK_SHIFT) & CLOCK_MASK
+        due = due & (written != (state.clock & CLOCK_MASK))
     if source.mode is FingerprintMode.ROTATE:
         ahead = -(slot + rows.prefix_lens[at.row]) % source.rotation_period
         due = due & (ahead < rows.max_advance(load_starts(rows)[1])[at.row])

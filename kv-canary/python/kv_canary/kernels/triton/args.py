@@ -80,7 +80,7 @@ class Bytes(NamedTuple):
     """K and V of the pool as int64 words, each [layers, slots, words].
 
     `k_layers` is the number of words between layers, or int64 [layers], the distance
-    from the first layer to each. `sums`: from `Fingerprint`.
+    from the first layer to each. `page_gap`, `sums`: from `Fingerprint`.
     """
 
     k_words: Tensor
@@ -89,6 +89,7 @@ class Bytes(NamedTuple):
     k_slot_stride: int
     v_layers: int | Tensor
     v_slot_stride: int
+    page_gap: int
     period: int
     sums: Tensor | None
 
@@ -148,7 +149,9 @@ class Hashing(NamedTuple):
         layer_block: `layers` rounded up to a power of 2.
         chunk: words of a slot that are hashed at a time.
         scattered: whether the places of layers come from a table.
-        compares: whether verify compares bytes.
+        page: slots of a page, if pages are further apart than their slots fill, or 0.
+        compares: whether verify compares bytes; skips_new: not those of slots that
+            this forward writes.
         heads: KV heads with checksums, 0 if there are none; head_block: words of a tile
             that holds one head; cells: heads of a slot in a tile.
     """
@@ -160,7 +163,9 @@ class Hashing(NamedTuple):
     chunk: int
     scattered: bool
     layer_block: int
+    page: int = 0
     compares: bool = True
+    skips_new: bool = False
     heads: int = 0
     head_block: int = 1
     cells: int = 1
@@ -219,6 +224,7 @@ def byte_args(source: Fingerprint) -> Bytes | None:
         k_slot_stride=k.stride(1),
         v_layers=v.stride(0) if source.v_places is None else source.v_places,
         v_slot_stride=v.stride(1),
+        page_gap=source.page_gap,
         period=source.rotation_period,
         sums=source.sums,
     )
@@ -248,6 +254,7 @@ def hashing_args(source: Fingerprint, *, chunk: int, slots: int = 1) -> Hashing:
         chunk=chunk,
         scattered=source.k_places is not None,
         layer_block=next_power_of_2(k.shape[0]),
+        page=source.page_size,
         heads=heads,
         head_block=head_block,
         cells=max(min(_SUM_TILE // (slots * head_block), most), 1),

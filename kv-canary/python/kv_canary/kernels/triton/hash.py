@@ -19,6 +19,7 @@ MUL_2 = tl.constexpr(0x94D049BB133111EB)
 LOW_HALF = tl.constexpr(records.TOKEN_MASK)
 SERIAL_BITS = tl.constexpr(records.SERIAL_BITS)
 SERIAL_MASK = tl.constexpr(records.SERIAL_MASK)
+CLOCK_MASK = tl.constexpr(records.CLOCK_MASK)
 CLOCK_SHIFT = tl.constexpr(records.CLOCK_SHIFT)
 POISON = tl.constexpr(records.POISON_WORD)
 SENTINEL = tl.constexpr(records.SENTINEL)
@@ -58,11 +59,19 @@ def _layer_at(layers, layer, SCATTERED: tl.constexpr):
 
 
 @triton.jit
-def _sum_sample(
-    words, slot, mask, layer, chunk, layers, slot_stride, SCATTERED: tl.constexpr
-):
+def _slot_at(slot, slot_stride, page_gap, PAGE: tl.constexpr):
+    """Return the words from slot 0 to slots. After each PAGE slots there are `page_gap`
+    more words than the slots fill; PAGE 0: nowhere."""
+    at = slot * slot_stride
+    if PAGE > 0:
+        at += slot // PAGE * page_gap
+    return at
+
+
+@triton.jit
+def _sum_sample(words, slot_at, mask, layer, chunk, layers, SCATTERED: tl.constexpr):
     """Sum the two hashed words of a 16-byte chunk; only the low 32 bits count."""
-    at = words + _layer_at(layers, layer, SCATTERED) + slot * slot_stride + 2 * chunk
+    at = words + _layer_at(layers, layer, SCATTERED) + slot_at + 2 * chunk
     key = (layer << 32) | (2 * chunk)
     first = tl.load(at, mask=mask, other=0)
     second = tl.load(at + 1, mask=mask, other=0)
@@ -72,10 +81,9 @@ def _sum_sample(
 @triton.jit
 def _sum_all(
     words,
-    slot,
+    slot_at,
     mask,
     layers,
-    slot_stride,
     LAYERS: tl.constexpr,
     WORDS: tl.constexpr,
     SCATTERED: tl.constexpr,
@@ -87,8 +95,8 @@ def _sum_all(
     once for all N slots; only the low halves are added up.
     """
     TOTAL: tl.constexpr = LAYERS * WORDS
-    sums = tl.zeros([slot.shape[0], CHUNK], dtype=tl.int32)
-    rows = words + slot * slot_stride
+    sums = tl.zeros([slot_at.shape[0], CHUNK], dtype=tl.int32)
+    rows = words + slot_at
     for start in range(0, TOTAL, CHUNK):
         flat = start + tl.arange(0, CHUNK)
         # Past the end, use the last layer, which has a place.
@@ -106,17 +114,16 @@ def _sum_all(
 @triton.jit
 def _fill(
     words,
-    slot,
+    slot_at,
     mask,
     layers,
-    slot_stride,
     LAYERS: tl.constexpr,
     WORDS: tl.constexpr,
     SCATTERED: tl.constexpr,
 ):
     TOTAL: tl.constexpr = LAYERS * WORDS
-    CHUNK: tl.constexpr = FILL_TILE // slot.shape[0]
-    rows = words + slot * slot_stride
+    CHUNK: tl.constexpr = FILL_TILE // slot_at.shape[0]
+    rows = words + slot_at
     for start in range(0, TOTAL, CHUNK):
         flat = start + tl.arange(0, CHUNK)
         layer = tl.minimum(flat // WORDS, LAYERS - 1).to(tl.int64)
@@ -131,20 +138,18 @@ def fill_sentinel(data, slot, mask, HASHING: tl.constexpr):
     """Fill K and V of slots [N], at most FILL_TILE, so that a missing store shows."""
     _fill(
         data.k_words,
-        slot,
+        _slot_at(slot, data.k_slot_stride, data.page_gap, HASHING.page),
         mask,
         data.k_layers,
-        data.k_slot_stride,
         LAYERS=HASHING.layers,
         WORDS=HASHING.k_words,
         SCATTERED=HASHING.scattered,
     )
     _fill(
         data.v_words,
-        slot,
+        _slot_at(slot, data.v_slot_stride, data.page_gap, HASHING.page),
         mask,
         data.v_layers,
-        data.v_slot_stride,
         LAYERS=HASHING.layers,
         WORDS=HASHING.v_words,
         SCATTERED=HASHING.scattered,
@@ -166,10 +171,12 @@ def has_sentinel(data, slot, mask, HASHING: tl.constexpr):
     inside = mask[:, None] & (number < HASHING.layers)[None, :]
     layer = tl.minimum(number, HASHING.layers - 1).to(tl.int64)
     k = data.k_words + _layer_at(data.k_layers, layer, HASHING.scattered)
-    at = k[None, :] + (slot * data.k_slot_stride)[:, None]
+    slot_at = _slot_at(slot, data.k_slot_stride, data.page_gap, HASHING.page)
+    at = k[None, :] + slot_at[:, None]
     found = _holds_sentinel(at, inside, HASHING.k_words - 1)
     v = data.v_words + _layer_at(data.v_layers, layer, HASHING.scattered)
-    at = v[None, :] + (slot * data.v_slot_stride)[:, None]
+    slot_at = _slot_at(slot, data.v_slot_stride, data.page_gap, HASHING.page)
+    at = v[None, :] + slot_at[:, None]
     found = found | _holds_sentinel(at, inside, HASHING.v_words - 1)
     return tl.max((found & inside).to(tl.int32), axis=1) != 0
 
@@ -178,6 +185,8 @@ def has_sentinel(data, slot, mask, HASHING: tl.constexpr):
 def fingerprint(data, slot, mask, lineage, HASHING: tl.constexpr):
     """Return fingerprints [N] of slots [N] with these lineages, 0 outside `mask`. The
     mode must not be NONE."""
+    k_at = _slot_at(slot, data.k_slot_stride, data.page_gap, HASHING.page)
+    v_at = _slot_at(slot, data.v_slot_stride, data.page_gap, HASHING.page)
     if HASHING.mode == PARTIAL:
         # Multiply and shift: a place in 0 .. n - 1 without a division.
         spread = mix64(lineage)
@@ -185,31 +194,28 @@ def fingerprint(data, slot, mask, lineage, HASHING: tl.constexpr):
         layer = (low * HASHING.layers) >> 32
         k = _sum_sample(
             data.k_words,
-            slot,
+            k_at,
             mask,
             layer,
             chunk=(high * (HASHING.k_words // 2)) >> 32,
             layers=data.k_layers,
-            slot_stride=data.k_slot_stride,
             SCATTERED=HASHING.scattered,
         )
         v = _sum_sample(
             data.v_words,
-            slot,
+            v_at,
             mask,
             layer,
             chunk=(high * (HASHING.v_words // 2)) >> 32,
             layers=data.v_layers,
-            slot_stride=data.v_slot_stride,
             SCATTERED=HASHING.scattered,
         )
     else:
         k = _sum_all(
             data.k_words,
-            slot,
+            k_at,
             mask,
             layers=data.k_layers,
-            slot_stride=data.k_slot_stride,
             LAYERS=HASHING.layers,
             WORDS=HASHING.k_words,
             SCATTERED=HASHING.scattered,
@@ -217,10 +223,9 @@ def fingerprint(data, slot, mask, lineage, HASHING: tl.constexpr):
         )
         v = _sum_all(
             data.v_words,
-            slot,
+            v_at,
             mask,
             layers=data.v_layers,
-            slot_stride=data.v_slot_stride,
             LAYERS=HASHING.layers,
             WORDS=HASHING.v_words,
             SCATTERED=HASHING.scattered,

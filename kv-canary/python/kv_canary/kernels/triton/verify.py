@@ -28,6 +28,8 @@ from kv_canary.kernels.triton.args import (
 )
 from kv_canary.kernels.triton.grid import HASH_SLOTS, cdiv, splits_for, verify_block
 from kv_canary.kernels.triton.hash import (
+    CLOCK_MASK,
+    CLOCK_SHIFT,
     LOW_HALF,
     NONE,
     POISON,
@@ -442,10 +444,13 @@ def _fingerprint_one_by_one(data, slot, due, record, HASHING: tl.constexpr):
 
 
 @triton.jit
-def _check_bytes(state, data, reader, slot, record, HASHING: tl.constexpr):
+def _check_bytes(state, data, reader, slot, record, clock, HASHING: tl.constexpr):
     """Compare the bytes of slots with their records; return reasons, fingerprints now
     and as they were recorded."""
     due = record.sound
+    if HASHING.skips_new:
+        written = (record.word3 >> CLOCK_SHIFT) & CLOCK_MASK
+        due = due & (written != (clock & CLOCK_MASK))
     if HASHING.mode == ROTATE:
         # Each slot gets its turn while the row grows by a period, in steps of any size.
         since = (slot + reader.prefix) % data.period
@@ -511,7 +516,7 @@ def verify_program(
         kept = record.word2
         if HASHING.compares and HASHING.mode != NONE:
             changed, computed, kept = _check_bytes(
-                state, data, reader, elements.slot, record, HASHING
+                state, data, reader, elements.slot, record, site.clock, HASHING
             )
             reasons |= changed
         finding = RingFinding(
@@ -642,6 +647,6 @@ def read_arguments(
             checks.fingerprint,
             chunk=chunk,
             slots=block if block == HASH_SLOTS else 1,
-        )._replace(compares=checks.compares_bytes),
+        )._replace(compares=checks.compares_bytes, skips_new=checks.skips_new),
         "BLOCK": block,
     }
