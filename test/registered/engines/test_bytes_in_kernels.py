@@ -44,8 +44,8 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch, layout: str) -> World:
 
 
 def damaged(world: World) -> list[list[tuple[str, int, int, str]]]:
-    """Findings of steps in which a row reads what another one writes, and of a read after
-    a slot was overwritten."""
+    """Findings of steps in which a row reads what another one writes, and of a read
+    after a slot was overwritten."""
     tokens = list(range(100, 120))
     blocks = world.blocks(4)
     a = world.admission("A", tokens, blocks)

@@ -154,6 +154,7 @@ def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
             **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
             "KV_CANARY": "raise",
             "KV_CANARY_METRICS_PORT": str(metrics),
+            "VLLM_PLUGINS": "kv_canary",
             "VLLM_CPU_KVCACHE_SPACE": "1",
         },
         stdout=log.open("w"),
@@ -172,6 +173,8 @@ def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
         salted = {**body, "max_tokens": 1, "cache_salt": "tenant"}
         get(f"http://127.0.0.1:{port}/v1/completions", salted)
         found = get(f"http://127.0.0.1:{metrics}/metrics")
+        page = get(f"http://127.0.0.1:{port}/kv_canary")
+        report = json.loads(get(f"http://127.0.0.1:{port}/kv_canary/report"))
         asked = ["doctor", "--running", f"http://127.0.0.1:{metrics}"]
         doctor = run(["-m", "kv_canary.engines.cli", *asked])
     finally:
@@ -179,6 +182,9 @@ def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
         server.wait(timeout=60)
     assert doctor.returncode == 0 and "rank 0: checked, since " in doctor.stdout
     assert 'kv_canary_forwards_total{rank="0"} 9.0' in found
+    assert "<title>KV canary</title>" in page
+    (rank,) = report["ranks"]
+    assert (rank["attached"], rank["forwards"], rank["incidents"]) == (True, 9, [])
     assert f'kv_canary_verified_slots_total{{rank="0"}} {sum(range(5, 12))}.0' in found
     assert 'kv_canary_violations_total{rank="0",reason="write_token"} 0.0' in found
     assert "across cache salts is not seen" not in log.read_text()
@@ -187,3 +193,19 @@ def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
     for text in ("checks group 'full': 3 layers", "the first forward is checked"):
         (line,) = [line for line in lines if text in line]
         assert re.match(r"\(Worker pid=\d+\) WARNING \d\d-\d\d ", line), line
+
+
+def test_the_page_on_vllms_own_port() -> None:
+    page = Path(__file__).with_name("vllm_page.py")
+    told = last_json(run([str(page)], KV_CANARY="log", KV_CANARY_SAMPLE="1.0"))
+    rid, *_ = told["due"]
+    assert told["named"] and rid in told["explained"]
+    assert "bytes changed in place" in told["explained"]
+    rank = told["rank"]
+    assert rank["attached"] and rank["forwards"] > 0 and rank["verified_slots"] > 0
+    assert rank["requests"] == rank["verified_requests"] > 1
+    assert rank["violations"]["verify_real_kv"] > 0
+    assert "KV canary" in told["page"] and told["script"] == 200
+    assert "default-src 'none'" in told["policy"] and told["absent"] == 404
+    denials = [told[name] for name in ("elsewhere", "without a key", "with a key")]
+    assert denials == [403, 401, 200]

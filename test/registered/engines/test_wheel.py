@@ -48,7 +48,7 @@ def test_a_wheel_has_what_the_package_reads(wheel: zipfile.ZipFile) -> None:
     due = {
         str(path.relative_to(sources))
         for path in sources.glob("kv_canary/**/*")
-        if path.suffix in (".py", ".tsv") or path.name == "py.typed"
+        if path.is_file() and path.suffix != ".pyc"
     }
     assert due <= names
     assert any(name.endswith("licenses/LICENSE") for name in names)
@@ -70,5 +70,10 @@ def test_its_metadata_say_what_it_is(wheel: zipfile.ZipFile) -> None:
 def test_hosts_find_its_plugins_and_its_command(wheel: zipfile.ZipFile) -> None:
     (name,) = [n for n in wheel.namelist() if n.endswith("entry_points.txt")]
     text = wheel.read(name).decode()
-    for group in ("vllm.general_plugins", "sglang.srt.plugins", "console_scripts"):
+    for group in (
+        "vllm.general_plugins",
+        "vllm.endpoint_plugins",
+        "sglang.srt.plugins",
+        "console_scripts",
+    ):
         assert f"[{group}]" in text

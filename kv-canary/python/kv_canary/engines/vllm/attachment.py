@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -34,12 +35,15 @@ class Attachment:
 
     Attributes:
         canary: canary of the runner.
+        settings: what it was made from. since: Unix time of that.
         is_in_step: whether the forward that runs is the scheduler's, not a dummy.
         num_tokens: new tokens of the step.
     """
 
-    def __init__(self, canary: EngineCanary) -> None:
+    def __init__(self, canary: EngineCanary, settings: Settings) -> None:
         self.canary = canary
+        self.settings = settings
+        self.since = time.time()
         self.is_in_step = False
         self.num_tokens = 0
         self._has_checked = False
@@ -111,7 +115,7 @@ def attach(runner: Any, settings: Settings) -> None:
     canary = unless_refused(lambda: _create(runner, settings), settings)
     if canary is None:
         return
-    setattr(runner, _ATTRIBUTE, Attachment(canary))
+    setattr(runner, _ATTRIBUTE, Attachment(canary, settings))
     why_before = compare_in_pass(runner, canary)
     where = "as attention reads them" if not why_before else "before each forward"
     for group in canary.groups:

