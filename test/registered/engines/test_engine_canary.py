@@ -358,3 +358,25 @@ def test_the_sample_has_its_size_and_grows_with_it() -> None:
         assert abs(len(taken) - len(rids) * probability) <= 4 * deviation
         assert smaller <= taken
         smaller = taken
+
+
+@pytest.mark.parametrize("real_data", ["none", "partial", "all"])
+@pytest.mark.parametrize("window", [None, 16])
+def test_a_warm_up_records_and_finds_nothing(
+    real_data: str, window: int | None
+) -> None:
+    fresh, warm = (World(real_data=real_data, window=window) for _ in range(2))
+    warm.canary.warm_up()
+    states = [world.canary.groups[0].state for world in (fresh, warm)]
+    for name in ("head", "tail", "ring_count"):
+        assert torch.equal(*(getattr(state, name) for state in states)), name
+    for name in ("requests", "expected_lineage"):  # row 0 is padding
+        assert torch.equal(*(getattr(state, name)[1:] for state in states)), name
+    counters = [world.canary.counters() for world in (fresh, warm)]
+    for kind in (Counter.VERIFIED_SLOTS, Counter.TAIL_SLOTS):
+        assert counters[0][kind] == counters[1][kind] == 0
+    assert warm.canary.forwards == 0
+    layers = [torch.stack(list(world.pool.layers)) for world in (fresh, warm)]
+    assert torch.equal(layers[0][:, 1:], layers[1][:, 1:])
+    warm.start()
+    assert warm.forward({"A": 1}) == []

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from kv_canary import launches
+from kv_canary.accepted import SampledTokens
 from kv_canary.engines.block_ledger import BlockLedger, Changes, LedgerRequest
 from kv_canary.engines.group_canary import RING_CAPACITY, Group, GroupCanary
 from kv_canary.engines.inputs import SampledRows, known_inputs
 from kv_canary.engines.reporting import create_worker_reporter
-from kv_canary.records import WriterKind, request_lineage
+from kv_canary.records import Expected, WriterKind, request_lineage
 from kv_canary.runtime.host import HostCapabilities
 from kv_canary.runtime.pending import GroupFindings, Pending
 from kv_canary.runtime.runtime import Announcement, CanaryRuntime, Testimony
@@ -109,6 +110,25 @@ class EngineCanary:
         self._rows: dict[str, RowStep] = {}
         # The rows of the newest forward, until their next tokens are known.
         self._sampling: SampledRows | None = None
+
+    def warm_up(self) -> None:
+        """Run each launch over a row of padding, which records and finds nothing. So no
+        kernel is compiled while requests run."""
+        for oracle in (None, (self._nothing(1), self._nothing(1))):
+            views = [group.padded(oracle) for group in self.groups]
+            num_read = [[0]] * len(views)
+            self._runtime.forward.before(views, num_read=num_read)
+            self._runtime.forward.after(advance=True)
+        zero = self._nothing(1)
+        for group in self.groups:
+            group.poison(zero)
+            group.expect(zero, self._nothing(len(Expected), 1))
+            group.take_found()
+        state = self.groups[0].state
+        launches.note_tokens(state, SampledTokens(*(zero for _ in range(5))))
+
+    def _nothing(self, *shape: int) -> Tensor:
+        return torch.zeros(shape, dtype=torch.int64, device=self._device)
 
     @property
     def forwards(self) -> int:

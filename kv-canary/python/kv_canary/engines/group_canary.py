@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kv_canary.engines.step import GroupReads
 from kv_canary.layout import NO_FINGERPRINT, Fingerprint, FingerprintMode
 from kv_canary.op import triton_available
 from kv_canary.pool_checks import PoolChecks
@@ -18,11 +19,10 @@ from kv_canary.runtime.uploads import upload
 from kv_canary.slot_bytes import ByteFindings, SlotBytes
 from kv_canary.slot_places import paged_fingerprint
 from kv_canary.state import create_state
-from kv_canary.view import KVReadView
+from kv_canary.view import ForwardView, KVReadView
 from kv_canary.violation import POOLS
 
 if TYPE_CHECKING:
-    from kv_canary.engines.step import GroupReads
     from kv_canary.slot_places import PageLayout
 
 RING_CAPACITY = 1024
@@ -174,6 +174,25 @@ class GroupCanary(CanaryGroup):
             page_size=size,
         )
         return BlockReads(table, num_read)
+
+    def padded(self, oracle: tuple[Tensor, Tensor] | None) -> ForwardView:
+        """Return a forward of one row and token that are padding."""
+        zero = torch.zeros(1, dtype=torch.int64, device=self.table.device)
+        table = torch.zeros_like(self.table[:1, :1])
+        reads = GroupReads(block_table=table, slot_mapping=zero)
+        return ForwardView(
+            req_rows=zero,
+            prefix_lens=zero,
+            extend_lens=zero,
+            serials=zero,
+            salts=zero,
+            qo_indptr=zero.new_tensor([0, 0]),
+            input_ids=zero,
+            positions=zero,
+            out_cache_loc=zero,
+            reads=(self.reads(reads, zero, [0]).table,),
+            oracle=oracle,
+        )
 
     def _slots(self, blocks: Sequence[int]) -> Tensor:
         return upload(self._host_slots(blocks), self.table.device)

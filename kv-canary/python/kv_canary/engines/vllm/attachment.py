@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _ATTRIBUTE = "kv_canary"
+IN_PASS = "as attention reads them"
 # Preempted requests keep their row until they come back.
 _ROWS_PER_SEQUENCE = 2
 
@@ -117,19 +118,19 @@ def attach(runner: Any, settings: Settings) -> None:
         return
     setattr(runner, _ATTRIBUTE, Attachment(canary, settings))
     why_before = compare_in_pass(runner, canary)
-    where = "as attention reads them" if not why_before else "before each forward"
+    where = f"before each forward: {why_before}" if why_before else IN_PASS
+    compared = "" if settings.real_data == "none" else f", compared {where}"
     for group in canary.groups:
         logger.warning(
             "kv_canary: checks group %r: %d layers, %d blocks of %d slots (mode %s, "
-            "real data %s, compared %s%s)",
+            "real data %s%s)",
             group.group.name,
             len(group.group.layers),
             group.group.num_blocks,
             group.group.page_size,
             settings.mode.value,
             settings.real_data,
-            where,
-            f": {why_before}" if why_before else "",
+            compared,
         )
 
 
@@ -162,5 +163,6 @@ def _create(runner: Any, settings: Settings) -> EngineCanary:
             is_cached=bool(config.cache_config.enable_prefix_caching),
             rank=rank,
         )
+        canary.warm_up()
     serve_metrics(canary, settings, rank=rank)
     return canary

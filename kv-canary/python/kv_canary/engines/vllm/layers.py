@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from kv_canary.engines.group_canary import GroupCanary
 
 FULL_GRAPHS = "full CUDA graphs replay attention without its Python code"
+IN_KERNELS = "the kernels that verify sample them"
 
 
 def compare_in_pass(runner: Any, canary: EngineCanary) -> str:
@@ -21,6 +22,8 @@ def compare_in_pass(runner: Any, canary: EngineCanary) -> str:
     Returns an empty string, or why this cannot be: bytes are then compared before the
     forward.
     """
+    if all(group.bytes is None for group in canary.groups):
+        return IN_KERNELS
     mode = runner.vllm_config.compilation_config.cudagraph_mode
     if mode is not None and mode.has_full_cudagraphs():
         return FULL_GRAPHS
