@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email
+import re
 import subprocess
 import sys
 import zipfile
@@ -10,6 +11,7 @@ from email.message import Message
 from pathlib import Path
 
 import pytest
+import torch
 
 from kv_canary.version import __version__
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -77,3 +79,23 @@ def test_hosts_find_its_plugins_and_its_command(wheel: zipfile.ZipFile) -> None:
         "console_scripts",
     ):
         assert f"[{group}]" in text
+
+
+def test_it_runs_from_the_wheel_alone(wheel: zipfile.ZipFile, tmp_path: Path) -> None:
+    """Without this checkout: `-S` leaves editable installations out."""
+    site = tmp_path / "site"
+    wheel.extractall(site)
+    readme = (PACKAGE / "README.md").read_text(encoding="utf-8")
+    (example,) = re.findall(r"```python\n(.*?)```", readme, flags=re.DOTALL)
+    where = "\nimport kv_canary; print(kv_canary.__file__)"
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", example + where],
+        env={"PYTHONPATH": f"{site}:{Path(torch.__file__).parents[1]}"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    named, file = done.stdout.splitlines()
+    assert named == "request A 20 3 bytes changed in place"
+    assert Path(file).is_relative_to(site)
