@@ -127,9 +127,10 @@ class Fingerprint:
             layers are not equally spaced; the stride of the first dimension is then
             meaningless. Both or neither. Only Triton's kernels read them.
         page_size, page_gap: slots of a page, and words between the last slot of a page
-            and the first one of the next, if there are any; 0 otherwise. The second
-            dimension of the words then counts the slots of page 0 alone. Only Triton's
-            kernels read such pools.
+            and the first one of the next; run_words, run_gap: words of K, or of V, of
+            one slot that lie together, and words of others between two such runs. The
+            words' strides then count for page 0 and its slots' first runs alone. 0 if
+            there are no such pages or runs. Only Triton's kernels read them.
         sums: int32 [slots, layers, KV heads], contiguous: `head_sums` of each slot's
             content since its record was written, for attention that compares them, or
             None. If given, all bytes are compared with them, and records hold no
@@ -144,6 +145,8 @@ class Fingerprint:
     v_places: Tensor | None = None
     page_size: int = 0
     page_gap: int = 0
+    run_words: int = 0
+    run_gap: int = 0
     sums: Tensor | None = None
 
     def strided_words(self) -> tuple[Tensor | None, Tensor | None]:

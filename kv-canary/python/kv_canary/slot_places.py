@@ -41,61 +41,68 @@ class PageLayout:
 
 
 class _Runs(NamedTuple):
-    """Where slots that are runs of values lie in a page: the first one, and how far
-    they are apart."""
+    """Where the values of K, or of V, of a page's slots lie: from `begin` on, slots
+    `stride` apart, in runs of `width` values that are `step` apart."""
 
     begin: int
     stride: int
+    width: int
+    step: int
 
 
 def paged_fingerprint(
     mode: FingerprintMode, layers: Sequence[Tensor], layout: PageLayout
 ) -> Fingerprint | None:
     """Create the fingerprint of layers as Triton's kernels read them, or return None if
-    slots are no runs of whole chunks that are equally far apart in K and in V.
+    slots are no runs of whole chunks, or K and V have other ones.
 
     Args:
         layers: as for `SlotPlaces`.
     """
-    size, count = layers[0].element_size(), layout.page_size
+    first, size = layers[0], layers[0].element_size()
     k, v = (_find_runs(half, layout.page_stride) for half in (layout.k, layout.v))
-    if k is None or v is None or k.stride != v.stride:
+    if k is None or v is None or k[1:] != v[1:] or layout.k.shape != layout.v.shape:
         return None
-    widths = [half.shape[1] for half in (layout.k, layout.v)]
-    places = [k.begin, v.begin, k.stride, layout.page_stride, *widths]
+    places = [k.begin, v.begin, k.stride, k.width, k.step, layout.page_stride]
     begins = {layer.data_ptr() % CHUNK_BYTES for layer in layers}
     if any(place * size % CHUNK_BYTES for place in places) or begins != {0}:
         return None
+    shape = (1, layout.k.shape[1])
     k_words, v_words = (
-        layers[0]
-        .as_strided((count, width), (half.stride, 1), _first_value(layers[0], half))
+        first.as_strided(shape, (k.stride, 1), first.storage_offset() + half.begin)
         .view(torch.int64)
-        .expand(len(layers), -1, -1)
-        for half, width in zip((k, v), widths, strict=True)
+        .as_strided(
+            (len(layers), 1, shape[1] * size // 8), (0, k.stride * size // 8, 1)
+        )
+        for half in (k, v)
     )
     steps = layer_places(layers)
-    gap = (layout.page_stride - count * k.stride) * size // torch.int64.itemsize
+    page_gap = layout.page_stride - layout.page_size * k.stride
     return Fingerprint(
         mode=mode,
         k_words=k_words,
         v_words=v_words,
         k_places=steps,
         v_places=steps,
-        page_size=count,
-        page_gap=gap,
+        page_size=layout.page_size,
+        page_gap=page_gap * size // 8,
+        run_words=k.width * size // 8,
+        run_gap=(k.step - k.width) * size // 8,
     )
 
 
 def _find_runs(half: Tensor, page_stride: int) -> _Runs | None:
-    rows, width = half.shape
-    begin = int(half[0, 0])
-    stride = int(half[1, 0]) - begin if rows > 1 else page_stride
-    due = begin + stride * torch.arange(rows)[:, None] + torch.arange(width)
-    return _Runs(begin, stride) if torch.equal(half.cpu(), due) else None
-
-
-def _first_value(layer: Tensor, half: _Runs) -> int:
-    return layer.storage_offset() + half.begin
+    offsets = half.cpu()
+    slots, count = offsets.shape
+    begin = int(offsets[0, 0])
+    stride = int(offsets[1, 0]) - begin if slots > 1 else page_stride
+    ends = (offsets[0].diff() != 1).nonzero()
+    width = int(ends[0]) + 1 if len(ends) else count
+    step = int(offsets[0, width]) - begin if width < count else width
+    value = torch.arange(count)
+    place = value // width * step + value % width
+    due = begin + stride * torch.arange(slots)[:, None] + place
+    return _Runs(begin, stride, width, step) if torch.equal(offsets, due) else None
 
 
 class SlotPlaces:

@@ -20,7 +20,8 @@ MAX_LEN, COLUMNS = 96, 16
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 LAYOUTS = ("one allocation", "K before V", "K transposed")
 HALVED_PAGES = "K before V in each page"
-"""As vLLM's backends on GPUs store it."""
+HEADS_FIRST = "heads before slots"
+"""As vLLM's backends on GPUs store it, K and V of a head side by side."""
 
 
 class Pool:
@@ -33,6 +34,11 @@ class Pool:
             self.layers = list(torch.zeros(shape, dtype=dtype, device=DEVICE))
         elif layout == "K before V":
             shape = (2, PAGES, PAGE, HEADS, DIM)
+            self.layers = [
+                torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(LAYERS)
+            ]
+        elif layout == HEADS_FIRST:
+            shape = (PAGES, HEADS, PAGE, 2 * DIM)
             self.layers = [
                 torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(LAYERS)
             ]
@@ -57,6 +63,8 @@ class Pool:
                 kv[page, offset, :, :DIM], kv[page, offset, :, DIM:] = k[i], v[i]
             elif self.layout == "K before V":
                 kv[0, page, offset], kv[1, page, offset] = k[i], v[i]
+            elif self.layout == HEADS_FIRST:
+                kv[page, :, offset, :DIM], kv[page, :, offset, DIM:] = k[i], v[i]
             elif self.layout == HALVED_PAGES:
                 kv[page, 0, offset], kv[page, 1, offset] = k[i], v[i]
             else:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from paged_world import DEVICE, HALVED_PAGES, LAYERS, PAGE, World
+from paged_world import DEVICE, DIM, HALVED_PAGES, HEADS, HEADS_FIRST, LAYERS, World
 
 from kv_canary import launches
 from kv_canary.engines import group_canary
@@ -19,8 +19,8 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 register_cpu_ci(est_time=20, suite="cpu")
 register_cuda_ci(est_time=20, suite="cuda")
 
-RUNS = ("K before V", HALVED_PAGES)
-"""Layouts in which a slot of a layer is a run of bytes in K and one in V."""
+RUNS = ("K before V", "one allocation", HALVED_PAGES, HEADS_FIRST)
+"""Layouts in which K and V of a slot are runs of whole chunks."""
 
 
 def by_slot_bytes(monkeypatch: pytest.MonkeyPatch, layout: str) -> World:
@@ -54,11 +54,8 @@ def damaged(world: World) -> list[list[tuple[str, int, int, str]]]:
     found.append(world.forward({"B": 1, "A": 1}))
     slot = world.slot("A", 5)
     for kv in world.pool.layers:
-        at = (slot // PAGE, slot % PAGE)
-        if world.pool.layout == HALVED_PAGES:
-            kv[at[0], :, at[1]] = 3.0
-        else:
-            kv[:, at[0], at[1]] = 3.0
+        keys = torch.full((1, HEADS, DIM), 3.0).to(kv)
+        world.pool.store(kv, keys, keys, torch.tensor([slot]))
     found.append(world.forward({"B": 1, "A": 1}))
     return found
 
@@ -92,9 +89,14 @@ def test_slots_that_are_no_runs_are_left_to_slot_bytes() -> None:
 
     runs = offset * 32 + torch.arange(32)
     assert made(pages(runs, runs + 256))
+    heads = torch.arange(32) + torch.arange(32) // 16 * 112
+    assert made(pages(offset * 32 + heads, offset * 32 + heads + 16))
     scattered = offset * 32 + torch.arange(32).flip(0)
     assert not made(pages(runs, scattered + 256))
     assert not made(pages(runs, offset * 16 + torch.arange(16) + 256))
-    # Six bytes of padding in each slot: chunks are not aligned.
+    assert not made(pages(runs, offset * 32 + heads))
+    # Four bytes of padding in each slot: chunks are not aligned.
     odd = offset * 33 + torch.arange(32)
-    assert not made(pages(odd, odd))
+    assert not made(pages(odd, odd + 256))
+    halves = torch.arange(32) // 2 * 4 + torch.arange(32) % 2
+    assert not made(pages(offset * 64 + halves, offset * 64 + halves + 2))

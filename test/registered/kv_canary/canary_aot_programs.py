@@ -211,6 +211,8 @@ def pool_of(
         v_places=places,
         page_size=16 if is_scattered and mode is FingerprintMode.PARTIAL else 0,
         page_gap=16 * 256,
+        run_words=32 if is_scattered and mode is FingerprintMode.PARTIAL else 0,
+        run_gap=16 * 64 - 32,
         sums=ints(1, 32, 8) if has_sums else None,
     )
 

@@ -80,7 +80,8 @@ class Bytes(NamedTuple):
     """K and V of the pool as int64 words, each [layers, slots, words].
 
     `k_layers` is the number of words between layers, or int64 [layers], the distance
-    from the first layer to each. `page_gap`, `sums`: from `Fingerprint`.
+    from the first layer to each. `page_gap`, `run_gap`,
+    `sums`: from `Fingerprint`.
     """
 
     k_words: Tensor
@@ -90,6 +91,7 @@ class Bytes(NamedTuple):
     v_layers: int | Tensor
     v_slot_stride: int
     page_gap: int
+    run_gap: int
     period: int
     sums: Tensor | None
 
@@ -149,7 +151,8 @@ class Hashing(NamedTuple):
         layer_block: `layers` rounded up to a power of 2.
         chunk: words of a slot that are hashed at a time.
         scattered: whether the places of layers come from a table.
-        page: slots of a page, if pages are further apart than their slots fill, or 0.
+        page: slots of a page, if pages are further apart than their slots fill, or 0;
+            run: words of a slot that lie together, if not all do.
         compares: whether verify compares bytes; skips_new: not those of slots that
             this forward writes.
         heads: KV heads with checksums, 0 if there are none; head_block: words of a tile
@@ -164,6 +167,7 @@ class Hashing(NamedTuple):
     scattered: bool
     layer_block: int
     page: int = 0
+    run: int = 0
     compares: bool = True
     skips_new: bool = False
     heads: int = 0
@@ -225,6 +229,7 @@ def byte_args(source: Fingerprint) -> Bytes | None:
         v_layers=v.stride(0) if source.v_places is None else source.v_places,
         v_slot_stride=v.stride(1),
         page_gap=source.page_gap,
+        run_gap=source.run_gap,
         period=source.rotation_period,
         sums=source.sums,
     )
@@ -255,6 +260,7 @@ def hashing_args(source: Fingerprint, *, chunk: int, slots: int = 1) -> Hashing:
         scattered=source.k_places is not None,
         layer_block=next_power_of_2(k.shape[0]),
         page=source.page_size,
+        run=source.run_words,
         heads=heads,
         head_block=head_block,
         cells=max(min(_SUM_TILE // (slots * head_block), most), 1),

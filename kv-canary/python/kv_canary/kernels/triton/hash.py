@@ -69,9 +69,30 @@ def _slot_at(slot, slot_stride, page_gap, PAGE: tl.constexpr):
 
 
 @triton.jit
-def _sum_sample(words, slot_at, mask, layer, chunk, layers, SCATTERED: tl.constexpr):
+def _word_at(word, run_gap, RUN: tl.constexpr):
+    """Return the place of words in a slot. After each RUN words there are `run_gap` of
+    other slots; RUN 0: nowhere."""
+    at = word
+    if RUN > 0:
+        at += word // RUN * run_gap
+    return at
+
+
+@triton.jit
+def _sum_sample(
+    words,
+    slot_at,
+    mask,
+    layer,
+    chunk,
+    layers,
+    run_gap,
+    SCATTERED: tl.constexpr,
+    RUN: tl.constexpr,
+):
     """Sum the two hashed words of a 16-byte chunk; only the low 32 bits count."""
-    at = words + _layer_at(layers, layer, SCATTERED) + slot_at + 2 * chunk
+    at = words + _layer_at(layers, layer, SCATTERED) + slot_at
+    at += _word_at(2 * chunk, run_gap, RUN)
     key = (layer << 32) | (2 * chunk)
     first = tl.load(at, mask=mask, other=0)
     second = tl.load(at + 1, mask=mask, other=0)
@@ -84,9 +105,11 @@ def _sum_all(
     slot_at,
     mask,
     layers,
+    run_gap,
     LAYERS: tl.constexpr,
     WORDS: tl.constexpr,
     SCATTERED: tl.constexpr,
+    RUN: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
     """Sum all hashed words of slots [N], as int64; only the low 32 bits count.
@@ -104,7 +127,8 @@ def _sum_all(
         index = (flat % WORDS).to(tl.int64)
         key = mix64((layer << 32) | index)
         inside = mask[:, None] & (flat < TOTAL)[None, :]
-        at = rows[:, None] + (_layer_at(layers, layer, SCATTERED) + index)[None, :]
+        offset = _layer_at(layers, layer, SCATTERED) + _word_at(index, run_gap, RUN)
+        at = rows[:, None] + offset[None, :]
         word = tl.load(at, mask=inside, other=0)
         hashed = mix64(word ^ key[None, :]).to(tl.int32)
         sums += tl.where(inside, hashed, 0)
@@ -117,9 +141,11 @@ def _fill(
     slot_at,
     mask,
     layers,
+    run_gap,
     LAYERS: tl.constexpr,
     WORDS: tl.constexpr,
     SCATTERED: tl.constexpr,
+    RUN: tl.constexpr,
 ):
     TOTAL: tl.constexpr = LAYERS * WORDS
     CHUNK: tl.constexpr = FILL_TILE // slot_at.shape[0]
@@ -127,7 +153,8 @@ def _fill(
     for start in range(0, TOTAL, CHUNK):
         flat = start + tl.arange(0, CHUNK)
         layer = tl.minimum(flat // WORDS, LAYERS - 1).to(tl.int64)
-        offset = _layer_at(layers, layer, SCATTERED) + flat % WORDS
+        offset = _layer_at(layers, layer, SCATTERED)
+        offset += _word_at(flat % WORDS, run_gap, RUN)
         inside = mask[:, None] & (flat < TOTAL)[None, :]
         at = rows[:, None] + offset[None, :]
         tl.store(at, tl.zeros_like(at.to(tl.int64)) + SENTINEL, mask=inside)
@@ -141,18 +168,22 @@ def fill_sentinel(data, slot, mask, HASHING: tl.constexpr):
         _slot_at(slot, data.k_slot_stride, data.page_gap, HASHING.page),
         mask,
         data.k_layers,
+        data.run_gap,
         LAYERS=HASHING.layers,
         WORDS=HASHING.k_words,
         SCATTERED=HASHING.scattered,
+        RUN=HASHING.run,
     )
     _fill(
         data.v_words,
         _slot_at(slot, data.v_slot_stride, data.page_gap, HASHING.page),
         mask,
         data.v_layers,
+        data.run_gap,
         LAYERS=HASHING.layers,
         WORDS=HASHING.v_words,
         SCATTERED=HASHING.scattered,
+        RUN=HASHING.run,
     )
 
 
@@ -173,11 +204,13 @@ def has_sentinel(data, slot, mask, HASHING: tl.constexpr):
     k = data.k_words + _layer_at(data.k_layers, layer, HASHING.scattered)
     slot_at = _slot_at(slot, data.k_slot_stride, data.page_gap, HASHING.page)
     at = k[None, :] + slot_at[:, None]
-    found = _holds_sentinel(at, inside, HASHING.k_words - 1)
+    last = _word_at(HASHING.k_words - 1, data.run_gap, HASHING.run)
+    found = _holds_sentinel(at, inside, last)
     v = data.v_words + _layer_at(data.v_layers, layer, HASHING.scattered)
     slot_at = _slot_at(slot, data.v_slot_stride, data.page_gap, HASHING.page)
     at = v[None, :] + slot_at[:, None]
-    found = found | _holds_sentinel(at, inside, HASHING.v_words - 1)
+    last = _word_at(HASHING.v_words - 1, data.run_gap, HASHING.run)
+    found = found | _holds_sentinel(at, inside, last)
     return tl.max((found & inside).to(tl.int32), axis=1) != 0
 
 
@@ -199,7 +232,9 @@ def fingerprint(data, slot, mask, lineage, HASHING: tl.constexpr):
             layer,
             chunk=(high * (HASHING.k_words // 2)) >> 32,
             layers=data.k_layers,
+            run_gap=data.run_gap,
             SCATTERED=HASHING.scattered,
+            RUN=HASHING.run,
         )
         v = _sum_sample(
             data.v_words,
@@ -208,7 +243,9 @@ def fingerprint(data, slot, mask, lineage, HASHING: tl.constexpr):
             layer,
             chunk=(high * (HASHING.v_words // 2)) >> 32,
             layers=data.v_layers,
+            run_gap=data.run_gap,
             SCATTERED=HASHING.scattered,
+            RUN=HASHING.run,
         )
     else:
         k = _sum_all(
@@ -216,9 +253,11 @@ def fingerprint(data, slot, mask, lineage, HASHING: tl.constexpr):
             k_at,
             mask,
             layers=data.k_layers,
+            run_gap=data.run_gap,
             LAYERS=HASHING.layers,
             WORDS=HASHING.k_words,
             SCATTERED=HASHING.scattered,
+            RUN=HASHING.run,
             CHUNK=HASHING.chunk,
         )
         v = _sum_all(
@@ -226,9 +265,11 @@ def fingerprint(data, slot, mask, lineage, HASHING: tl.constexpr):
             v_at,
             mask,
             layers=data.v_layers,
+            run_gap=data.run_gap,
             LAYERS=HASHING.layers,
             WORDS=HASHING.v_words,
             SCATTERED=HASHING.scattered,
+            RUN=HASHING.run,
             CHUNK=HASHING.chunk,
         )
     return tl.where(mask, (k & LOW_HALF) | (v << 32), 0)
