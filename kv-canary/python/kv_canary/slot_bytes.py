@@ -64,11 +64,8 @@ class ByteFindings:
         launch: Launch,
         make_columns: Callable[[], dict[Ring, Tensor]],
     ) -> ByteFindings:
-        """Return the findings of a check, where `bad` [n]. On the CPU they are reported
-        before anything changes, elsewhere later, so the columns are made now."""
-        if not bad.is_cpu:
-            columns = make_columns()
-            return cls(count=bad.sum(), make_columns=lambda: columns, launch=launch)
+        """Return the findings of a check, where `bad` [n]. They may be reported later:
+        columns are made of tensors that belong to this check."""
         return cls(count=bad.sum(), make_columns=make_columns, launch=launch)
 
     def report(self, state: CanaryState, *, clock_offset: int = 0) -> None:
@@ -123,7 +120,7 @@ class ByteReads:
 
     Args:
         layers: numbers of the layers to compare.
-        compared: what was compared already.
+        compared: what was compared already, if anything.
 
     Attributes:
         due: layers that are still to be compared.
@@ -134,7 +131,7 @@ class ByteReads:
         state: CanaryState,
         view: ForwardView,
         elements: _Elements,
-        compared: _Compared,
+        compared: _Compared | None,
         sums: LayerSums | None,
         layers: Sequence[int] = (),
     ) -> None:
@@ -152,16 +149,18 @@ class ByteReads:
         slot = self._elements.slot
         computed = self._sums.compute(slot, layer)[:, 0]
         kept = self._sums.kept[slot, layer]
-        first = self._compared
         bad = self._elements.due & (computed != kept)
+        named = [self._sums.named(sums, layer) for sums in (kept, computed)]
+        first = self._compared
+        if first is None:
+            self._compared = _Compared(bad, *named)
+            return
         # A slot that is damaged in several layers is reported for the first one.
         is_first = bad & ~first.bad
         self._compared = _Compared(
-            bad=first.bad | bad,
-            kept=torch.where(is_first, self._sums.named(kept, layer), first.kept),
-            computed=torch.where(
-                is_first, self._sums.named(computed, layer), first.computed
-            ),
+            first.bad | bad,
+            torch.where(is_first, named[0], first.kept),
+            torch.where(is_first, named[1], first.computed),
         )
 
     def compare_rest(self) -> None:
@@ -176,6 +175,7 @@ class ByteReads:
         if self._sums is not None:
             self._state.counters[Counter.REHASHED_SLOTS] += due.sum()
         compared, view = self._compared, self._view
+        assert compared is not None
         return ByteFindings.of(
             compared.bad,
             Launch.VERIFY if self._sums is None else Launch.ATTENTION,
@@ -256,6 +256,7 @@ class SlotBytes:
         places = self._places
         assert self._marks is not None
         (slots, is_new, index), self._marks = self._marks, None
+        positions = view.positions.clone()  # the host's own buffer
         is_marked = places.flat[index] == places.sentinel
         missing = is_new & is_marked.unflatten(1, (2, -1)).all(dim=2).any(dim=1)
         record = state.tail[slots]
@@ -274,7 +275,7 @@ class SlotBytes:
                 Ring.REQ_ROW: view.req_rows[row],
                 Ring.SERIAL: view.serials[row],
                 Ring.SLOT: slots,
-                Ring.POSITION: view.positions,
+                Ring.POSITION: positions,
                 Ring.EXPECTED_WORD0: record[:, Record.WORD0],
                 Ring.FOUND_WORD0: record[:, Record.WORD0],
                 Ring.EXPECTED_LINEAGE: lineages,
@@ -310,13 +311,11 @@ class SlotBytes:
         if self._sums is None:
             compared = self._compare_samples(*elements[2:])
             return ByteReads(state, view, elements, compared, None)
-        nothing = torch.zeros_like(elements.slot)
-        compared = _Compared(nothing.bool(), nothing, nothing)
         layers = range(self.num_layers)
         if self._rotates:
             turn = self._turn % self.num_layers
             layers = range(turn, turn + 1)
-        return ByteReads(state, view, elements, compared, self._sums, layers)
+        return ByteReads(state, view, elements, None, self._sums, layers)
 
     def check_slots(self, state: CanaryState, slots: Tensor) -> ByteFindings:
         """Compare the bytes of slots [n] int64, which no forward reads, with their
