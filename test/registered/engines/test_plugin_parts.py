@@ -320,6 +320,7 @@ def test_namespaces_have_salts_of_their_own() -> None:
 @dataclasses.dataclass
 class Announced:
     lora_request: Any = None
+    req_id: str = "1-95cbd80b"
 
     @classmethod
     def from_request(cls, request: Any, block_ids: Any) -> Announced:
@@ -345,6 +346,11 @@ def test_a_cache_salt_travels_with_the_schedulers_message(
     undo()
     salts = [request_salt(pickle.loads(pickle.dumps(each))) for each in made]
     assert salts == [namespace_salt(adapter=None, tenant="t"), 0]
+    # The second runner's own requests come from no scheduler.
+    made_here = [
+        Announced(req_id=f"{rid}_") for rid in ("_warmup_0", "_v2_mixed_warmup")
+    ]
+    assert [request_salt(each) for each in made_here] == [0, 0]
     assert not caplog.messages
     assert [request_salt(unknown) for _ in range(2)] == [0, 0]
     (line,) = caplog.messages

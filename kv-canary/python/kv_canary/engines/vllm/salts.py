@@ -30,12 +30,18 @@ def with_cache_salt(
 def request_salt(request: Any) -> int:
     """Return the salt of a request that begins, from the scheduler's message."""
     lora = request.lora_request
-    if not hasattr(request, _ATTRIBUTE):
+    if not hasattr(request, _ATTRIBUTE) and not _is_of_warm_up(request.req_id):
         _warn_once()
     return namespace_salt(
         adapter=None if lora is None else str(lora.lora_name),
         tenant=getattr(request, _ATTRIBUTE, None),
     )
+
+
+def _is_of_warm_up(rid: str) -> bool:
+    """Whether the worker made a request itself: the second runner warms up with steps
+    of its own, which no scheduler has seen."""
+    return rid.startswith("_") and "warmup" in rid
 
 
 @functools.cache
