@@ -57,7 +57,8 @@ def _healing(done: dict[str, Any]) -> list[str]:
     lines = [
         f"healed: {done['num_recomputed']} request(s) recomputed, {done['num_ended']} "
         f"ended, {done['cached_tokens_cut']} cached token(s) dropped"
-        + (f", pages watched: {_pages(done)}" if done["pages_watched"] else "")
+        + _watched(done, "pages")
+        + _watched(done, "checkpoints")
     ]
     for name, text in (("recomputed", "runs again"), ("ended", "ended with an error")):
         lines += [
@@ -69,8 +70,11 @@ def _healing(done: dict[str, Any]) -> list[str]:
     return lines
 
 
-def _pages(done: dict[str, Any]) -> str:
-    return ", ".join(map(str, done["pages_watched"]))
+def _watched(done: dict[str, Any], what: str) -> str:
+    """Return which pages or checkpoints are watched, if any."""
+    # Incidents of version 0.1.0 have no checkpoints.
+    slots = done.get(f"{what}_watched", ())
+    return f", {what} watched: {', '.join(map(str, slots))}" if slots else ""
 
 
 def _printable(line: str) -> str:

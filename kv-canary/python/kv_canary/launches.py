@@ -28,6 +28,7 @@ from kv_canary.kernels.reference import (
 )
 from kv_canary.kernels.reference import verify as reference_verify
 from kv_canary.op import Op
+from kv_canary.records import Launch
 
 if TYPE_CHECKING:
     from kv_canary.accepted import SampledTokens
@@ -154,7 +155,13 @@ def check_states(state: CanaryState, rows: StateRows, source: Fingerprint) -> No
     * ROW_OWNER: another request wrote it, and it was not copied since.
     * VERIFY_REAL_KV: its bytes have another fingerprint than its writer's.
     """
-    _check_states(state, rows, source)
+    _check_states(state, rows, source, Launch.VERIFY)
+
+
+def sweep_states(state: CanaryState, rows: StateRows, source: Fingerprint) -> None:
+    """Check slots that no forward reads, as `check_states` does, for no request: any
+    may have written them."""
+    _check_states(state, rows, source, Launch.SWEEP)
 
 
 def note_states(

@@ -12,6 +12,7 @@ from kv_canary.evidence import STATE, Evidence, RecordWord
 from kv_canary.records import (
     NO_HEAD,
     SERIAL_MASK,
+    TAG_LAUNCH_MASK,
     TAG_POOL_SHIFT,
     Launch,
     Phase,
@@ -29,7 +30,6 @@ _MASK64 = (1 << 64) - 1
 _OF_PHASES = reasons_where(lambda check: check.shows is Shows.PHASE)
 # Reasons whose words are those of a mask row.
 _OF_MASKS = reasons_where(lambda check: check.shows is Shows.MASK)
-_LAUNCH_MASK = 255
 POOLS = ("target", "draft")
 """Worker names by the lowest bit of a pool's number."""
 GROUPS = ("full", "swa", "latent", STATE)
@@ -206,7 +206,7 @@ def ring_order(entry: Sequence[int]) -> tuple[int, ...]:
     tag = entry[Ring.TAG]
     return (
         entry[Ring.CLOCK],
-        _LAUNCH_ORDER.index(Launch(tag & _LAUNCH_MASK)),
+        _LAUNCH_ORDER.index(Launch(tag & TAG_LAUNCH_MASK)),
         tag >> TAG_POOL_SHIFT,
         entry[Ring.BATCH_ROW],
         entry[Ring.POSITION],
@@ -233,7 +233,7 @@ def parse_entry(
     if group == STATE:
         page_size = 1
     writer = unpack_word3(entry[Ring.FOUND_WORD3])
-    launch = tag & _LAUNCH_MASK
+    launch = tag & TAG_LAUNCH_MASK
     return Violation(
         reasons=entry[Ring.REASONS],
         worker=worker,

@@ -97,7 +97,7 @@ def check_report(outcome: Outcome, name: str) -> None:
     assert {v["group"] for v in reports} == {"state"}, text
     found = [v for v in reports if allowed & set(v["reasons"])]
     assert found, text
-    if STATE_FAULTS[name].bound is Bound.HIT:
+    if STATE_FAULTS[name].bound in (Bound.HIT, Bound.SWEEP):
         assert first == check_hits(outcome, found)
     else:
         assert first == outcome.planted.clock, text

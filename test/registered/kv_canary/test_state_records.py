@@ -15,7 +15,14 @@ from kv_canary.layout import (
     PoolLayout,
     create_fingerprint,
 )
-from kv_canary.records import Launch, Ring, WriterKind, unpack_word3
+from kv_canary.records import (
+    TAG_LAUNCH_MASK,
+    Counter,
+    Launch,
+    Ring,
+    WriterKind,
+    unpack_word3,
+)
 from kv_canary.state import CanaryState, create_state
 from kv_canary.state_rows import StateRows
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -200,6 +207,31 @@ def test_a_checkpoint_is_noted_beside_the_rows(backend: Backend) -> None:
     assert world.found(backend, both) == []
 
 
+@each_form
+def test_a_sweep_asks_for_no_owner_and_names_no_request(backend: Backend) -> None:
+    world = World(3, FingerprintMode.ALL)
+    rows = world.rows([7, 3, -1, 300])
+    world.note(backend, rows)
+    nobody = dataclasses.replace(rows, serials=torch.zeros_like(rows.serials))
+
+    def sweep() -> None:
+        backend.launch.check_states(world.state, nobody, world.source, Launch.SWEEP)
+
+    sweep()
+    assert entries(world.state) == []
+    counters = world.state.counters.tolist()
+    assert (counters[Counter.SWEPT_SLOTS], counters[Counter.SWEEP_LAUNCHES]) == (3, 1)
+    assert counters[Counter.VERIFIED_SLOTS] == counters[Counter.VERIFY_LAUNCHES] == 0
+    world.matrix[2, 1, 0, 0, 0] += 1
+    sweep()
+    (found,) = entries(world.state)
+    assert found[Ring.REASONS] == Reason.VERIFY_REAL_KV
+    assert (found[Ring.SLOT], found[Ring.POSITION]) == (2, 2)
+    assert found[Ring.REQ_ROW] == found[Ring.SERIAL] == 0
+    assert found[Ring.TAG] & TAG_LAUNCH_MASK == Launch.SWEEP
+    assert world.state.verdict[1:].count_nonzero() == 0
+
+
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name.lower())
 def test_all_forms_write_the_same(mode: FingerprintMode) -> None:
     for seed in range(count(ci=6, full=60)):
@@ -215,6 +247,7 @@ def test_all_forms_write_the_same(mode: FingerprintMode) -> None:
                     world.state,
                     dataclasses.replace(rows, lengths=rows.lengths + step % 2),
                     world.source,
+                    Launch.SWEEP if step > 1 else Launch.VERIFY,
                 )
         first = worlds[0].state
         for world in worlds[1:]:

@@ -117,7 +117,8 @@ def checkpoint_bytes(scene: Scene) -> Damage | None:
         return None
     slot, node = scene.rng.choice(found)
     flip_bit(scene, slot)
-    return at_hit(scene, path_tokens(node))
+    # A sweep names the slot, a hit that of the row.
+    return replace(at_hit(scene, path_tokens(node)), slot=slot)
 
 
 # -- copies --------------------------------------------------------------------------

@@ -29,15 +29,21 @@ from kv_canary.records import (
     WriterKind,
     lineage_terms,
 )
+from kv_canary.runtime.uploads import upload
 from kv_canary.state import CanaryState, create_state
 from kv_canary.state_rows import StateRows
 from kv_canary.violation import pool_number
 from sglang.srt.forward.context import get_forward_context
 from sglang.srt.kv_canary.groups import EngineGroup
 from sglang.srt.kv_canary.pool_patcher.api import FINGERPRINTS
+from sglang.srt.kv_canary.runner.slot_pattern import PoolPattern
 from sglang.srt.mem_cache.groups.state_slots import StateSlots
+from sglang.srt.utils.vectors import padded_vectors
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from kv_canary.accepted import AcceptedPath
     from kv_canary.reporter import OwnerOf
     from kv_canary.view import ForwardView
@@ -104,6 +110,7 @@ class StateGroup(EngineGroup):
 
     Attributes:
         commits: the nodes of verifications that are folded into them.
+        slots: host records of checkpoints, or None if there are none.
     """
 
     name = StateSlots.name
@@ -120,15 +127,17 @@ class StateGroup(EngineGroup):
         self.pool = pool
         self.branch_checks = self.decode_checks = checks
         self._source = checks.fingerprint
+        self._primary = primary
         self._lineages = primary.expected_lineage
         self._num_rows = 0
+        self.slots: StateSlots | None = None
         self.commits = StateCommits()
         self._rows: StateRows | None = None
         self._tracked: StateRows | None = None
 
     def listen(self, rows: ReqToTokenPool, slots: StateSlots | None) -> None:
         """Hear of slots that are freed."""
-        self._num_rows = rows.size
+        self._num_rows, self.slots = rows.size, slots
         rows.register_on_free(self.free)
         if slots is not None:
             slots.register_on_free(self.free)
@@ -264,6 +273,44 @@ class StateGroup(EngineGroup):
             lineages=lineages.flatten(),
             folded=self.pool.folded,
             lineage_rows=torch.arange(len(slots), device=slots.device),
+        )
+
+    # -- checkpoints of the prefix cache -------------------------------------------
+
+    def sweep(self, checkpoints: npt.NDArray[np.int64]) -> None:
+        """Compare checkpoints with the ends of their runs, on the current stream.
+
+        Args:
+            checkpoints: [3, N] on the host: their slots, the tokens before them, and
+                the primary slot of the last of these.
+        """
+        words = torch.from_numpy(padded_vectors(checkpoints))
+        count = checkpoints.shape[1]
+        slots, lengths, last = upload(words, self.pool.conv.device)[:, :count].unbind()
+        nobody = torch.zeros_like(slots)
+        launches.sweep_states(
+            self.state,
+            StateRows(
+                slots=slots,
+                due_slots=slots,
+                # Any row but 0, because they belong to no request.
+                req_rows=torch.ones_like(slots),
+                serials=nobody,
+                lengths=lengths,
+                lineages=self._primary.tail[last, Record.LINEAGE],
+                lineage_rows=torch.arange(count, device=slots.device),
+            ),
+            self._source,
+        )
+
+    def checkpoint(self, slot: int) -> int:
+        """Return a slot that is a checkpoint's, or 0 for a row's."""
+        return slot if slot > self._num_rows else 0
+
+    def pattern(self) -> PoolPattern:
+        """Return a pattern for slots that nobody holds."""
+        return PoolPattern(
+            self.state, [own.transpose(0, 1) for own in self.pool.bytes()]
         )
 
     # -- reports -------------------------------------------------------------------

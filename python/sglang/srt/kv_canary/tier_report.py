@@ -47,6 +47,7 @@ _NOTHING_READ = {
     "num_ended": 0,
     "cached_tokens_cut": 0,
     "pages_watched": [],
+    "checkpoints_watched": [],
 }
 
 

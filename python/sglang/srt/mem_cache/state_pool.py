@@ -151,6 +151,12 @@ class StatePool:
         )
         return list(zip(names, self._tensors(), strict=True))
 
+    def bytes(self) -> list[Tensor]:
+        """Return the states of all slots as uint8 [slots, layers, ...]."""
+        return [
+            part.view(torch.uint8) for name, part in self.named() if name != "folded"
+        ]
+
     def _tensors(self) -> list[Tensor]:
         matrix = [] if self.matrix is None else [self.matrix]
         return [self.conv, *matrix, self.folded]

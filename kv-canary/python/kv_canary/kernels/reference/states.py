@@ -36,9 +36,15 @@ if TYPE_CHECKING:
     from kv_canary.state_rows import StateRows
 
 
-def check_states(state: CanaryState, rows: StateRows, source: Fingerprint) -> None:
-    """See `launches.check_states`."""
-    report = Report(state, Launch.VERIFY, NO_MANAGER)
+def check_states(
+    state: CanaryState,
+    rows: StateRows,
+    source: Fingerprint,
+    launch: Launch = Launch.VERIFY,
+) -> None:
+    """See `launches.check_states`, and `launches.sweep_states` for `Launch.SWEEP`."""
+    sweep = launch == Launch.SWEEP
+    report = Report(state, launch, NO_MANAGER)
     live = rows.req_rows != 0
     slot = rows.slots
     in_range = (slot > 0) & (slot < state.num_slots)
@@ -56,14 +62,14 @@ def check_states(state: CanaryState, rows: StateRows, source: Fingerprint) -> No
     for reason, unlike in (
         (Reason.VERIFY_POSITION, record[:, Record.WORD0] >> 32 != position),
         (Reason.VERIFY_LINEAGE, record[:, Record.LINEAGE] != due),
-        (Reason.ROW_OWNER, is_other & (kind != WriterKind.MOVE)),
+        (Reason.ROW_OWNER, is_other & (kind != WriterKind.MOVE) & (not sweep)),
         (Reason.VERIFY_REAL_KV, computed != record[:, Record.FINGERPRINT]),
     ):
         reasons |= flag(reason, sound & unlike)
     report.add(
         {
             Ring.REASONS: reasons,
-            Ring.REQ_ROW: rows.req_rows,
+            Ring.REQ_ROW: rows.req_rows * (not sweep),
             Ring.SERIAL: rows.serials,
             Ring.SLOT: slot,
             Ring.POSITION: position,
@@ -78,8 +84,13 @@ def check_states(state: CanaryState, rows: StateRows, source: Fingerprint) -> No
             Ring.COMPUTED_FINGERPRINT: computed,
         }
     )
-    state.counters[Counter.VERIFY_LAUNCHES] += 1
-    state.counters[Counter.VERIFIED_SLOTS] += reads.sum()
+    launches, visited = (
+        (Counter.SWEEP_LAUNCHES, Counter.SWEPT_SLOTS)
+        if sweep
+        else (Counter.VERIFY_LAUNCHES, Counter.VERIFIED_SLOTS)
+    )
+    state.counters[launches] += 1
+    state.counters[visited] += reads.sum()
 
 
 def note_states(

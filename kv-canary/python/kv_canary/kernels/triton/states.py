@@ -31,7 +31,7 @@ from kv_canary.kernels.triton.hash import (
 from kv_canary.kernels.triton.report import RingFinding, report_one
 from kv_canary.layout import FingerprintMode
 from kv_canary.records import KIND_MASK as RECORDS_KIND_MASK
-from kv_canary.records import Counter, Launch, WriterKind, ring_tag
+from kv_canary.records import TAG_LAUNCH_MASK, Counter, Launch, WriterKind, ring_tag
 from kv_canary.view import NO_MANAGER
 
 if TYPE_CHECKING:
@@ -51,6 +51,10 @@ OWNER = tl.constexpr(int(Reason.ROW_OWNER))
 REAL_KV = tl.constexpr(int(Reason.VERIFY_REAL_KV))
 VERIFIED_SLOTS = tl.constexpr(int(Counter.VERIFIED_SLOTS))
 VERIFY_LAUNCHES = tl.constexpr(int(Counter.VERIFY_LAUNCHES))
+SWEPT_SLOTS = tl.constexpr(int(Counter.SWEPT_SLOTS))
+SWEEP_LAUNCHES = tl.constexpr(int(Counter.SWEEP_LAUNCHES))
+SWEEP = tl.constexpr(int(Launch.SWEEP))
+LAUNCH_MASK = tl.constexpr(TAG_LAUNCH_MASK)
 FOLDS = tl.constexpr(int(Reason.STATE_FOLDS))
 SUM_TILE = tl.constexpr(1024)
 TAIL_SLOTS = tl.constexpr(int(Counter.TAIL_SLOTS))
@@ -239,7 +243,7 @@ def _fingerprint(data, sums, row, slot, lineage, HASHING: tl.constexpr):
 
 @triton.jit
 def _check_record(
-    state, data, sums, own, row, word0, lineage, word3, HASHING: tl.constexpr
+    state, data, sums, own, row, word0, lineage, word3, is_sweep, HASHING: tl.constexpr
 ):
     """Return the reasons against a record that is not poison, and the fingerprints
     that it holds and that the bytes have."""
@@ -249,16 +253,18 @@ def _check_record(
     is_other = is_other & (((word3 >> SERIAL_BITS) & KIND_MASK) != MOVE)
     reasons = tl.where((word0 >> 32) != own.length - 1, POSITION, 0)
     reasons |= tl.where(lineage != own.lineage, LINEAGE, 0)
-    reasons |= tl.where(is_other, OWNER, 0)
+    reasons |= tl.where(is_other & ~is_sweep, OWNER, 0)
     reasons |= tl.where(kept != computed, REAL_KV, 0)
     return reasons, kept, computed
 
 
 @triton.jit(do_not_specialize=["tag"])
 def check_states_kernel(state, rows, data, sums, tag, HASHING: tl.constexpr):
-    """Compare the record of one row's slot with the row's prefix."""
+    """Compare the record of one row's slot with the row's prefix. `tag` says whether
+    the launch is a sweep, so that both run one compiled kernel."""
     row = tl.program_id(0).to(tl.int64)
     own = _load_row(state, rows, row)
+    is_sweep = (tag & LAUNCH_MASK) == SWEEP
     reasons = 0
     if own.req != 0:
         stray = (own.slot != own.due_slot) | (own.in_range == 0)
@@ -270,20 +276,22 @@ def check_states_kernel(state, rows, data, sums, tag, HASHING: tl.constexpr):
     kept = word0 * 0
     computed = kept
     if own.holds:
-        tl.atomic_add(state.counters + VERIFIED_SLOTS, 1)
+        visited = tl.where(is_sweep, SWEPT_SLOTS, VERIFIED_SLOTS)
+        tl.atomic_add(state.counters + visited, 1)
         if word0 == POISON:
             reasons |= FREED
         else:
             unlike, kept, computed = _check_record(
-                state, data, sums, own, row, word0, lineage, word3, HASHING
+                state, data, sums, own, row, word0, lineage, word3, is_sweep, HASHING
             )
             reasons |= unlike
     if row == 0:
-        tl.atomic_add(state.counters + VERIFY_LAUNCHES, 1)
+        launches = tl.where(is_sweep, SWEEP_LAUNCHES, VERIFY_LAUNCHES)
+        tl.atomic_add(state.counters + launches, 1)
     if reasons != 0:
         finding = RingFinding(
             reasons=reasons,
-            req_row=own.req,
+            req_row=tl.where(is_sweep, 0, own.req),
             serial=own.serial,
             slot=own.slot,
             position=own.length - 1,
@@ -373,14 +381,19 @@ def note_states_kernel(
             tl.store(state.clock, tl.load(state.clock) + 1)
 
 
-def check_states(state: CanaryState, rows: StateRows, source: Fingerprint) -> None:
+def check_states(
+    state: CanaryState,
+    rows: StateRows,
+    source: Fingerprint,
+    launch: Launch = Launch.VERIFY,
+) -> None:
     if rows.num_rows:
         check_states_kernel[(rows.num_rows,)](
             state_args(state),
             _row_args(rows),
             byte_args(source),
             _sum(state, rows, source, is_note=False),
-            ring_tag(Launch.VERIFY, NO_MANAGER, state.pool),
+            ring_tag(launch, NO_MANAGER, state.pool),
             HASHING=hashing_args(source, chunk=1),
             num_warps=1,
         )

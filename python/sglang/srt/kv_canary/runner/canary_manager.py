@@ -51,6 +51,7 @@ from sglang.srt.kv_canary.runner.launch_log import LaunchLog
 from sglang.srt.kv_canary.runner.launch_order import LaunchOrder
 from sglang.srt.kv_canary.runner.scopes import ForwardScope, LaunchScope
 from sglang.srt.kv_canary.runner.slot_pattern import PoolPattern
+from sglang.srt.kv_canary.runner.state_sweep import StateSweeper
 from sglang.srt.kv_canary.runner.stats_logger import StatsLogger
 from sglang.srt.kv_canary.runner.step_end import StepEnd
 from sglang.srt.kv_canary.runner.sweep import Sweeper
@@ -72,9 +73,10 @@ if TYPE_CHECKING:
     from sglang.srt.kv_canary.config import CanaryConfig
     from sglang.srt.kv_canary.groups import EngineGroup
     from sglang.srt.kv_canary.lineages import KnownTokens, TokenOwner
+    from sglang.srt.kv_canary.state_group import StateGroup
     from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-    from sglang.srt.mem_cache.groups.slots import PagedSlots
+    from sglang.srt.mem_cache.groups.slots import GroupSlots
 
     # Gets a forward and what its attention is about to read.
     Probe = Callable[[ForwardBatch, Sequence[KVReadView]], None]
@@ -189,7 +191,7 @@ class CanaryManager:
         reports = [own.launch_report(target) for own in target.every]
         self.reports = [report for report in reports if report is not None]
         # One per group.
-        self._sweepers: list[Sweeper] = []
+        self._sweepers: list[Sweeper | StateSweeper] = []
         self.clock = FIRST_CLOCK
         self._launches = LaunchLog(topk=target.topk if target.is_draft else None)
         self.num_forwards = 0
@@ -221,6 +223,18 @@ class CanaryManager:
                 )
                 for group in self.target.groups
             ]
+            states, checkpoints = self.target.states, cache.checkpoints
+            if states is not None and checkpoints is not None:
+                budget = self._state_budget(states)
+                self._sweepers.append(
+                    StateSweeper(cache, checkpoints, states, budget=budget)
+                )
+
+    def _state_budget(self, states: StateGroup) -> int:
+        """The checkpoints of one sweep pass: as many bytes as its KV slots have."""
+        kv_bytes = self.target.kv_pool.nbytes // self._state.num_slots
+        share = self.config.sweep_budget * kv_bytes
+        return max(share // states.pool.shape.bytes_per_slot, 1)
 
     def expect_prefixes(
         self,
@@ -576,7 +590,7 @@ class CanaryManager:
         )
         return heads
 
-    def slot_pattern(self, slots: PagedSlots | None) -> PoolPattern | None:
+    def slot_pattern(self, slots: GroupSlots | None) -> PoolPattern | None:
         """A pattern for slots of a group that nobody holds; None if this pool has no
         such group.
 
@@ -585,8 +599,9 @@ class CanaryManager:
         """
         for group in self.target.groups:
             if group.kv.slots is slots:
-                return PoolPattern(group.state, group.kv.tensors)
-        return None
+                return PoolPattern.of(group.state, group.kv.tensors)
+        states = self.target.states
+        return states.pattern() if states and states.slots is slots else None
 
     def full_slot(self, violation: Violation) -> int:
         """The primary slot that a violation is about; -1: none."""
@@ -594,6 +609,13 @@ class CanaryManager:
             if group.name == violation.group:
                 return group.primary_slot(violation.slot)
         return violation.slot
+
+    def checkpoint_of(self, violation: Violation) -> int:
+        """The slot of the checkpoint that a violation is about; 0: none."""
+        states = self.target.states
+        if states is None or violation.group != states.name:
+            return 0
+        return states.checkpoint(violation.slot)
 
     def forget_rows(self, req_rows: Sequence[int]) -> None:
         """Clear the verdicts of request rows whose requests lose them, in stream order:

@@ -11,6 +11,8 @@ from kv_canary.records import POISON_WORD, Record
 from sglang.srt.kv_canary.kernels import poison
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kv_canary.state import CanaryState
     from sglang.srt.mem_cache.memory_pool import KVCache
 
@@ -23,13 +25,21 @@ SLOTS_AT_ONCE = 256
 
 
 class PoolPattern:
-    """`SlotPattern` of a KV pool and its records, which are poisoned."""
+    """`SlotPattern` of a pool and its records, which are poisoned.
 
-    def __init__(self, state: CanaryState, pool: KVCache) -> None:
+    Args:
+        buffers: uint8 [layers, slots, ...] each.
+    """
+
+    def __init__(self, state: CanaryState, buffers: Sequence[Tensor]) -> None:
         self._state = state
-        self._buffers = [
-            source.buffer.view(torch.uint8) for source in pool.canary_sources()
-        ]
+        self._buffers = buffers
+
+    @classmethod
+    def of(cls, state: CanaryState, pool: KVCache) -> PoolPattern:
+        """Return the pattern of a KV pool."""
+        sources = pool.canary_sources()
+        return cls(state, [source.buffer.view(torch.uint8) for source in sources])
 
     def fill(self, slots: Tensor) -> None:
         """Fill `slots` (int64 [n], host) in stream order."""

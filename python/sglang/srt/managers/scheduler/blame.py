@@ -8,7 +8,7 @@ to go is also touched, and so on until nothing is added. Changes nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial, reduce
 from operator import or_
 from typing import TYPE_CHECKING, NamedTuple
@@ -40,12 +40,14 @@ def rate_severity(pool: int, reasons: int) -> Severity:
 
 
 class Fact(NamedTuple):
-    """A violation in terms of slots and requests; `serial` 0 means no request."""
+    """A violation in terms of slots and requests; `serial` 0 means no request.
+    `checkpoint`: the slot of a damaged checkpoint of recurrent state, or 0."""
 
     pool: int
     reasons: int
     serial: int
     slot: int
+    checkpoint: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,16 +77,19 @@ class Blame:
         rebuilt: requests whose drafts alone are in doubt.
         nodes: cached runs that have to go, including everything below them.
         pages: damaged pages, ascending.
+        checkpoints: slots of damaged checkpoints of recurrent state.
     """
 
     withheld: tuple[Req, ...]
     rebuilt: tuple[Req, ...]
     nodes: tuple[TreeNode, ...]
     pages: IntArray
+    checkpoints: frozenset[int] = frozenset()
 
     @property
     def is_empty(self) -> bool:
-        return not (self.withheld or self.rebuilt or self.nodes or len(self.pages))
+        touched = self.withheld or self.rebuilt or self.nodes or self.checkpoints
+        return not (touched or len(self.pages))
 
 
 class _Books:
@@ -313,7 +318,8 @@ def find_blame(
     _follow_rows(walk, damage, launched, rows)
     for fact in damage.facts:
         _follow_fact(walk, books, fact, launched)
-    return walk.result()
+    checkpoints = frozenset(fact.checkpoint for fact in damage.facts) - {0}
+    return replace(walk.result(), checkpoints=checkpoints)
 
 
 def _split_at_starts(launched: LaunchRecord, cache: BasePrefixCache) -> dict[int, int]:

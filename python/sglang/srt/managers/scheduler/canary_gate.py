@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.batch.schedule_batch import LaunchRecord, StepStart
     from sglang.srt.managers.messages.io_struct import SchedulerStats
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
-    from sglang.srt.mem_cache.groups.slots import PagedSlots
+    from sglang.srt.mem_cache.groups.slots import GroupSlots
     from sglang.srt.mem_cache.quarantine import SlotPattern
 
 logger = logging.getLogger(__name__)
@@ -290,7 +290,13 @@ class CanaryGate:
             found += examined.found
             dropped += examined.dropped
             facts += [
-                Fact(POOLS.index(v.worker), v.reasons, v.serial, manager.full_slot(v))
+                Fact(
+                    POOLS.index(v.worker),
+                    v.reasons,
+                    v.serial,
+                    manager.full_slot(v),
+                    manager.checkpoint_of(v),
+                )
                 for v in (finding.violation for finding in examined.found)
             ]
         own: _Seen = (facts, dropped > 0, time.monotonic())
@@ -327,7 +333,7 @@ class CanaryGate:
         for manager in self._managers:
             manager.forget_rows(req_rows)
 
-    def patterns(self, group: PagedSlots | None) -> list[SlotPattern]:
+    def patterns(self, group: GroupSlots | None) -> list[SlotPattern]:
         """Return patterns for a group's slots in all pools that have it, identical on
         every rank.
 

@@ -124,6 +124,7 @@ def heal_outcome(
     """Return what a healing did, in the form of incidents."""
     rebuilt = () if blame is None else blame.rebuilt
     pages = [] if blame is None else blame.pages[:MAX_LISTED].tolist()
+    checkpoints = [] if blame is None else sorted(blame.checkpoints)[:MAX_LISTED]
     return {
         "recomputed": [_about(req, rebuilt) for req in again[:MAX_LISTED]],
         "ended": [_about(req, rebuilt) for req in ended[:MAX_LISTED]],
@@ -131,6 +132,7 @@ def heal_outcome(
         "num_ended": len(ended),
         "cached_tokens_cut": num_cut,
         "pages_watched": pages,
+        "checkpoints_watched": checkpoints,
     }
 
 

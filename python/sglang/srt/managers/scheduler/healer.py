@@ -17,7 +17,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -85,6 +85,7 @@ class Healer:
     Attributes:
         quarantine: quarantine of the primary group's damaged pages.
         group_quarantines: the same for each secondary group.
+        checkpoint_quarantine: the same for checkpoints of recurrent state, if any.
         stats: statistics of healings.
     """
 
@@ -116,6 +117,10 @@ class Healer:
             Quarantine(group, gate.patterns(group))
             for group in cache.allocator.secondary
         ]
+        self.checkpoint_quarantine: Quarantine | None = None
+        if cache.checkpoints is not None:
+            states = cache.checkpoints.slots
+            self.checkpoint_quarantine = Quarantine(states, gate.patterns(states))
         self.stats = HealStats()
 
     # -- a damage ------------------------------------------------------------------
@@ -203,7 +208,7 @@ class Healer:
         withheld = {req.serial for req in blame.withheld}
         launched.dropped.update(withheld)
         if not launched.is_decode:
-            self._drop_checkpoints(blame.withheld)
+            blame = self._with_restored(blame)
         self._heal(blame, sighting, check)
         late = self._results.process(
             launched,
@@ -222,15 +227,19 @@ class Healer:
         )
         return processed, withheld
 
-    def _drop_checkpoints(self, reqs: Sequence[Req]) -> None:
-        """Drop the checkpoints of recurrent state that these requests began from: a
-        prefill in doubt may have restored the damage."""
-        checkpoints = self._cache.checkpoints
-        if checkpoints is None:
-            return
-        for req in reqs:
-            if req.last_node is not None:
-                checkpoints.drop(req.last_node)
+    def _with_restored(self, blame: Blame) -> Blame:
+        """Blame the checkpoints of recurrent state that withheld requests began from,
+        too: a prefill in doubt may have restored the damage."""
+        runs = self._cache.checkpoints
+        if runs is None:
+            return blame
+        nodes = [req.last_node for req in blame.withheld]
+        restored = [
+            runs.slot_at(node)
+            for node in nodes
+            if node is not None and runs.has_checkpoint(node)
+        ]
+        return replace(blame, checkpoints=blame.checkpoints.union(restored))
 
     def _take_back(
         self,
@@ -362,7 +371,7 @@ class Healer:
 
     def _release(self, touched: Sequence[Req], blame: Blame) -> int:
         """Free the memory of touched requests and cached runs, and watch the damaged
-        pages. Returns the number of cached tokens dropped.
+        pages and checkpoints. Returns the number of cached tokens dropped.
         """
         cache = self._cache
         secondary = cache.allocator.secondary
@@ -379,7 +388,18 @@ class Healer:
         ):
             free = pages[(pages > 0) & ~group.owns(pages)]
             quarantine.add(free, num_forwards=self._num_forwards())
+        self._watch_checkpoints(blame.checkpoints)
         return len(cut)
+
+    def _watch_checkpoints(self, damaged: Collection[int]) -> None:
+        runs = self._cache.checkpoints
+        if runs is None or not damaged:
+            return
+        runs.drop(damaged)
+        slots = np.array(sorted(damaged), dtype=np.int64)
+        free = slots[~runs.slots.owns(slots)]
+        if self.checkpoint_quarantine is not None:
+            self.checkpoint_quarantine.add(free, num_forwards=self._num_forwards())
 
     def _free_pages(self, slots: IntArray) -> None:
         """Free the pages of `slots` unless already free: if the host's records are
@@ -427,12 +447,14 @@ class Healer:
 
     @property
     def _quarantines(self) -> list[Quarantine]:
-        return [self.quarantine, *self.group_quarantines]
+        paged = [self.quarantine, *self.group_quarantines]
+        states = self.checkpoint_quarantine
+        return paged if states is None else [*paged, states]
 
     @property
     def fenced(self) -> list[int]:
-        """Slots that are neither free nor cached, for the primary group and each
-        secondary group.
+        """Slots that are neither free nor cached, for the primary group and each group
+        of the cache.
         """
         return [quarantine.num_slots for quarantine in self._quarantines]
 
@@ -479,18 +501,26 @@ class Healer:
         Raises:
             CanaryViolation: too few pages are left.
         """
-        allocator = self._cache.allocator
-        kept, pool = self.num_kept, allocator.num_pages
-        if kept > self._limits.quarantine_share * pool:
-            text = (
-                f"kv_canary: {kept} of {pool} pages are damaged again and again, more "
-                f"than --kv-canary-quarantine-limit {self._limits.quarantine_share:g}"
-            )
-            raise CanaryViolation(text, public=text)
+        allocator, states = self._cache.allocator, self.checkpoint_quarantine
+        num_states = 0 if states is None else len(states.kept)
+        self._bound_kept(self.num_kept - num_states, allocator.num_pages, "pages")
+        if states is not None:
+            assert self._cache.checkpoints is not None
+            size = self._cache.checkpoints.slots.size
+            self._bound_kept(num_states, size, "checkpoints of recurrent state")
         gone = len(self.quarantine.kept) * allocator.page_size
         slots = allocator.size - gone
         # The last sampled token needs no slot.
         self._intake.limit_length(slots - self._limits.decode_reserve + 1)
+
+    def _bound_kept(self, kept: int, of: int, what: str) -> None:
+        share = self._limits.quarantine_share
+        if kept > share * of:
+            text = (
+                f"kv_canary: {kept} of {of} {what} are damaged again and again, more "
+                f"than --kv-canary-quarantine-limit {share:g}"
+            )
+            raise CanaryViolation(text, public=text)
 
 
 def _log(

@@ -93,7 +93,7 @@ class StateRuns(GroupRuns):
 
     def has_checkpoint(self, node: TreeNode) -> bool:
         """Return whether a run has a checkpoint at its end."""
-        return self._mark(node).slot > 0
+        return node is not self._cache.root and self._mark(node).slot > 0
 
     def take(self, kept: Collection[int] = ()) -> int:
         """Take a slot for a new checkpoint, an old one's if none is free; 0 if requests
@@ -107,10 +107,11 @@ class StateRuns(GroupRuns):
             self._evict(1, kept)
         return self.slots.take()
 
-    def drop(self, node: TreeNode) -> None:
-        """Forget the checkpoint at the end of a run, if it has one."""
-        if node is not self._cache.root and self._mark(node).slot:
-            self._free(node)
+    def drop(self, slots: Collection[int]) -> None:
+        """Forget the checkpoints in these slots, if runs have them."""
+        for node in self._cache.iter_nodes():
+            if self._mark(node).slot in slots:
+                self._free(node)
 
     # -- lookup and insert ---------------------------------------------------------
 

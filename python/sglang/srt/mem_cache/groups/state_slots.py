@@ -17,12 +17,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 import torch
 
 from sglang.srt.mem_cache.groups.slots import GroupHold, GroupSlots
 from sglang.srt.mem_cache.groups.state_runs import StateRuns
 
 if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.mem_cache.radix_cache import RadixCache
 
 
@@ -75,6 +79,7 @@ class StateSlots(GroupSlots):
     """
 
     name = "state"
+    page_size = 1
     unsaved = "checkpoints of recurrent state are not supported"
 
     def __init__(self, *, rows: int, size: int) -> None:
@@ -87,6 +92,7 @@ class StateSlots(GroupSlots):
         self.size = size
         self._free: list[int] = []
         self._used: set[int] = set()
+        self._aside: set[int] = set()
         self._on_free: list[Callable[[torch.Tensor], None]] = []
         self.clear()
 
@@ -134,10 +140,40 @@ class StateSlots(GroupSlots):
             hook(torch.tensor(slots))
 
     def clear(self) -> None:
-        if self._used:
-            self._notify(sorted(self._used))
-        self._free = list(range(self.rows + self.size, self.rows, -1))
-        self._used = set()
+        """Free every slot but those that are set aside."""
+        if freed := self._used - self._aside:
+            self._notify(sorted(freed))
+        self._used = set(self._aside)
+        every = range(self.rows + self.size, self.rows, -1)
+        self._free = [slot for slot in every if slot not in self._used]
+
+    # -- quarantine: a page is a slot ----------------------------------------------
+
+    def owns(self, pages: IntArray) -> NDArray[np.bool_]:
+        """Return whether each of these slots is in use."""
+        return np.array([slot in self._used for slot in pages.tolist()], dtype=np.bool_)
+
+    def set_aside(self, pages: IntArray) -> None:
+        """Take these distinct free slots out of use; `clear` leaves them so.
+
+        Raises:
+            RuntimeError: one of them is in use.
+        """
+        for slot in set(pages.tolist()) - self._aside:
+            if slot in self._used:
+                raise RuntimeError(f"state slot {slot} is set aside but in use")
+            self._free.remove(slot)
+            self._used.add(slot)
+            self._aside.add(slot)
+
+    def page_slots(self, pages: IntArray) -> IntArray:
+        return pages
+
+    def free(self, slots: torch.Tensor) -> None:
+        """Free slots that were set aside."""
+        for slot in slots.tolist():
+            self._aside.remove(slot)
+            self.give(slot)
 
     # -- lifetime ------------------------------------------------------------------
 
