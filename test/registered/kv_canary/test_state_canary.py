@@ -23,6 +23,7 @@ from kv_canary.records import Counter
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.layers.state.forward import StateForward
 from sglang.test.canary_traffic import (
+    CONTEXT,
     VOCAB,
     Lengths,
     Outcome,
@@ -35,6 +36,7 @@ from sglang.test.hybrid_models import write_hybrid_model
 from sglang.test.mock_oracle import next_tokens
 from sglang.test.mock_traffic import Traffic, check
 from sglang.test.scale import count, sampled
+from sglang.test.tiny_models import write_mock_draft
 
 register_cpu_ci(est_time=25, suite="cpu", full_time=1000)
 register_cuda_ci(est_time=120, suite="cuda")
@@ -166,6 +168,29 @@ def test_layers_of_hybrid_models(tmp_path: Path, architecture: str, name: str) -
     for seed in range(count(ci=1, full=20)):
         engine = options(*ENGINES[(seed + sum(map(ord, name))) % len(ENGINES)])
         check_report(plant_state(model, name, seed, engine), name)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("tree", [(1, 3, 4), (4, 3, 12)], ids=["chain", "tree"])
+def test_checkpoints_while_drafting(
+    model: Path, tmp_path: Path, tree: tuple[int, int, int], overlap: bool
+) -> None:
+    """One that holds all that was accepted, where only a part of it is due."""
+    sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
+    draft = write_mock_draft(tmp_path, kind="EAGLE", source="hidden", **sizes)
+    topk, steps, nodes = tree
+    drafting = {
+        "speculative_algorithm": "EAGLE",
+        "speculative_draft_model_path": str(draft),
+        "speculative_eagle_topk": topk,
+        "speculative_num_steps": steps,
+        "speculative_num_draft_tokens": nodes,
+    }
+    for seed in SEEDS:
+        page_size = (1, 4, 16)[seed % 3]
+        engine = options(page_size, overlap, -1) | drafting
+        outcome = plant_state(model, "late_checkpoint", seed, engine)
+        check_outcome(outcome, "late_checkpoint")
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from torch import Tensor
@@ -16,33 +17,37 @@ from sglang.test.tiny_models import MOCK_STATE
 register_cpu_ci(est_time=5, suite="cpu")
 register_cuda_ci(est_time=15, suite="cuda")
 
-Commit = Callable[[ModelRunner, Tensor, Tensor, Tensor], None]
+Commit = Callable[..., None]
 
 
-def right(runner: ModelRunner, slots: Tensor, path: Tensor, lens: Tensor) -> None:
-    runner.commit_states(slots, path, lens)
+def right(
+    runner: ModelRunner, slots: Tensor, path: Tensor, lens: Tensor, **due: Any
+) -> None:
+    runner.commit_states(slots, path, lens, **due)
 
 
-def skipped(runner: ModelRunner, slots: Tensor, path: Tensor, lens: Tensor) -> None:
+def skipped(
+    runner: ModelRunner, slots: Tensor, path: Tensor, lens: Tensor, **due: Any
+) -> None:
     pass
 
 
 def of_other_rows(
-    runner: ModelRunner, slots: Tensor, path: Tensor, lens: Tensor
+    runner: ModelRunner, slots: Tensor, path: Tensor, lens: Tensor, **due: Any
 ) -> None:
-    runner.commit_states(slots.flip(0), path, lens)
+    runner.commit_states(slots.flip(0), path, lens, **due)
 
 
 def on_another_path(
-    runner: ModelRunner, slots: Tensor, path: Tensor, lens: Tensor
+    runner: ModelRunner, slots: Tensor, path: Tensor, lens: Tensor, **due: Any
 ) -> None:
-    runner.commit_states(slots, path.flip(0), lens)
+    runner.commit_states(slots, path.flip(0), lens, **due)
 
 
 def as_many_as_others(
-    runner: ModelRunner, slots: Tensor, path: Tensor, lens: Tensor
+    runner: ModelRunner, slots: Tensor, path: Tensor, lens: Tensor, **due: Any
 ) -> None:
-    runner.commit_states(slots, path, lens.flip(0))
+    runner.commit_states(slots, path, lens.flip(0), **due)
 
 
 OTHERS = "other rows, paths or lengths were folded"
@@ -77,8 +82,8 @@ def test_commits_are_compared(
         def __getattr__(self, name: str) -> object:
             return getattr(runner, name)
 
-        def commit_states(self, *accepted: Tensor) -> None:
-            commit(runner, *accepted)
+        def commit_states(self, *accepted: Tensor, **due: Any) -> None:
+            commit(runner, *accepted, **due)
 
     runner = worker.model_runner
     monkeypatch.setattr(worker, "model_runner", Runner())

@@ -145,6 +145,7 @@ def test_drafts_are_verified_from_one_state(
         disable_overlap_schedule=not overlap,
         page_size=page_size,
         max_mamba_cache_size=20,
+        mamba_track_interval=max(page_size, 16),
         schedule_conservativeness=0.3,
         kv_canary_real_data="all",
     )
@@ -176,6 +177,58 @@ def test_the_next_turn_goes_on_from_the_last_checkpoint(tmp_path) -> None:
         tokens = [*tokens, *answer.output_ids, turn, turn]
     # 150 tokens have KV at the end of the first turn, and 128 a checkpoint.
     assert cached == [0, 128, 192]
+
+
+@pytest.mark.parametrize(
+    ("tree", "page_size", "overlap"),
+    sampled(
+        itertools.product([(1, 3, 4), (4, 4, 16)], (1, 4, 16), (True, False)),
+        key=lambda case: case[0],
+        ci=2 if ON_GPU else 1,
+    ),
+    ids=str,
+)
+def test_drafts_take_the_checkpoints_of_plain_decoding(
+    tmp_path, tree, page_size, overlap
+):
+    """At the same positions, wherever verifications end."""
+    models = write_mock_models(tmp_path, kind="EAGLE", source="hidden", **MOCK_STATE)
+    harness = speculating(
+        models["model"],
+        models["draft"],
+        tree=tree,
+        overlap=overlap,
+        disable_overlap_schedule=not overlap,
+        page_size=page_size,
+        mamba_track_interval=32,
+        max_running_requests=4,
+        kv_canary_real_data="all",
+    )
+    tokens = [(7 * i) % SPEC_VOCAB for i in range(100)]
+    cached = []
+    for turn in range(5):
+        rid = harness.submit(tokens, max_new_tokens=50, ignore_eos=True)
+        answer = harness.run()[rid]
+        check({rid: Expected(tokens, 50)}, {rid: answer}, vocab_size=SPEC_VOCAB)
+        cached.append(answer.cached_tokens)
+        tokens = [*tokens, *answer.output_ids, turn, turn]
+    assert cached == [0, 128, 192, 224, 288]
+    assert harness.scheduler.stats_snapshot().spec_accept_length > 1
+    harness.scheduler.cache.check()
+
+
+def test_an_interval_shorter_than_two_verifications_is_refused(tmp_path):
+    models = write_mock_models(tmp_path, kind="EAGLE", source="hidden", **MOCK_STATE)
+    options = {"tree": (4, 4, 16), "page_size": 4}
+    message = r"--mamba-track-interval 8: .* accept 10 tokens.* use at least 12, "
+    with pytest.raises(ValueError, match=message):
+        speculating(models["model"], models["draft"], mamba_track_interval=8, **options)
+    for more in (
+        {"mamba_track_interval": 12},
+        {"mamba_track_interval": 8, "disable_overlap_schedule": True},
+        {"mamba_track_interval": 4, "mamba_radix_cache_strategy": "no_buffer"},
+    ):
+        speculating(models["model"], models["draft"], **options, **more)
 
 
 def test_a_branch_is_found_by_the_second_request_that_takes_it(tmp_path) -> None:

@@ -4,6 +4,8 @@ decoded, and the accepted path alone reaches the states."""
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,17 +14,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from sglang.srt.forward.context import ForwardContext, forward_context
+from sglang.srt.forward.state_plan import DueCheckpoints
 from sglang.srt.layers.state.forward import StateCommit, StateForward, StateTrees
 from sglang.srt.layers.state.layer import StateLayer
 from sglang.srt.layers.state.nodes import StateNodes
 from sglang.srt.mem_cache.state_pool import StatePool
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.forward_harness import ForwardHarness
+from sglang.test.harness import EngineHarness, Finished
 from sglang.test.hybrid_models import write_hybrid_model
 from sglang.test.scale import count
 from sglang.test.spec_canary_traffic import speculating, worker_of
 from sglang.test.spec_parity import (
     CONTEXT,
+    Ask,
     Traffic,
     answer_all,
     assert_parity,
@@ -174,13 +179,23 @@ def test_drafts_change_no_answer(
         page_size=page_size,
         overlap=overlap,
         disable_overlap_schedule=not overlap,
+        mamba_track_interval=16,
     )
-    runner, lengths = worker_of(engine).model_runner, []
+    runner, lengths, folded = worker_of(engine).model_runner, [], []
     commit = runner.commit_states
 
-    def commit_and_note(slots: Tensor, path: Tensor, path_lens: Tensor) -> None:
+    def commit_and_note(
+        slots: Tensor,
+        path: Tensor,
+        path_lens: Tensor,
+        *,
+        prefix_lens: Tensor,
+        due: DueCheckpoints | None,
+    ) -> None:
         lengths.extend(path_lens.tolist())
-        commit(slots, path, path_lens)
+        if due is not None:
+            folded.extend(due.path_lens(prefix_lens, path_lens).tolist())
+        commit(slots, path, path_lens, prefix_lens=prefix_lens, due=due)
 
     runner.commit_states = commit_and_note
     traffic = Traffic(engine, asks, random.Random(page_size))
@@ -188,7 +203,33 @@ def test_drafts_change_no_answer(
     assert_parity(asks, expected, found, aborted=traffic.aborted, reference=reference)
     # The root alone was folded, and whole paths.
     assert {1, 2, tree[1] + 1} <= set(lengths)
+    # A checkpoint was taken in the middle of a path.
+    assert any(0 < length <= tree[1] for length in folded)
+    check_next_turns(engine, reference, asks, expected)
     check_no_leak(engine)
+
+
+def check_next_turns(
+    engine: EngineHarness,
+    reference: EngineHarness,
+    asks: Sequence[Ask],
+    answers: Mapping[str, Finished],
+) -> None:
+    """Conversations that go on from checkpoints inside their answers."""
+    turns = [
+        replace(ask, prompt=[*ask.prompt, *answers[str(i)].output_ids, i])
+        for i, ask in enumerate(asks)
+        if len(answers[str(i)].output_ids) > 20 and ask.is_plain
+        if len(ask.prompt) < CONTEXT - 70
+    ]
+    expected, found = answer_all(reference, turns), answer_all(engine, turns)
+    assert_parity(turns, expected, found, aborted=set(), reference=reference)
+    inside = [
+        answer.cached_tokens
+        for rid, answer in found.items()
+        if answer.cached_tokens > len(turns[int(rid)].prompt) - 20
+    ]
+    assert inside and all(cached % 16 == 0 for cached in inside)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,15 @@ def test_slots_are_copied_bit_by_bit(seed: int) -> None:
     assert same_bits(memory, before), "bytes between the slots were written"
 
 
+def test_copies_of_slots_to_themselves_are_left_out() -> None:
+    draws = Draws(3, device=DEVICE)
+    for copy_slots in (kernels.copy_slots, op.copy_slots.reference):
+        pool = random_bits(draws, [5, 24], torch.float32)
+        expected = pool[[0, 1, 4, 3, 4]]
+        copy_slots(pool, dst=draws.longs([0, 2, 0]), src=draws.longs([0, 4, 0]))
+        assert same_bits(pool, expected)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_slots_of_several_programs(dtype: torch.dtype) -> None:
     draws = Draws(1, device=DEVICE)

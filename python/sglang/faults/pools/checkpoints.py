@@ -43,6 +43,7 @@ from sglang.faults.pools.state_scene import (
 )
 from sglang.faults.pools.states import with_slots
 from sglang.faults.wrapping import wrap
+from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.forward.state_plan import StateCopies
 from sglang.srt.layers.ops.state.shared.tracks import CHUNK
 
@@ -92,21 +93,29 @@ def misplaced_checkpoint(scene: Scene) -> Damage | None:
 
 
 def late_checkpoint(scene: Scene) -> Damage | None:
-    """Take a checkpoint again, one decode step after the place that the host notes."""
-    if not scene.forward_batch.forward_mode.is_decode:
+    """Take a checkpoint again, one step after the place that the host notes: a token
+    later, or where the verification ended whose path reached it."""
+    mode = scene.forward_batch.forward_mode
+    if mode not in (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY):
         return None
+    # A verification's own tokens are not folded yet.
+    new, step = (1, 1) if mode.is_decode else (0, scene.target.tree_depth + 1)
     states, first = states_of(scene), request_slots(scene).stop
     records = states.state.tail[first:]
     kinds = records[:, Record.WORD3] >> SERIAL_BITS & KIND_MASK
+    is_saved = (kinds == WriterKind.MOVE) | (kinds == WriterKind.VERIFY)
+    lengths = (records[:, Record.WORD0] >> 32) + 1
     for victim in find_victims(scene):
         is_own = (records[:, Record.WORD3] ^ victim.serial) & SERIAL_MASK == 0
-        is_due = records[:, Record.WORD0] >> 32 == victim.prefix_len - 1
-        found = torch.nonzero(is_own & is_due & (kinds == WriterKind.MOVE)).flatten()
+        late_by = victim.prefix_len + new - lengths
+        is_late = (late_by > 0) & (late_by <= step)
+        found = torch.nonzero(is_own & is_saved & is_late).flatten()
         if len(found):
-            dst = found[:1] + first
+            length, dst = int(lengths[found[0]]), found[:1] + first
             states.pool.copy(_pair(dst, victim.req_row))
-            tokens = first_tokens(scene, victim, victim.prefix_len)
-            return at_hit(scene, tokens, victim)
+            tokens = first_tokens(scene, victim, length + 1 - new)
+            follows = tokens[length:]
+            return at_hit(scene, tokens[:length], victim, follows=follows)
     return None
 
 

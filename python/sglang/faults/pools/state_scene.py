@@ -248,13 +248,20 @@ def after_forward(
     )
 
 
-def at_hit(scene: Scene, tokens: list[int], victim: Victim | None = None) -> Damage:
+def at_hit(
+    scene: Scene,
+    tokens: list[int],
+    victim: Victim | None = None,
+    *,
+    follows: Sequence[int] = (),
+) -> Damage:
     """Damage of the checkpoint after `tokens`, of `victim` if the cache does not have
-    it yet. The next request that begins with them meets it, in its own slot."""
+    it yet. The next request that begins with them meets it, in its own slot; `follows`
+    are tokens that it needs besides, for a cache of pairs."""
     position = len(tokens) - 1
     return Damage(
         serial=0 if victim is None else victim.serial,
         position=position,
         places=frozenset({(-1, position)}),
-        prompt=[*tokens, scene.rng.randrange(scene.target.vocab_size)],
+        prompt=[*tokens, *follows, scene.rng.randrange(scene.target.vocab_size)],
     )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sglang.srt.forward.batch import ForwardBatch
+    from sglang.srt.forward.state_plan import DueCheckpoints
 
 
 class ForwardScopes(Protocol):
@@ -41,7 +42,14 @@ class ForwardScopes(Protocol):
     def on_replay(self) -> None:
         """Note that a graph runs all forwards of the launch without their scopes."""
 
-    def on_commit(self, *, slots: Tensor, path: Tensor, path_lens: Tensor) -> None:
+    def on_commit(
+        self,
+        *,
+        slots: Tensor,
+        path: Tensor,
+        path_lens: Tensor,
+        due: DueCheckpoints | None,
+    ) -> None:
         """Note that nodes of the last verification are folded into recurrent states;
         see `ModelRunner.commit_states`."""
 
@@ -67,7 +75,14 @@ class NullScopes:
     def on_replay(self) -> None:
         """Nothing to note."""
 
-    def on_commit(self, *, slots: Tensor, path: Tensor, path_lens: Tensor) -> None:
+    def on_commit(
+        self,
+        *,
+        slots: Tensor,
+        path: Tensor,
+        path_lens: Tensor,
+        due: DueCheckpoints | None,
+    ) -> None:
         """Nothing to note."""
 
 

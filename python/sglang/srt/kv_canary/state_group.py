@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from kv_canary.accepted import AcceptedPath
     from kv_canary.reporter import OwnerOf
     from kv_canary.view import ForwardView
+    from sglang.srt.forward.state_plan import DueCheckpoints
     from sglang.srt.kv_canary.config import CanaryConfig
     from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.layers.state.forward import StateForward
@@ -69,13 +70,16 @@ class StateCommits:
 
     def __init__(self) -> None:
         self._folded: tuple[Tensor, ...] | None = None
+        self._due: DueCheckpoints | None = None
 
-    def begin(self, folded: tuple[Tensor, ...]) -> None:
-        """Note what is folded."""
-        self._folded = folded
+    def begin(
+        self, folded: tuple[Tensor, ...], due: DueCheckpoints | None = None
+    ) -> None:
+        """Note what is folded, and the checkpoints that are due."""
+        self._folded, self._due = folded, due
 
-    def end(self, accepted: tuple[Tensor, ...]) -> None:
-        """Compare it with what was accepted.
+    def end(self, accepted: tuple[Tensor, ...]) -> DueCheckpoints | None:
+        """Compare it with what was accepted. Returns the checkpoints that were due.
 
         Raises:
             RuntimeError: something else was folded, or nothing.
@@ -90,6 +94,7 @@ class StateCommits:
                 "KV canary: other rows, paths or lengths were folded into recurrent "
                 "states than the verification accepted"
             )
+        return self._due
 
 
 def _is_elsewhere(one: Tensor, other: Tensor) -> bool:
@@ -222,14 +227,14 @@ class StateGroup(EngineGroup):
         if findings is not None:
             launches.gather_into(self.state, view.req_rows, findings)
 
-    def note_accepted(self, path: AcceptedPath) -> Tensor:
+    def note_accepted(self, path: AcceptedPath, salts: Tensor) -> Tensor:
         """Record that the accepted nodes were folded, once the lineages have advanced
         over them; returns the findings, int64 [STATUS_WORDS + b].
 
         Raises:
             RuntimeError: other nodes were folded, or none.
         """
-        self.commits.end((path.req_rows, path.accept_index, path.accept_lens))
+        due = self.commits.end((path.req_rows, path.accept_index, path.accept_lens))
         rows = StateRows(
             slots=path.req_rows,
             due_slots=path.req_rows,
@@ -240,7 +245,36 @@ class StateGroup(EngineGroup):
             folded=self.pool.folded,
         )
         self._note(rows, WriterKind.VERIFY, ends_forward=False)
+        if due is not None:
+            reached = self._reached(due, path, salts)
+            self._note(reached, WriterKind.VERIFY, ends_forward=False)
         return launches.gather_findings(self.state, path.req_rows)
+
+    def _reached(
+        self, due: DueCheckpoints, path: AcceptedPath, salts: Tensor
+    ) -> StateRows:
+        """Return the checkpoints that accepted paths reach, with their lineages: those
+        of the rows without the tokens after them."""
+        lens = due.path_lens(path.prefix_lens, path.accept_lens)
+        view, width = path.rows(salts), path.width
+        terms = lineage_terms(
+            view.input_ids, view.positions, salts.repeat_interleave(width)
+        )
+        steps = torch.arange(width, device=lens.device)
+        is_later = (steps >= lens[:, None]) & (steps < path.accept_lens[due.rows, None])
+        later = terms.view(-1, width)[due.rows] * is_later
+        is_reached = lens > 0
+        slots, req_rows = due.slots.where(is_reached, 0), path.req_rows[due.rows]
+        return StateRows(
+            slots=slots,
+            due_slots=slots,
+            req_rows=req_rows.where(is_reached, 0),
+            serials=path.serials[due.rows],
+            lengths=due.ends,
+            lineages=self._lineages[req_rows] - later.sum(1),
+            folded=self.pool.folded,
+            lineage_rows=torch.arange(len(slots), device=slots.device),
+        )
 
     def _note(self, rows: StateRows, kind: WriterKind, *, ends_forward: bool) -> None:
         launches.note_states(
@@ -287,18 +321,20 @@ class StateGroup(EngineGroup):
         words = torch.from_numpy(padded_vectors(checkpoints))
         count = checkpoints.shape[1]
         slots, lengths, last = upload(words, self.pool.conv.device)[:, :count].unbind()
-        nobody = torch.zeros_like(slots)
+        # Any rows but 0: they belong to no request.
+        rows = torch.arange(1, count + 1, device=slots.device)
+        lineages = self._primary.tail[last, Record.LINEAGE]
         launches.sweep_states(
             self.state,
             StateRows(
                 slots=slots,
                 due_slots=slots,
-                # Any row but 0, because they belong to no request.
-                req_rows=torch.ones_like(slots),
-                serials=nobody,
+                req_rows=rows,
+                serials=torch.zeros_like(slots),
                 lengths=lengths,
-                lineages=self._primary.tail[last, Record.LINEAGE],
-                lineage_rows=torch.arange(count, device=slots.device),
+                lineages=torch.cat((lineages[:1], lineages)),
+                # Not compared, but other arguments would be another kernel.
+                folded=self.pool.folded,
             ),
             self._source,
         )

@@ -18,6 +18,7 @@ from sglang.srt.forward.batch import CaptureHiddenMode, ForwardBatch
 from sglang.srt.forward.context import ForwardContext, forward_context
 from sglang.srt.forward.graph_capture import RehearsalBackend, SegmentBackend
 from sglang.srt.forward.scopes import ForwardScopes, NullScopes
+from sglang.srt.forward.state_plan import StateCopies
 from sglang.srt.layers.attention.attention_registry import (
     attention_needs,
     create_attention_backend,
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.forward.state_plan import DueCheckpoints
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.model_executor.input_buffers import GraphInputs
@@ -462,28 +464,49 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 states.copy(plan.save)
             return output
 
-    def commit_states(self, slots: Tensor, path: Tensor, path_lens: Tensor) -> None:
+    def commit_states(
+        self,
+        slots: Tensor,
+        path: Tensor,
+        path_lens: Tensor,
+        *,
+        prefix_lens: Tensor,
+        due: DueCheckpoints | None,
+    ) -> None:
         """Fold the accepted nodes of the last verification into the states of R rows,
         if the model keeps any.
 
         Args:
             slots: [R] int64, rows. path: [R, P] int64, accepted nodes among all R * D,
                 the root first. path_lens: [R] int64, how many.
+            prefix_lens: [R] int64, tokens folded before.
+            due: checkpoints to take on the way.
         """
-        if self.state_pool is None:
+        pool, nodes = self.state_pool, self.state_nodes
+        if pool is None:
             return
-        assert self.state_nodes is not None
-        self.scopes.on_commit(slots=slots, path=path, path_lens=path_lens)
-        accepted = StateCommit(
-            pool=self.state_pool,
-            nodes=self.state_nodes,
+        assert nodes is not None
+        self.scopes.on_commit(slots=slots, path=path, path_lens=path_lens, due=due)
+        commit = StateCommit(
+            pool=pool,
+            nodes=nodes,
             slots=slots,
             path=path,
             path_lens=path_lens,
             num_nodes=len(slots) * self.server_args.tree_shape.num_draft_tokens,
         )
+        commits = [commit]
+        if due is not None:
+            # A checkpoint is a copy of the state before, with the path up to it. Where
+            # the path ends earlier, scratch is copied to itself.
+            lens = due.path_lens(prefix_lens, path_lens)
+            dst = due.slots.where(lens > 0, 0)
+            pool.copy(StateCopies(dst=dst, src=slots[due.rows].where(lens > 0, 0)))
+            on_way = {"slots": dst, "path": path[due.rows], "path_lens": lens}
+            commits.append(dataclasses.replace(commit, **on_way))
         for layer in self._state_layers:
-            layer.commit(accepted)
+            for each in commits:
+                layer.commit(each)
 
     @cached_property
     def _state_layers(self) -> list[StateLayer]:

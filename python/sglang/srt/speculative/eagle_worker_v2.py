@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.draft_trees.workspace import WorkspaceRows
+    from sglang.srt.forward.state_plan import StatePlan
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
     from sglang.srt.layers.logits_processor import HeadCall
     from sglang.srt.managers.batch.forward_result import GenerationBatchResult
@@ -178,7 +179,7 @@ class EAGLEWorkerV2:
             sampling_info,
             history=self._history(batch, live),
         )
-        self._take_accepted(live, output.hidden_states)
+        self._take_accepted(live, output.hidden_states, batch.state_plan)
         hidden = None
         if batch.wants_hidden_states and output.last_hidden is not None:
             rows = live.node_rows.view(-1)
@@ -238,7 +239,9 @@ class EAGLEWorkerV2:
             max_len=int(batch.seq_lens_cpu.max()) + self._max_ahead,
         )
 
-    def _take_accepted(self, live: WorkspaceRows, hidden: Tensor | None) -> None:
+    def _take_accepted(
+        self, live: WorkspaceRows, hidden: Tensor | None, states: StatePlan | None
+    ) -> None:
         """Move the accepted tokens, their KV and hidden states to the front, fold them
         into recurrent states, and publish the tokens and the new lengths."""
         gather_accepted(
@@ -258,7 +261,11 @@ class EAGLEWorkerV2:
                 live.move_dst, live.move_src
             )
         self.model_runner.commit_states(
-            live.identity[0], live.result.accept_index, live.result.accept_lens
+            live.identity[0],
+            live.result.accept_index,
+            live.result.accept_lens,
+            prefix_lens=live.seq_lens,
+            due=None if states is None else states.due,
         )
         if live.hidden_states is not None:
             assert hidden is not None

@@ -70,6 +70,7 @@ if TYPE_CHECKING:
     from kv_canary.view import KVReadView
     from sglang.srt.configs.draft_layout import TreeShape
     from sglang.srt.forward.batch import ForwardBatch
+    from sglang.srt.forward.state_plan import DueCheckpoints
     from sglang.srt.kv_canary.config import CanaryConfig
     from sglang.srt.kv_canary.groups import EngineGroup
     from sglang.srt.kv_canary.lineages import KnownTokens, TokenOwner
@@ -385,10 +386,17 @@ class CanaryManager:
         self.runtime.settle()
         self._num_run = self._num_due
 
-    def on_commit(self, *, slots: Tensor, path: Tensor, path_lens: Tensor) -> None:
+    def on_commit(
+        self,
+        *,
+        slots: Tensor,
+        path: Tensor,
+        path_lens: Tensor,
+        due: DueCheckpoints | None,
+    ) -> None:
         """As `ForwardScopes.on_commit`."""
         if self.target.states is not None:
-            self.target.states.commits.begin((slots, path, path_lens))
+            self.target.states.commits.begin((slots, path, path_lens), due)
 
     def open_launch(self, indices: Sequence[int], forward_batch: ForwardBatch) -> None:
         """Begin a launch: `LaunchScope` does."""

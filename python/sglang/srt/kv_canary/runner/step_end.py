@@ -172,7 +172,7 @@ class StepEnd:
         for state in self._others:
             combine(sent.findings, finish_step(state, path.rows(salts)))
         if self._states is not None:
-            combine(sent.findings, self._states.note_accepted(path))
+            combine(sent.findings, self._states.note_accepted(path, salts))
         for state in () if draft is None else draft._others:
             combine(sent.draft_findings, gather_findings(state, path.req_rows))
         return sent.words

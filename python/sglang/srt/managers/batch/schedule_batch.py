@@ -160,6 +160,7 @@ class ScheduleBatch:
         sampling_info: sampling parameters of the requests, without grammar masks.
         starting_rows: int64, rows that hold slots for a speculative iteration but have
             not started one since their prefill.
+        state_plan: copies and checkpoints of recurrent state in the prepared forward.
     """
 
     def __init__(self, reqs: list[Req], env: BatchEnvironment) -> None:
@@ -179,7 +180,7 @@ class ScheduleBatch:
         self._num_decodes = 0
         self.starting_rows: IntArray = _NO_ROWS
         self._prefix_lens_device = self.seq_lens
-        self._state_plan: StatePlan | None = None
+        self.state_plan: StatePlan | None = None
 
     def __len__(self) -> int:
         return len(self.reqs)
@@ -405,7 +406,7 @@ class ScheduleBatch:
         self._advance(slots, ends)
         states = self.env.states
         if states is not None:
-            self._state_plan = states.for_decode(self.reqs, ends, self._upload)
+            self.state_plan = states.for_decode(self.reqs, ends, self._upload)
         return True
 
     def _plan_prefill(self, new: Sequence[Req]) -> None:
@@ -416,7 +417,7 @@ class ScheduleBatch:
             return
         first = {req.serial for req in new}
         starts, ends = self._prefix_lens.tolist(), self.seq_lens_cpu.tolist()
-        self._state_plan = states.for_prefill(
+        self.state_plan = states.for_prefill(
             [
                 PrefillSpan(
                     req=req,
@@ -463,6 +464,10 @@ class ScheduleBatch:
         self.starting_rows = np.flatnonzero(held == committed)
         for req, end in zip(reqs, allocated.tolist(), strict=True):
             req.allocated_len = end
+        states = self.env.states
+        if states is not None:
+            upload = self._upload_vectors
+            self.state_plan = states.for_verification(reqs, committed, upload)
         return True
 
     def identity(self) -> torch.Tensor:
@@ -538,7 +543,7 @@ class ScheduleBatch:
             salt=salt,
             rids_int=rids_int,
             lens_cpu=self._host_lens(),
-            state_plan=self._state_plan,
+            state_plan=self.state_plan,
             adapters=self._decode_tiles,
             capture_hidden_mode=self._capture_mode(CaptureHiddenMode.LAST),
             sampling_info=sampling_info,
@@ -576,7 +581,7 @@ class ScheduleBatch:
             logits_rows=self._upload(qo_indptr[1:] - 1),
             input_logprobs=_input_logprob_spans(spans),
             input_embeds=self.input_embeds(),
-            state_plan=self._state_plan,
+            state_plan=self.state_plan,
             adapters=self.adapter_tiles(extend_lens),
             capture_hidden_mode=hidden_mode
             or self._capture_mode(CaptureHiddenMode.FULL),

@@ -2,7 +2,7 @@
 
 Checkpoints are taken where requests will ask for them: at the end of a prompt, rounded
 down; where the prompt leaves what other requests have cached; at the end of a chunk;
-and every so many tokens while a request decodes.
+and every so many tokens while a request decodes, also with drafts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from sglang.srt.forward.state_plan import StateCopies, StatePlan
+from sglang.srt.forward.state_plan import DueCheckpoints, StateCopies, StatePlan
 from sglang.srt.layers.ops.state.shared.tracks import CHUNK
 from sglang.srt.mem_cache.groups.state_slots import HeldCheckpoint
 
@@ -55,6 +55,8 @@ class StatePlanner:
         runs: checkpoints of the prefix cache.
         interval: decoded tokens between two checkpoints of a request, a multiple of the
             page size; 0 for none.
+        ahead: the most tokens by which a verification may end after those that the host
+            knows when it is launched; 0 without drafts. At most `interval`.
         tracks_inside: whether a prefill also takes checkpoints before its end.
         chunk: tokens after which the kernels of a prefill can store a state.
     """
@@ -66,11 +68,21 @@ class StatePlanner:
         page_size: int,
         interval: int,
         tracks_inside: bool,
+        ahead: int = 0,
         chunk: int = CHUNK,
     ) -> None:
+        if interval and ahead > interval:
+            raise ValueError(
+                f"--mamba-track-interval {interval}: a verification of drafts and the "
+                f"one in flight before it may accept {ahead} tokens, and would reach "
+                f"two checkpoints; use at least {-(-ahead // page_size) * page_size}, "
+                "fewer --speculative-num-steps, or --mamba-radix-cache-strategy "
+                "no_buffer for none"
+            )
         self._runs = runs
         self._page_size = page_size
         self._interval = interval
+        self._ahead = ahead
         self._tracks_inside = tracks_inside
         self._grid = lcm(chunk, page_size)
 
@@ -121,6 +133,30 @@ class StatePlanner:
                 hold.saved = HeldCheckpoint(int(ends[row]), slot)
                 save.append((slot, req.req_pool_idx))
         return StatePlan(save=_copies(save, upload)) if save else None
+
+    def for_verification(
+        self, reqs: Sequence[CacheableReq], known: IntArray, upload: Upload
+    ) -> StatePlan | None:
+        """Plan a verification of drafts.
+
+        Args:
+            known: tokens of each request that the host knows to be folded.
+        """
+        if not self._interval:
+            return None
+        due = known - known % self._interval + self._interval
+        found = []
+        for row in np.flatnonzero(due <= known + self._ahead).tolist():
+            req, end = reqs[row], int(due[row])
+            if req.no_cache:
+                continue
+            slot = self._runs.reserve(self._runs.hold_of(req.holds), end)
+            if slot:
+                found.append((row, end, slot))
+        if not found:
+            return None
+        rows, ends, slots = upload(np.array(found, dtype=np.int64).T)
+        return StatePlan(due=DueCheckpoints(rows=rows, ends=ends, slots=slots))
 
     def _cached_slot(self, req: CacheableReq) -> int:
         if not req.cache_protected_len:

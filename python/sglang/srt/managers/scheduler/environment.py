@@ -59,4 +59,13 @@ def _create_planner(
         page_size=cache.page_size,
         interval=interval if has_buffers else 0,
         tracks_inside=has_buffers,
+        ahead=_ahead(server_args),
     )
+
+
+def _ahead(server_args: ServerArgs) -> int:
+    """Return `StatePlanner.ahead`."""
+    if server_args.speculative_algorithm is None:
+        return 0
+    verifications = 1 if server_args.disable_overlap_schedule else 2
+    return verifications * server_args.tree_shape.accept_width

@@ -126,6 +126,8 @@ class BatchResultProcessor:
             req.append(new_tokens)
         if launched.is_speculative:
             req.committed_len += len(new_tokens)
+            if self._cache.checkpoints is not None:
+                self._cache.checkpoints.on_verified(req.holds, req.committed_len)
             req.verifications.count += 1
             req.verifications.accepted_tokens += req.output_len - before
             self._on_verified(req.output_len - before, len(new_tokens) - 1)

@@ -107,6 +107,28 @@ class StateRuns(GroupRuns):
             self._evict(1, kept)
         return self.slots.take()
 
+    def reserve(self, hold: StateHold, position: int) -> int:
+        """Return the slot of a checkpoint that a verification takes if it reaches
+        `position`, or 0. It is the same in every verification until one does."""
+        if hold.due is None:
+            slot = self.take()
+            if not slot and hold.saved is not None:
+                slot, hold.saved = hold.saved.slot, None
+            # Without a slot it is not tried again: the checkpoint may be behind then.
+            return hold.expect(position, slot)
+        return hold.due.slot
+
+    def on_verified(self, holds: tuple[GroupHold, ...], length: int) -> None:
+        """Note that `length` tokens of a request are folded after a verification."""
+        hold = self.hold_of(holds)
+        if hold.due is None or length < hold.due.position:
+            return
+        if hold.due.slot:
+            if hold.saved is not None:
+                self.slots.give(hold.saved.slot)
+            hold.saved = hold.due
+        hold.due = None
+
     def drop(self, slots: Collection[int]) -> None:
         """Forget the checkpoints in these slots, if runs have them."""
         for node in self._cache.iter_nodes():

@@ -43,14 +43,16 @@ class StateHold(GroupHold):
     Attributes:
         tracked: taken while its prompt was prefilled, ascending.
         saved: the last one taken while it decoded.
+        due: one that a verification in flight may take; slot 0 if none was free.
     """
 
-    __slots__ = ("saved", "tracked")
+    __slots__ = ("due", "saved", "tracked")
 
     def __init__(self, kept_from: int) -> None:
         super().__init__(kept_from)
         self.tracked: list[HeldCheckpoint] = []
         self.saved: HeldCheckpoint | None = None
+        self.due: HeldCheckpoint | None = None
 
     def checkpoints(self) -> Sequence[HeldCheckpoint]:
         saved = () if self.saved is None else (self.saved,)
@@ -58,6 +60,11 @@ class StateHold(GroupHold):
 
     def cuts(self) -> Iterable[int]:
         return [held.position for held in self.checkpoints()]
+
+    def expect(self, position: int, slot: int) -> int:
+        """Note a checkpoint that is due at a position, and return its slot."""
+        self.due = HeldCheckpoint(position, slot)
+        return slot
 
     def take(self, position: int) -> int:
         """Give up the checkpoint at a position; return its slot, or 0 without one."""
@@ -190,14 +197,16 @@ class StateSlots(GroupSlots):
                 new.tracked.append(held)
             else:
                 self.give(held.slot)
-        new.saved = hold.saved
+        new.saved, new.due = hold.saved, hold.due
         return new
 
     def release(self, hold: GroupHold) -> None:
         assert isinstance(hold, StateHold)
         for held in hold.checkpoints():
             self.give(held.slot)
-        hold.tracked, hold.saved = [], None
+        if hold.due is not None and hold.due.slot:
+            self.give(hold.due.slot)
+        hold.tracked, hold.saved, hold.due = [], None, None
 
     def create_runs(self, cache: RadixCache, index: int) -> StateRuns:
         return StateRuns(cache, self, index=index)

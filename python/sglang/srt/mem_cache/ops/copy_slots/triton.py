@@ -51,6 +51,7 @@ def copy_kernel(
     wait_for_inputs(PDL)
     source = tl.load(src + copy) * slot_lines * LINE
     target = tl.load(dst + copy) * slot_lines * LINE
+    is_line &= source != target
     value = tl.load(tensor + source + place, mask=is_line)
     tl.store(tensor + target + place, value, mask=is_line)
 
