@@ -222,6 +222,44 @@ def test_a_click_follows_a_request_and_the_pointer_shows_its_record(
         page.wait("app.followed === 0 && app.map.followed === null")
 
 
+def test_states_have_a_card_of_their_own(
+    server: ServerProcess, page: InspectorPage
+) -> None:
+    page.open(server.url, key=KEY)
+    page.wait_for_snapshots()
+    card = page.tab.locator("#states-card")
+    assert not card.is_visible(), "this model has no states"
+    colours, css = page.run(
+        """
+        app.stream.stop();
+        const {readSlots} = await import("/canary/assets/states.js");
+        const table = Int32Array.of(1, 40, 3, 0, 0, 0, 2, 64, -5, 4, 0, 0);
+        app.states.update(readSlots(table), 2);
+        app.states.drawNow();
+        const canvas = document.getElementById("states");
+        const ratio = window.devicePixelRatio || 1;
+        const digits = (value) => value.toString(16).padStart(2, "0");
+        const colours = [0, 1, 2, 3].map((slot) => {
+          const place = [(slot * 16 + 7) * ratio, 7 * ratio, 1, 1];
+          const {data} = canvas.getContext("2d").getImageData(...place);
+          return "#" + [0, 1, 2].map((c) => digits(data[c])).join("");
+        });
+        return [colours, app.palette.css];
+        """
+    )
+    assert colours == [css[n] for n in ("running", "free", "cached", "quarantined")]
+    assert card.is_visible()
+    count = page.tab.locator("#states-count").inner_text()
+    assert count.startswith("1 of 2 request states in use · 2 checkpoints: 1 cached")
+    page.tab.focus("#states")
+    for key in ["ArrowRight"] * 3:
+        page.tab.keyboard.press(key)
+    note = page.tab.locator("#states-note")
+    assert "slot 3: checkpoint of the prefix cache · after 64 tokens" in (
+        note.inner_text()
+    )
+
+
 def test_the_keyboard_does_what_the_pointer_does(
     server: ServerProcess, page: InspectorPage
 ) -> None:

@@ -20,11 +20,12 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.managers.messages.pool_snapshot import PageFrame, PoolSnapshot
 from sglang.srt.mem_cache.page_map import PageState
+from sglang.srt.mem_cache.state_map import SlotColumn, SlotState
 from sglang.srt.mem_cache.tree_table import TreeColumn
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.scale import sampled
-from sglang.test.tiny_models import write_mock_model
+from sglang.test.tiny_models import MOCK_STATE, write_mock_model
 
 register_cpu_ci(est_time=5, suite="cpu")
 
@@ -266,6 +267,71 @@ def test_pages_out_of_the_window_have_lost_their_window_slots(tmp_path: Path) ->
     assert groups == ["full", "swa"]
     first = int(np.flatnonzero((mirror.cells != 0) & ~has_window)[0]) + 1
     assert [r["group"] for r in records(harness, first * PAGE)] == ["full"]
+
+
+def test_states_and_checkpoints_are_shown_with_their_holders(tmp_path: Path) -> None:
+    model = write_mock_model(
+        tmp_path / "states",
+        vocab_size=VOCAB,
+        max_position_embeddings=CONTEXT,
+        **MOCK_STATE,
+    )
+    rows, size = 4, 12
+    harness = EngineHarness(
+        model,
+        kv_canary="heal",
+        kv_canary_real_data="all",
+        kv_canary_sweep_interval=1,
+        max_running_requests=rows,
+        max_mamba_cache_size=rows + size,
+        mamba_track_interval=8,
+        skip_tokenizer_init=True,
+    )
+    cache = harness.scheduler.cache
+    seen = []
+
+    def check(snapshot: PoolSnapshot) -> None:
+        table = ints(snapshot.states).reshape(-1, len(SlotColumn))
+        assert len(table) == rows + size and snapshot.pool.num_request_states == rows
+        runs = ints(snapshot.tree).reshape(-1, len(TreeColumn))
+        last = runs[:, TreeColumn.START] + runs[:, TreeColumn.LENGTH]
+        ends = dict(zip(runs[:, TreeColumn.SERIAL], last, strict=True))
+        lengths = {view.serial: view.committed_len for view in snapshot.requests}
+        states = table[:, SlotColumn.STATE]
+        for slot, (state, position, holder) in enumerate(table.tolist(), start=1):
+            assert slot > rows or state <= SlotState.RUNNING
+            if state == SlotState.CHECKPOINT:
+                assert ends[-holder] == position
+            elif state == SlotState.RUNNING:
+                assert lengths[holder] == position
+            elif state == SlotState.TAKEN:
+                assert position % 8 == 0 and 0 < position <= lengths[holder]
+            else:
+                assert position == holder == 0
+        seen.append(np.bincount(states, minlength=len(SlotState)))
+
+    for i in range(3):
+        harness.submit(prompt_of(70, start=i), rid=f"r{i}", max_new_tokens=30)
+    run_looking(harness, check)
+    check(look(harness))
+    # Damage is found by the next sweep, while something runs.
+    slots = [
+        cache.checkpoints.slot_at(n)
+        for n in cache.iter_nodes()
+        if cache.checkpoints.has_checkpoint(n)
+    ]
+    harness.scheduler.worker.model_runner.state_pool.conv[slots[0]] += 1
+    harness.submit(prompt_of(5, start=9), rid="other", max_new_tokens=6)
+    while harness.io.requests or harness.scheduler.has_work():
+        check(look(harness))
+    check(look(harness))
+    assert (np.max(seen, axis=0) > 0).all(), "a state was never shown"
+    assert seen[-1][SlotState.RUNNING] == seen[-1][SlotState.QUARANTINED] == 0
+
+
+def test_a_model_without_states_shows_none(models: Path) -> None:
+    snapshot = look(engine(models, "plain", page_size=PAGE))
+    assert snapshot.states == b"" and snapshot.pool.num_request_states == 0
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import { Palette } from "./palette.js";
 import { Pool, STATES, ownerOf } from "./pool.js";
 import { RequestTable } from "./requests.js";
 import { SlotPanel } from "./slot.js";
+import { StateView, readSlots } from "./states.js";
 import { EventStream } from "./stream.js";
 import { TierView } from "./tiers.js";
 import { TreeView, describeRun, pathOwners, readTree } from "./tree.js";
@@ -46,6 +47,9 @@ class App {
       onPick: (run) => this.follow(-run.serial),
     });
     this.tiers = new TierView(this.palette);
+    this.states = new StateView(byId("states"), this.palette, {
+      nameOf: (owner) => this.nameOf(owner), onPick: onFollow,
+    });
     this.counters = new Counters(byId("counters"), this.palette);
     this.incidents = new IncidentView(this.pool, {
       onMark: (slot) => this.map.mark(slot), nameOf: (owner) => this.nameOf(owner),
@@ -101,6 +105,9 @@ class App {
     this.tree.followed = owners;
     this.tree.update(this.runs);
     await this.tiers.update(snapshot.tiers ?? null);
+    this.states.followed = owners;
+    const slots = readSlots(await decodeInts(snapshot.states));
+    this.states.update(slots, snapshot.pool.num_request_states ?? 0);
     this.slotPanel.render();
     const cached = this.pool.counts[STATES.indexOf("cached")] + this.pool.counts[STATES.indexOf("locked")];
     this.counters.update(snapshot.stats, snapshot.time, { hello: this.hello, cachedTokens: cached * snapshot.pool.page_size });
@@ -164,6 +171,7 @@ class App {
     const owners = this.followed ? this.ownersOf(this.followed) : null;
     this.map.follow(owners);
     this.tree.follow(owners);
+    this.states.follow(owners);
     this.table.mark(Math.max(this.followed, 0));
     byId("unfollow").hidden = this.followed === 0;
   }
@@ -185,7 +193,8 @@ class App {
 
   #recolour() {
     this.palette = new Palette();
-    for (const part of [this.map, this.tree, this.table, this.tiers, this.counters]) part.setPalette(this.palette);
+    const parts = [this.map, this.tree, this.states, this.table, this.tiers, this.counters];
+    for (const part of parts) part.setPalette(this.palette);
     this.#drawLegend();
   }
 

@@ -62,6 +62,7 @@ class Snapshot(msgspec.Struct, kw_only=True, tag_field="type", tag="snapshot"):
     tree: bytes
     num_nodes: int
     tiers: TierSnapshot | None
+    states: bytes
     forwards: int
     clocks: list[int]
     seconds: float
@@ -231,6 +232,7 @@ class SnapshotFeed:
             tree=zlib.compress(snapshot.tree, 1),
             num_nodes=snapshot.num_nodes,
             tiers=None if snapshot.tiers is None else _shown_tiers(snapshot.tiers),
+            states=zlib.compress(snapshot.states, 1),
             forwards=snapshot.forwards,
             clocks=snapshot.clocks,
             seconds=snapshot.seconds,

@@ -51,14 +51,15 @@ class RequestView(msgspec.Struct, kw_only=True):
 
 
 class PoolSize(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """Number of pages without scratch, and of window pages for a model with sliding
-    windows.
+    """Number of pages without scratch, of window pages for a model with sliding
+    windows, and of slots for recurrent states of requests, if there are checkpoints.
     """
 
     num_pages: int
     page_size: int
     num_window_pages: int = 0
     num_free_window_pages: int = 0
+    num_request_states: int = 0
 
 
 class PoolSnapshot(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -66,9 +67,10 @@ class PoolSnapshot(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `frames` are the changes since the last snapshot, plus all pages if requested.
     `tree` is a `mem_cache.tree_table.tree_table`, cut from `num_nodes` runs in total;
-    `requests` are the first of `num_requests`. `tiers` is what is outside of the
-    device, if there is anything. `clocks` holds the number of the next forward in each
-    pool's records; `seconds` is the time the scheduler took.
+    `requests` are the first of `num_requests`. `states` is a
+    `mem_cache.state_map.state_table`. `tiers` is what is outside of the device, if there
+    is anything. `clocks` holds the number of the next forward in each pool's records;
+    `seconds` is the time the scheduler took.
     """
 
     seq: int
@@ -79,6 +81,7 @@ class PoolSnapshot(msgspec.Struct, kw_only=True, omit_defaults=True):
     tree: bytes = b""
     num_nodes: int = 0
     tiers: TierSnapshot | None = None
+    states: bytes = b""
     forwards: int = 0
     clocks: list[int] = []
     seconds: float = 0.0

@@ -33,6 +33,7 @@ from sglang.srt.managers.messages.pool_snapshot import (
     RequestView,
 )
 from sglang.srt.mem_cache.page_map import SERIAL_MASK, page_cells
+from sglang.srt.mem_cache.state_map import state_table
 from sglang.srt.mem_cache.tree_table import tree_table
 from sglang.srt.utils.quoting import MAX_QUOTED_CHARS, clipped
 
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.scheduler.healer import Healer
     from sglang.srt.managers.scheduler.scheduler_io import SchedulerIO
     from sglang.srt.managers.scheduler.tier_loads import TierLoads
+    from sglang.srt.mem_cache.page_ledger import IntArray
+    from sglang.srt.mem_cache.quarantine import Quarantine
 
 MAX_REQUESTS = 512
 MAX_NODES = 2048
@@ -125,15 +128,14 @@ class Inspector:
             cache,
             reqs,
             has_drafts=self._has_drafts,
-            set_aside=np.empty(0, np.int64)
-            if healer is None
-            else healer.quarantine.pages,
+            set_aside=_pages(None if healer is None else healer.quarantine),
             is_poisoned=None if clocks is None else clocks.is_poisoned,
         )
         written = np.empty(0, np.int32) if clocks is None else clocks.written
         frames = self._changes.frames(cells, written, is_whole=is_whole)
         tree, num_nodes = tree_table(cache, max_rows=MAX_NODES)
-        secondary = cache.allocator.secondary
+        secondary, checkpoints = cache.allocator.secondary, cache.checkpoints
+        damaged = _pages(None if healer is None else healer.checkpoint_quarantine)
         return PoolSnapshot(
             seq=frames[0].seq,
             frames=frames,
@@ -142,12 +144,14 @@ class Inspector:
                 page_size=cache.page_size,
                 num_window_pages=sum(g.size // g.page_size for g in secondary),
                 num_free_window_pages=sum(g.num_free_pages for g in secondary),
+                num_request_states=0 if checkpoints is None else checkpoints.slots.rows,
             ),
             requests=[self._view(req) for req in reqs[:MAX_REQUESTS]],
             num_requests=len(reqs),
             tree=tree.tobytes(),
             num_nodes=num_nodes,
             tiers=self._tiers_now(),
+            states=state_table(cache, reqs, set_aside=damaged).tobytes(),
             clocks=[manager.clock for manager in self._managers],
         )
 
@@ -186,6 +190,10 @@ class Inspector:
             accept_tokens=req.verifications.accepted_tokens,
             num_heals=req.heals.count,
         )
+
+
+def _pages(quarantine: Quarantine | None) -> IntArray:
+    return np.empty(0, np.int64) if quarantine is None else quarantine.pages
 
 
 class _Changes:
