@@ -135,6 +135,13 @@ def _wrap_checkpoints(manager: CanaryManager, driver: PerturbDriver) -> None:
     vars(manager)["load"] = load_with_faults
 
 
+def _begin(canary: SavedCanary) -> tuple[int, int]:
+    """Return the first forward after a checkpoint, and how many faults its own state
+    covers: one that waits for an opportunity there is not asked for again."""
+    number = 0 if canary.perturb is None else canary.perturb["num_asked"]
+    return canary.next_forward, number
+
+
 @cache
 def join_recording() -> None:
     """From now on records say which faults drivers were asked for, and replays ask for
@@ -147,15 +154,15 @@ def join_recording() -> None:
         *, managers: Sequence[CanaryManager], **parts: Any
     ) -> RecordFile:
         record = to_record(managers=managers, **parts)
-        begin = [0] * len(managers)
+        begin = [(0, 0)] * len(managers)
         if record.checkpoint is not None:
-            begin = [canary.next_forward for canary in record.checkpoint.canaries]
+            begin = [_begin(canary) for canary in record.checkpoint.canaries]
         asked = [_drivers[m].asked if m in _drivers else [] for m in managers]
         return replace(
             record,
             armed=[
-                [asdict(armed) for armed in of_pool if armed.clock >= clock]
-                for of_pool, clock in zip(asked, begin, strict=True)
+                [asdict(armed) for armed in of_pool[number:] if armed.clock >= clock]
+                for of_pool, (clock, number) in zip(asked, begin, strict=True)
             ],
         )
 

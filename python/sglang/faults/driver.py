@@ -44,10 +44,13 @@ class Armed:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedPerturb:
-    """State of a driver between two steps; `rng` of `random.Random.getstate`."""
+    """State of a driver between two steps; `rng` of `random.Random.getstate`.
+    `num_asked` counts the faults asked for so far; `armed` are those not planted yet.
+    """
 
     group: str
     num_forwards: int
+    num_asked: int
     armed: list[str]
     rng: tuple[int, list[int], float | None]
 
@@ -154,6 +157,7 @@ class PerturbDriver:
         return SavedPerturb(
             group=self.group,
             num_forwards=self._forwards,
+            num_asked=len(self.asked),
             armed=list(self._armed),
             rng=(version, list(words), gauss),
         )

@@ -487,6 +487,7 @@ class RadixCache(BasePrefixCache):
         self._now = saved.now
         self._serial = count(saved.next_serial)
         for node in nodes:
+            node.marks = tuple(group.new_mark() for group in self.groups)
             if node.lock_ref:
                 self._protected += len(node.slots)
             else:

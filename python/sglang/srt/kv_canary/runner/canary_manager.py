@@ -321,7 +321,8 @@ class CanaryManager:
     def load(self, saved: SavedCanary) -> None:
         """Go on from a saved state: the next forward gets its number."""
         self.clock = saved.next_forward
-        self._state.clock.fill_(saved.next_forward)
+        for group in self.target.every:
+            group.state.clock.fill_(saved.next_forward)
         self.num_forwards = saved.num_launches
         self._launches.clear()
 

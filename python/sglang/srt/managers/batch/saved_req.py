@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 # msgspec resolves the annotations.
+from sglang.srt.mem_cache.groups.saved_states import SavedHold  # noqa: TC001
 from sglang.srt.mem_cache.page_ledger import IntArray  # noqa: TC001
 
 if TYPE_CHECKING:
     from sglang.srt.managers.batch.req import Req
+    from sglang.srt.mem_cache.groups.state_runs import StateRuns
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
     from sglang.srt.mem_cache.tree_node import TreeNode
 
@@ -28,6 +30,7 @@ class SavedReq:
         num_heals, healed_len: fields of `Req.heals`. score_from: field of
             `Req.logprobs`.
         hidden_until: field of `Req.hidden`.
+        states: its checkpoints of recurrent state; None: nothing holds any.
         Others: the attributes of `Req` with the same names.
     """
 
@@ -49,15 +52,25 @@ class SavedReq:
     hidden_until: int
     abort_message: str | None
     seed: int
+    branch_len: int = 0
+    states: SavedHold | None = None
 
 
-def save_req(req: Req, rows: ReqToTokenPool, runs: dict[int, int]) -> SavedReq:
+def save_req(
+    req: Req,
+    rows: ReqToTokenPool,
+    runs: dict[int, int],
+    checkpoints: StateRuns | None,
+) -> SavedReq:
     """Save the state of `req`.
 
     Args:
         runs: index of each saved run by the serial of its node.
     """
     row, node = req.req_pool_idx, req.last_node
+    states = None
+    if checkpoints is not None and req.holds:
+        states = checkpoints.hold_of(req.holds).save()
     slots = np.empty(0, dtype=np.int64)
     if row:
         slots = rows.row_slots(row, 0, req.allocated_len).numpy()
@@ -80,6 +93,8 @@ def save_req(req: Req, rows: ReqToTokenPool, runs: dict[int, int]) -> SavedReq:
         hidden_until=req.hidden.until,
         abort_message=req.abort_message,
         seed=req.sampling_row.seed,
+        branch_len=req.branch_len,
+        states=states,
     )
 
 
@@ -94,6 +109,7 @@ def load_req(req: Req, saved: SavedReq, *, node: TreeNode) -> None:
     req.allocated_len = len(saved.slots)
     req.cache_protected_len = saved.protected
     req.last_node = node if saved.row else None
+    req.branch_len = saved.branch_len
     req.no_cache = saved.no_cache
     req.is_chunked = saved.is_chunked
     req.was_admitted = saved.was_admitted

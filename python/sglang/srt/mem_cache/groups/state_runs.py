@@ -15,11 +15,12 @@ to be locked.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from itertools import count
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.groups.runs import GroupRuns, RunMark
+from sglang.srt.mem_cache.groups.saved_states import SavedStates
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.groups.runs import Spans
@@ -220,6 +221,38 @@ class StateRuns(GroupRuns):
         self._queue.clear()
         self._num_cached = 0
         self.slots.clear()
+
+    # -- saving --------------------------------------------------------------------
+
+    def save(self, runs: Mapping[int, int]) -> SavedStates:
+        """Return the checkpoints as plain data; `runs`: index of each saved run by the
+        serial of its node."""
+        nodes = [node for node in self._cache.iter_nodes() if self._mark(node).slot]
+        return SavedStates(
+            free=self.slots.save(),
+            runs=[(runs[node.serial], self._mark(node).slot) for node in nodes],
+            queue=[
+                (stamp, runs[node.serial])
+                for stamp, _, node in sorted(self._queue, key=lambda entry: entry[:2])
+                if node.parent is not None
+            ],
+        )
+
+    def load(self, saved: SavedStates, nodes: Sequence[TreeNode]) -> None:
+        """Give saved checkpoints to the `nodes` of the saved runs.
+
+        Raises:
+            ValueError: there are no such slots or runs.
+        """
+        self.slots.load(saved.free)
+        if any(run >= len(nodes) for _, run in saved.queue):
+            raise ValueError("a checkpoint of a run that was not saved")
+        for run, slot in saved.runs:
+            self._mark(nodes[run]).slot = slot
+        self._num_cached = len(saved.runs)
+        for stamp, run in saved.queue:
+            self._mark(nodes[run]).is_queued = True
+            heapq.heappush(self._queue, (stamp, next(self._entries), nodes[run]))
 
     # -- inspection ----------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from sglang.srt.mem_cache.groups.saved_states import SavedHold
 from sglang.srt.mem_cache.groups.slots import GroupHold, GroupSlots
 from sglang.srt.mem_cache.groups.state_runs import StateRuns
 
@@ -66,6 +67,19 @@ class StateHold(GroupHold):
         self.due = HeldCheckpoint(position, slot)
         return slot
 
+    def save(self) -> SavedHold:
+        return SavedHold(
+            tracked=[tuple(held) for held in self.tracked],
+            saved=self.saved and tuple(self.saved),
+            due=self.due and tuple(self.due),
+        )
+
+    def load(self, saved: SavedHold) -> None:
+        """Hold what was saved."""
+        self.tracked = [HeldCheckpoint(*held) for held in saved.tracked]
+        self.saved = saved.saved and HeldCheckpoint(*saved.saved)
+        self.due = saved.due and HeldCheckpoint(*saved.due)
+
     def take(self, position: int) -> int:
         """Give up the checkpoint at a position; return its slot, or 0 without one."""
         if self.saved is not None and self.saved.position == position:
@@ -87,7 +101,7 @@ class StateSlots(GroupSlots):
 
     name = "state"
     page_size = 1
-    unsaved = "checkpoints of recurrent state are not supported"
+    unsaved = ""
 
     def __init__(self, *, rows: int, size: int) -> None:
         if rows < 1 or size < 1:
@@ -153,6 +167,21 @@ class StateSlots(GroupSlots):
         self._used = set(self._aside)
         every = range(self.rows + self.size, self.rows, -1)
         self._free = [slot for slot in every if slot not in self._used]
+
+    def save(self) -> list[int]:
+        """Return the free slots, in reverse order of reuse."""
+        return list(self._free)
+
+    def load(self, free: Sequence[int]) -> None:
+        """Let exactly these slots be free.
+
+        Raises:
+            ValueError: there are no such slots.
+        """
+        every = set(range(self.rows + 1, self.rows + self.size + 1))
+        if len(set(free)) != len(free) or not every.issuperset(free):
+            raise ValueError(f"free state slots {sorted(free)[:8]} of {self.size}")
+        self._free, self._used = list(free), every.difference(free)
 
     # -- quarantine: a page is a slot ----------------------------------------------
 

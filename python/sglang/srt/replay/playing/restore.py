@@ -7,7 +7,7 @@ the same tokens into the same slots.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from sglang.srt.forward.state_plan import StateCopies, StatePlan
 from sglang.srt.managers.batch.req import Req
 from sglang.srt.managers.batch.req_parts import PromptEmbeds
 from sglang.srt.managers.batch.saved_req import SavedReq, load_req
@@ -54,6 +55,10 @@ def restore(
     cache.allocator.load(checkpoint.free_pages)
     cache.req_to_token_pool.load_rows(checkpoint.free_rows)
     nodes = cache.load(checkpoint.tree)
+    if (cache.checkpoints is None) != (checkpoint.states is None):
+        raise ValueError("checkpoints of recurrent state are recorded, or here, alone")
+    if cache.checkpoints is not None and checkpoint.states is not None:
+        cache.checkpoints.load(checkpoint.states, nodes)
     refill = _Refill(scheduler)
     reqs: dict[int, Req] = {}
     with ExitStack() as stack:
@@ -70,6 +75,10 @@ def restore(
                 refill.request(req, saved)
             node = cache.root if saved.run < 0 else nodes[saved.run]
             load_req(req, saved, node=node)
+            if cache.checkpoints is not None and saved.states is not None:
+                slots = [group.slots for group in cache.groups]
+                req.holds = tuple(own.hold(saved.protected) for own in slots)
+                cache.checkpoints.hold_of(req.holds).load(saved.states)
             reqs[saved.serial] = req
     for manager, canary in zip(managers, checkpoint.canaries, strict=True):
         manager.load(canary)
@@ -77,12 +86,18 @@ def restore(
 
 
 class _Refill:
-    """Prefills into already assigned slots, a chunk at a time."""
+    """Prefills into already assigned slots, a chunk at a time.
+
+    A recurrent state is the fold of everything before it, so with such states every
+    prefill begins at position 0, and what it shares is written again.
+    """
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._rows = scheduler.cache.req_to_token_pool
         self._bigram = scheduler.cache.bigram
+        self._checkpoints = scheduler.cache.checkpoints
+        self._has_states = scheduler.worker.model_runner.state_pool is not None
         size = scheduler.server_args.chunked_prefill_size or 0
         self._chunk = size if size > 0 else self._rows.context_len
 
@@ -99,11 +114,25 @@ class _Refill:
                 path.append(above)
             path.reverse()
             begin = next((n.start for n in path if id(n) not in done), None)
-            done.update(map(id, path))
             assert begin is not None
+            saves = {
+                n.end: slot
+                for n in path
+                if id(n) not in done and (slot := self._slot_of(n))
+            }
+            done.update(map(id, path))
             elements = np.concatenate([n.elements for n in path])
             slots = np.concatenate([n.slots for n in path])
-            self._path(elements, slots, begin, node.namespace)
+            self._path(elements, slots, begin, node.namespace, saves)
+        if self._has_states:
+            self._forget_row(_SCRATCH_ROW)
+
+    def _slot_of(self, node: TreeNode) -> int:
+        """Return the slot of the checkpoint at the end of a run, or 0."""
+        runs = self._checkpoints
+        if runs is None or not runs.has_checkpoint(node):
+            return 0
+        return runs.slot_at(node)
 
     def _path(
         self,
@@ -111,6 +140,7 @@ class _Refill:
         slots: IntArray,
         begin: int,
         namespace: str | None,
+        saves: Mapping[int, int],
     ) -> None:
         tokens = elements.tolist()
         if self._bigram:
@@ -137,7 +167,8 @@ class _Refill:
             input_embeds=self._lost_embeds(elements),
         )
         self._place(req, _SCRATCH_ROW, slots)
-        self._run(req, begin, len(slots), is_last_chunk=False)
+        begin = self._first(begin, slots)
+        self._run(req, begin, len(slots), is_last_chunk=False, saves=saves)
 
     def _lost_embeds(self, elements: IntArray) -> PromptEmbeds | None:
         """Return zeros in place of embeddings, which only running requests keep. What
@@ -160,7 +191,17 @@ class _Refill:
         if begin < saved.protected:
             # The slot already holds this token.
             self._forget(saved.slots[begin : begin + 1])
-        self._run(req, begin, saved.committed, is_last_chunk=not saved.is_chunked)
+        begin = self._first(begin, saved.slots)
+        saves = {} if saved.states is None else saved.states.slots()
+        is_last = not saved.is_chunked
+        self._run(req, begin, saved.committed, is_last_chunk=is_last, saves=saves)
+
+    def _first(self, begin: int, slots: IntArray) -> int:
+        """Return where a prefill begins that is due from `begin` on."""
+        if not (self._has_states and begin):
+            return begin
+        self._forget(slots[:begin])
+        return 0
 
     def _place(self, req: Req, row: int, slots: IntArray) -> None:
         req.req_pool_idx, req.allocated_len = row, len(slots)
@@ -172,16 +213,40 @@ class _Refill:
         for manager in self._scheduler.worker.canary_managers():
             manager.target.groups[0].free(torch.from_numpy(slots.copy()))
 
-    def _run(self, req: Req, begin: int, end: int, *, is_last_chunk: bool) -> None:
-        """Prefill positions [begin, end); after the last chunk a token is sampled."""
+    def _forget_row(self, row: int) -> None:
+        """Let a row hold no state, as one that nobody uses."""
+        for manager in self._scheduler.worker.canary_managers():
+            if manager.target.states is not None:
+                manager.target.states.free(torch.tensor([row]))
+
+    def _run(
+        self,
+        req: Req,
+        begin: int,
+        end: int,
+        *,
+        is_last_chunk: bool,
+        saves: Mapping[int, int],
+    ) -> None:
+        """Prefill positions [begin, end); after the last chunk a token is sampled.
+
+        Args:
+            saves: slots that get the state at a position.
+        """
         scored, req.logprobs.score_from = req.logprobs.score_from, None
         req.committed_len = begin
         while req.committed_len < end:
-            length = min(self._chunk, end - req.committed_len)
+            stops = [stop for stop in (*saves, end) if stop > req.committed_len]
+            length = min(self._chunk, min(stops) - req.committed_len)
             is_last = req.committed_len + length == end
             req.is_chunked = not (is_last and is_last_chunk)
             batch = ScheduleBatch.prepare_for_refill(
                 [req], [length], self._scheduler.env
             )
+            slot = saves.get(req.committed_len)
+            if slot is not None:
+                copies = torch.tensor([[slot], [req.req_pool_idx]])
+                dst, src = copies.to(self._rows.device)
+                batch.state_plan = StatePlan(save=StateCopies(dst=dst, src=src))
             self._scheduler.worker.forward_batch_generation(batch, None).wait()
         req.logprobs.score_from = scored

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from kv_canary.view import KVReadView
     from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+    from sglang.srt.kv_canary.state_group import StateGroup
     from sglang.srt.managers.scheduler.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.memory_pool import KVCache
@@ -137,6 +138,8 @@ class _Probe:
         records = (state.head[slots], state.tail[slots])
         fields["records"] = _digest(self._relative(words) for words in records)
         fields["KV bytes"] = _digest([buffer[:, slots] for buffer in kv])
+        if target.states is not None:
+            fields |= self._of_states(target.states)
         fields["prefix cache"] = _digest(
             torch.from_numpy(part)
             for run in self._cache.iter_cached_runs()
@@ -149,6 +152,16 @@ class _Probe:
                 fields=fields,
             )
         )
+
+    def _of_states(self, states: StateGroup) -> dict[str, list[int] | str]:
+        """Return records and bytes of recurrent states; slot 0 is scratch."""
+        found: dict[str, list[int] | str] = {}
+        records = states.state.head[1:], states.state.tail[1:]
+        found["records of states"] = _digest(map(self._relative, records))
+        tensors = [own[1:] for own in states.pool.bytes()]
+        if states.pool.nbytes <= _WHOLE_POOL_BYTES:
+            found["bytes of states"] = _digest(tensors)
+        return found
 
     def _relative(self, words: Tensor) -> Tensor:
         """Return records [n, words] with serials relative to the first request."""

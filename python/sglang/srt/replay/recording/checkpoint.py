@@ -17,11 +17,13 @@ def save_checkpoint(scheduler: RecordedScheduler) -> Checkpoint:
     """
     cache, rows = scheduler.cache, scheduler.cache.req_to_token_pool
     tree, runs = cache.save()
+    checkpoints = cache.checkpoints
     return Checkpoint(
         tree=tree,
         free_pages=cache.allocator.save(),
         free_rows=rows.save_rows(),
-        reqs=[save_req(req, rows, runs) for req in scheduler.unfinished],
+        states=None if checkpoints is None else checkpoints.save(runs),
+        reqs=[save_req(req, rows, runs, checkpoints) for req in scheduler.unfinished],
         batches=scheduler.batches.save(),
         created=scheduler.num_created,
         idle_checked=scheduler.idle_checked,

@@ -22,6 +22,7 @@ import numpy as np
 from sglang.srt.kv_canary.runner.canary_manager import SavedCanary  # noqa: TC001
 from sglang.srt.managers.batch.saved_req import SavedReq  # noqa: TC001
 from sglang.srt.managers.scheduler.batch_selector import SavedBatches  # noqa: TC001
+from sglang.srt.mem_cache.groups.saved_states import SavedStates  # noqa: TC001
 from sglang.srt.mem_cache.page_ledger import IntArray  # noqa: TC001
 from sglang.srt.mem_cache.saved_tree import SavedTree  # noqa: TC001
 
@@ -75,6 +76,7 @@ class Checkpoint:
         free_rows: free pages and rows, in reverse order of reuse.
         reqs: unfinished requests. created: number of requests so far.
         canaries: canary states of the pools, target first.
+        states: checkpoints of recurrent state, or None without any.
     """
 
     tree: SavedTree | None
@@ -86,6 +88,7 @@ class Checkpoint:
     idle_checked: bool
     canaries: list[SavedCanary]
     is_paused: bool = False
+    states: SavedStates | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
