@@ -79,7 +79,13 @@ def test_memory_is_divided_by_the_ratio(model) -> None:
             {"mamba_full_memory_ratio": 0.1},
             55,
             "--mamba-full-memory-ratio 0.1 leaves .* 8 running requests and one "
-            "checkpoint need 9: raise it, or lower --max-running-requests to 3",
+            "checkpoint need 9: raise it to 0.223, or lower "
+            "--max-running-requests to 3",
+        ),
+        (
+            {"mamba_full_memory_ratio": 0.9},
+            10,
+            "one checkpoint need 9: lower --max-running-requests to 2",
         ),
         (
             {"max_mamba_cache_size": 30},
@@ -114,6 +120,17 @@ def test_too_few_states(model, options, available, message) -> None:
 def test_flags_that_contradict(model, options, message) -> None:
     with pytest.raises(ValueError, match=message):
         args(model, **options)
+
+
+def test_the_ratio_that_is_named_fits(model) -> None:
+    for available in (11, 20, 55, 300):
+        with pytest.raises(ValueError, match="raise it to ") as error:
+            least = args(model, mamba_full_memory_ratio=0.001)
+            plan_states(SHAPE, least, rows=8, available=available * SLOT)
+        ratio = float(str(error.value).split("raise it to ")[1].split(",")[0])
+        named = args(model, mamba_full_memory_ratio=ratio)
+        sizes = plan_states(SHAPE, named, rows=8, available=available * SLOT)
+        assert sizes.checkpoints >= 1
 
 
 def test_the_default_interval_is_whole_pages(model) -> None:

@@ -149,7 +149,7 @@ def test_drafts_are_verified_from_one_state(
         schedule_conservativeness=0.3,
         kv_canary_real_data="all",
     )
-    total = count(ci=100 if ON_GPU else 8, full=1000)
+    total = count(ci=100 if ON_GPU else 8, full=2000)
     traffic = Traffic(harness, random.Random(1), total, short_after=SHORT_AFTER)
     answers = {}
     while traffic.left:

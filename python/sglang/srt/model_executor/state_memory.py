@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -143,8 +144,8 @@ def plan_states(
                 f"--mamba-full-memory-ratio {ratio} leaves {max(share, 0) / 2**30:.2f} "
                 f"GiB for states of {slot / 2**20:.2f} MiB each, and {rows} running "
                 f"requests{'' if args.disable_radix_cache else ' and one checkpoint'} "
-                f"need {least}: raise it, or lower --max-running-requests to "
-                f"{max(slots - (least - rows), 1)}"
+                f"need {least}: {_raised(available, (least + 1) * slot)}lower "
+                f"--max-running-requests to {max(slots - (least - rows), 1)}"
             )
     if args.disable_radix_cache:
         slots = rows
@@ -164,6 +165,15 @@ def plan_states(
         slot / 2**20,
     )
     return sizes
+
+
+def _raised(available: int, needed: int) -> str:
+    """Return the advice to raise the ratio, if another one fits."""
+    if needed >= available:
+        return ""
+    # Rounded up in its third digit.
+    ratio = math.ceil(1000 * needed / (available - needed)) / 1000
+    return f"raise it to {ratio:g}, or "
 
 
 def refuse_draft_with_state(config: ModelConfig) -> None:
