@@ -200,9 +200,11 @@ class StateGroup(EngineGroup):
         view: ForwardView,
         checks: PoolChecks,
         *,
+        verified: ForwardView | None = None,
         num_read: Sequence[int] | None = None,
     ) -> None:
         assert self._rows is not None
+        assert verified is None, "a sample of requests is for stock engines"
         launches.check_states(self.state, self._rows, self._source)
 
     def after(

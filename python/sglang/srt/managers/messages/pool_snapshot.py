@@ -68,9 +68,9 @@ class PoolSnapshot(msgspec.Struct, kw_only=True, omit_defaults=True):
     `frames` are the changes since the last snapshot, plus all pages if requested.
     `tree` is a `mem_cache.tree_table.tree_table`, cut from `num_nodes` runs in total;
     `requests` are the first of `num_requests`. `states` is a
-    `mem_cache.state_map.state_table`. `tiers` is what is outside of the device, if there
-    is anything. `clocks` holds the number of the next forward in each pool's records;
-    `seconds` is the time the scheduler took.
+    `mem_cache.state_map.state_table`. `tiers` is what is outside of the device, if
+    there is anything. `clocks` holds the number of the next forward in each pool's
+    records; `seconds` is the time the scheduler took.
     """
 
     seq: int
