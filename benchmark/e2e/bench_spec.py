@@ -1,6 +1,7 @@
 """Speculative decoding: accept lengths and speed over steps, top-k and draft tokens.
 
 python benchmark/e2e/bench_spec.py cycle [--trees 8,5,64 1,3,4] [--batch-size 1 16]
+python benchmark/e2e/bench_spec.py adaptive [--rates 0.3 0.8] [--batch-size 1 64]
 python benchmark/e2e/bench_spec.py model --heldout lab/demo_model/build/corpus/...
     [--model-path TARGET --draft-model-path HEAD]
 
@@ -10,6 +11,9 @@ shape; random weights accept nothing, so the time of
 a cycle is what counts. `--accept-length` adds the tokens per second of a simulated
 accept length beside decoding without speculation. With `--temperature` and `--top-p`
 tokens are drawn.
+`adaptive` (a GPU): the same model, plain, with each shape of the ladder of
+--speculative-adaptive, and with the shape that it chooses, for simulated rates of
+acceptance; `share` is its speed over that of the best of the others.
 `model`: a model and its drafts (default: the bundled ones) on held-out prompts, greedy;
 accept length, tokens per second, and the share of distinct 4-grams of the output.
 --heldout has one JSON object a line: `text`, whose first tokens are a prompt, or `ids`,
@@ -35,8 +39,10 @@ import torch
 from model_shapes import SHAPES, write_draft_shape, write_shape
 from served import build_served, free_memory
 
+from sglang.srt.configs.draft_layout import TreeShape
 from sglang.srt.environ import envs
 from sglang.srt.managers.messages.io_struct import AbortReq, BatchOutput, GenerateReq
+from sglang.srt.managers.scheduler.draft_shapes import FixedShape
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -220,6 +226,122 @@ def cycle(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+# -- adaptive --------------------------------------------------------------------------
+
+
+def time_steps(
+    scheduler: Scheduler, io: ListIO, *, rows: int, args: argparse.Namespace
+) -> float:
+    """Return the tokens per second of `rows` requests that decode for `--seconds`,
+    after as long for settling."""
+    submit_rows(scheduler, io, rows=rows, args=args)
+    found = []
+    for seconds in (args.settle, args.seconds):
+        torch.cuda.synchronize()
+        before = scheduler.stats_snapshot().generation_tokens_total
+        began = time.perf_counter()
+        while time.perf_counter() - began < seconds:
+            scheduler.step()
+        torch.cuda.synchronize()
+        tokens = scheduler.stats_snapshot().generation_tokens_total - before
+        found.append(tokens / (time.perf_counter() - began))
+    drop_all(scheduler, io)
+    return found[-1]
+
+
+def submit_rows(
+    scheduler: Scheduler, io: ListIO, *, rows: int, args: argparse.Namespace
+) -> None:
+    vocab = scheduler.model_config.vocab_size
+    generator = torch.Generator().manual_seed(rows)
+    most = args.context_length - args.input_len - 64
+    for i in range(rows):
+        ids = torch.randint(0, vocab, (args.input_len,), generator=generator)
+        submit(io, f"{rows}-{i}", ids.tolist(), most)
+    while scheduler.running is None or len(scheduler.running) < rows:
+        scheduler.step()
+
+
+def drop_all(scheduler: Scheduler, io: ListIO) -> None:
+    io.requests.append(AbortReq(abort_all=True, message="measured"))
+    while scheduler.has_work():
+        scheduler.step()
+    scheduler.cache.reset()
+    io.responses.clear()
+
+
+def time_ladder(
+    scheduler: Scheduler, io: ListIO, *, args: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Measure each shape, and the choice, for every rate and batch size."""
+    shapes, results = scheduler.shapes, []
+    chosen = shapes.policy
+    for rows, rate in itertools.product(args.batch_size, args.rates):
+        with envs.SGLANG_SIMULATE_ACC_RATE.override(rate):
+            for index, shape in [*enumerate(shapes.ladder), (-1, None)]:
+                shapes.policy = chosen if index < 0 else FixedShape(index)
+                name = "adaptive" if index < 0 else shape_name(shape)
+                speed = time_steps(scheduler, io, rows=rows, args=args)
+                results.append({"rows": rows, "rate": rate, "shape": name})
+                results[-1]["tok_s"] = speed
+                print(f"{rows:5d}  {rate:4.2f}  {name:12}  {speed:8.1f}", flush=True)
+    return results
+
+
+def shape_name(shape: TreeShape | None) -> str:
+    if shape is None:
+        return "none"
+    return f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"
+
+
+def adaptive(args: argparse.Namespace) -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp())
+    common: dict[str, Any] = {
+        "model_path": str(write_shape(args.shape, folder / "target")),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "context_length": args.context_length,
+        "max_running_requests": max(args.batch_size),
+        "page_size": args.page_size,
+        "attention_backend": args.attention_backend,
+        "device": "cuda",
+    }
+    drafts = args.trees[0].flags() | {
+        "speculative_algorithm": args.algorithm,
+        "speculative_draft_model_path": str(
+            write_draft_shape(args.shape, folder / "draft")
+        ),
+        "speculative_adaptive": True,
+    }
+
+    def plain(scheduler: Scheduler, io: ListIO) -> dict[int, float]:
+        return {
+            rows: time_steps(scheduler, io, rows=rows, args=args)
+            for rows in args.batch_size
+        }
+
+    speeds = in_scheduler(plain, **common)
+    print("without speculation:", {n: round(v, 1) for n, v in speeds.items()})
+    print(" rows  rate  shape            tok/s")
+    began = time.perf_counter()
+    with envs.SGLANG_SIMULATE_ACC_RATE.override(args.rates[0]):
+        results = in_scheduler(partial(time_ladder, args=args), **common, **drafts)
+    print(f"(in {time.perf_counter() - began:.0f} s with the start)")
+    print(" rows  rate  adaptive  best of the others     share")
+    for rows, rate in itertools.product(args.batch_size, args.rates):
+        of_case = [r for r in results if (r["rows"], r["rate"]) == (rows, rate)]
+        others = {r["shape"]: r["tok_s"] for r in of_case}
+        own = others.pop("adaptive")
+        others["plain"] = speeds[rows]
+        best = max(others, key=others.__getitem__)
+        print(
+            f"{rows:5d}  {rate:4.2f}  {own:8.1f}  {best:12} {others[best]:8.1f}  "
+            f"{own / others[best]:6.3f}",
+            flush=True,
+        )
+    return {"shape": args.shape, "plain": speeds, "results": results}
+
+
 # -- model -----------------------------------------------------------------------------
 
 
@@ -357,6 +479,17 @@ def main() -> None:
         help="of the branches' slots, one after the other",
     )
     timed.set_defaults(run=cycle, trees=[Tree(8, 5, 64), Tree(1, 3, 4)], page_size=64)
+    chosen = modes.add_parser("adaptive")
+    chosen.add_argument("--shape", choices=sorted(SHAPES), default="Llama-3.1-8B")
+    chosen.add_argument("--algorithm", choices=("EAGLE3",), default="EAGLE3")
+    chosen.add_argument("--batch-size", type=int, nargs="+", default=[1, 4, 16, 64])
+    chosen.add_argument("--rates", type=float, nargs="+", default=[0.3, 0.6, 0.8])
+    chosen.add_argument("--input-len", type=int, default=512)
+    chosen.add_argument("--context-length", type=int, default=8192)
+    chosen.add_argument("--seconds", type=float, default=1.0)
+    chosen.add_argument("--settle", type=float, default=0.7)
+    chosen.add_argument("--trees", type=Tree.parse, nargs=1, default=[Tree(4, 5, 8)])
+    chosen.set_defaults(run=adaptive, page_size=64)
     real = modes.add_parser("model")
     real.add_argument("--model-path", default=str(bundled_demo_model_path()))
     real.add_argument("--draft-model-path", help="default: the bundled one")
@@ -372,7 +505,7 @@ def main() -> None:
         trees=[Tree(1, 3, 4), Tree(1, 5, 6), Tree(4, 5, 8), Tree(8, 5, 32)],
         page_size=1,
     )
-    for mode in (timed, real):
+    for mode in (timed, chosen, real):
         mode.add_argument("--page-size", type=int)
         mode.add_argument("--attention-backend")
     args = parser.parse_args()

@@ -271,6 +271,14 @@ class Envs:
         "canary off; 0: off.",
         room="sglang.faults.simulated_acceptance",
     )
+    SGLANG_SIMULATE_ACC_RATE = EnvVar(
+        "SGLANG_SIMULATE_ACC_RATE",
+        0.0,
+        float,
+        "As SGLANG_SIMULATE_ACC_LEN, but for drafts of any shape: the probability that "
+        "a chain's next token is accepted; trees are accepted more often; 0: off.",
+        room="sglang.faults.simulated_acceptance",
+    )
 
 
 envs = Envs()

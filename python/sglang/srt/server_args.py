@@ -13,6 +13,7 @@ from argparse import Namespace
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from sglang.srt.arg_groups.adaptive_hook import draft_ladder, handle_adaptive
 from sglang.srt.arg_groups.arg_parser import (
     Arg,
     FlagParser,
@@ -891,6 +892,20 @@ class ServerArgs:
             high=2**30,
         ),
     ] = 10_000_000
+    speculative_adaptive: Annotated[
+        bool,
+        Arg(
+            "Choose the shape of each iteration's drafts, or plain decoding, by batch "
+            "size, from costs measured at start and what was accepted lately."
+        ),
+    ] = False
+    speculative_adaptive_config: Annotated[
+        str | None,
+        Arg(
+            "JSON file with the shapes to choose among, or a table of shapes by batch "
+            "size (docs/speculative.md); unset: the flags' shape and smaller chains."
+        ),
+    ] = None
     speculative_accept_threshold_single: Annotated[
         float, Arg("Accept a draft token at or above this target probability.")
     ] = 1.0
@@ -958,6 +973,7 @@ class ServerArgs:
         handle_graph_phases(self)
         handle_cuda_graph(self)
         handle_speculative(self)
+        handle_adaptive(self)
         handle_kv_canary(self)
         handle_http(self)
         handle_kv_events(self)
@@ -1039,6 +1055,12 @@ class ServerArgs:
             num_steps=self.speculative_num_steps,
             num_draft_tokens=self.speculative_num_draft_tokens,
         )
+
+    @property
+    def tree_shapes(self) -> tuple[TreeShape, ...]:
+        """Shapes that an iteration may have, by ascending number of nodes; `tree_shape`
+        alone without --speculative-adaptive."""
+        return draft_ladder(self).shapes
 
     @property
     def draft_load_format(self) -> str:

@@ -50,6 +50,7 @@ class _Row:
     cache_protected_len: int = 0
     branch_len: int = 0
     holds: tuple[GroupHold, ...] = ()
+    unready_len: int = 0
     last_node: TreeNode | None = None
     namespace: str | None = None
     no_cache: bool = True

@@ -57,7 +57,7 @@ class AcceptRecorder:
         before = [
             (row, req, len(req.tokens))
             for row, req in enumerate(launched.reqs)
-            if launched.is_speculative and not req.is_finished
+            if launched.shape is not None and not req.is_finished
         ]
         processed = self._process(launched, result, rows, **options)
         for row, req, length in before:

@@ -60,6 +60,7 @@ class Req:
     )
     last_node: TreeNode | None = None
     holds: tuple[GroupHold, ...] = ()
+    unready_len: int = 0
     serial: int = field(default_factory=itertools.count(1).__next__)
 
     def fill_ids(self) -> list[int]:

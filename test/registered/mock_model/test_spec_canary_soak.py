@@ -8,6 +8,7 @@ import random
 from collections import Counter as CountsOf
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -102,8 +103,9 @@ class Reads:
             inner = shape.num_steps - 1
             self.read["target"] += lens
             # A language model reads the newest token of new requests first.
-            lead, starts = harness.server_args.draft_lead, batch.starting_rows
-            if lead and len(starts):
+            lead, behind = harness.server_args.draft_lead, batch.catch_up
+            if behind is not None:
+                starts = np.flatnonzero(behind)
                 self.read["draft"] += int(part.seq_lens[starts].sum())
                 self.written["draft"] += len(starts) * shape.accept_width
                 self.forwards["draft"] += 1

@@ -49,6 +49,7 @@ class Req:
     )
     last_node: TreeNode | None = None
     holds: tuple[()] = ()
+    unready_len: int = 0
     input_embeds: None = None
     is_finished: bool = False
     is_healed_in_vain: bool = False

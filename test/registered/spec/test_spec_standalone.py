@@ -196,7 +196,7 @@ def test_an_unread_first_token_is_reported(
 ) -> None:
     """Without the extend of the token that a prefill has sampled the draft's first
     iteration starts from nothing, and its first step reads a slot that is not there."""
-    monkeypatch.setattr(EagleDraftWorker, "draft_extend_for_roots", lambda *_: None)
+    monkeypatch.setattr(EagleDraftWorker, "catch_up", lambda *_: None)
     folder = folders.target("llama")
     harness = drafting_for_itself(folder, CHAIN, overlap=overlap, max_total_tokens=2048)
     harness.submit([3, 1, 4, 1, 5], rid="q", max_new_tokens=20)

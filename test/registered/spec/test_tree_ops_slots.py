@@ -415,12 +415,14 @@ def test_a_region_gives_every_branch_slots_of_its_own(
     pages are read."""
     unit, size = page if is_paged else 1, pool_pages * page
     each = steps if unit == 1 else len(range(0, page - 1 + steps, page)) * page
+    tree = TreeShape(topk=topk, num_steps=steps, num_draft_tokens=steps + 1)
     args = SimpleNamespace(
         speculative_algorithm="EAGLE",
         draft_kind=DRAFT_KINDS["EAGLE"],
         speculative_draft_layout="region",
         attention_backend="cpu_native" if is_paged else "triton",
-        tree_shape=TreeShape(topk=topk, num_steps=steps, num_draft_tokens=steps + 1),
+        tree_shape=tree,
+        tree_shapes=(tree,),
         page_size=page,
     )
     columns = region_columns(cast("ServerArgs", args))
@@ -471,6 +473,8 @@ def test_the_reserve_covers_an_iteration_in_flight(
         speculative_draft_layout=place,
         attention_backend="cpu_native",
         tree_shape=tree,
+        tree_shapes=(tree,),
+        speculative_adaptive=False,
         page_size=page,
         draft_lead=lead,
     )

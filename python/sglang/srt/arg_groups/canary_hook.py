@@ -42,12 +42,13 @@ def handle_kv_canary(server_args: ServerArgs) -> None:
             f"--kv-canary-sweep-interval {interval} sweeps the prefix cache, which "
             "--disable-radix-cache turns off; remove one of them"
         )
-    simulated = envs.SGLANG_SIMULATE_ACC_LEN.get()
-    if simulated:
-        raise ValueError(
-            f"SGLANG_SIMULATE_ACC_LEN={simulated} makes up what is accepted, which "
-            f"--kv-canary {mode} reports as damage; unset it, or use --kv-canary none"
-        )
+    for variable in (envs.SGLANG_SIMULATE_ACC_LEN, envs.SGLANG_SIMULATE_ACC_RATE):
+        if variable.get():
+            raise ValueError(
+                f"{variable.name}={variable.get()} makes up what is accepted, which "
+                f"--kv-canary {mode} reports as damage; unset it, or use --kv-canary "
+                "none"
+            )
 
 
 def _handle_record(server_args: ServerArgs) -> None:

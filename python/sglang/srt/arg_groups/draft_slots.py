@@ -5,7 +5,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
-from sglang.srt.configs.draft_layout import BranchRegion, alloc_len_per_decode
+from sglang.srt.configs.draft_layout import (
+    CATCH_UP_TOKENS,
+    BranchRegion,
+    alloc_len_per_decode,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -18,16 +22,22 @@ def get_alloc_len_per_decode(server_args: ServerArgs) -> int:
     """
     if server_args.speculative_algorithm is None:
         return 1
-    shape = server_args.tree_shape
-    assert server_args.page_size is not None
-    return alloc_len_per_decode(
-        page_size=server_args.page_size,
-        topk=shape.topk,
-        num_steps=shape.num_steps,
-        num_draft_tokens=shape.num_draft_tokens,
-        draft_lead=server_args.draft_lead,
-        has_branches=server_args.draft_kind.has_model and not branch_unit(server_args),
-    )
+    page_size, has_model = server_args.page_size, server_args.draft_kind.has_model
+    assert page_size is not None
+    lens = [
+        alloc_len_per_decode(
+            page_size=page_size,
+            topk=shape.topk,
+            num_steps=shape.num_steps,
+            num_draft_tokens=shape.num_draft_tokens,
+            draft_lead=server_args.draft_lead,
+            has_branches=has_model and not branch_unit(server_args),
+        )
+        for shape in server_args.tree_shapes
+    ]
+    if server_args.speculative_adaptive and has_model:
+        lens.append(server_args.draft_lead + CATCH_UP_TOKENS)
+    return max(lens)
 
 
 def region_columns(server_args: ServerArgs) -> int:
@@ -35,8 +45,9 @@ def region_columns(server_args: ServerArgs) -> int:
     region = branch_region(server_args, begin=0)
     if region is None:
         return 0
-    shape = server_args.tree_shape
-    return shape.topk * region.span(shape.num_steps)
+    return max(
+        shape.topk * region.span(shape.num_steps) for shape in server_args.tree_shapes
+    )
 
 
 def decode_reserve(server_args: ServerArgs) -> int:
@@ -48,7 +59,7 @@ def decode_reserve(server_args: ServerArgs) -> int:
     """
     if server_args.speculative_algorithm is None:
         return 0
-    gained = server_args.tree_shape.accept_width
+    gained = max(shape.accept_width for shape in server_args.tree_shapes)
     return gained + get_alloc_len_per_decode(server_args)
 
 

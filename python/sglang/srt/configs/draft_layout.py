@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 MAX_TOP_K = 32
 """Maximum number of branches in the kernels' layout."""
 
+CATCH_UP_TOKENS = 16
+"""Tokens of a request that one draft extend catches up after plain steps."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TreeShape:
@@ -70,6 +73,11 @@ class TreeShape:
                 f"topk={self.topk} and num_steps={self.num_steps}; "
                 f"use {least} .. {most}"
             )
+
+    @classmethod
+    def chain(cls, num_steps: int) -> TreeShape:
+        """Return the shape of a chain: one branch, all of whose tokens are verified."""
+        return cls(topk=1, num_steps=num_steps, num_draft_tokens=num_steps + 1)
 
     @property
     def num_candidates(self) -> int:

@@ -158,6 +158,15 @@ class DraftCandidates:
     probs: Tensor
     ids: Tensor
 
+    def best(self, count: int) -> DraftCandidates:
+        """Return the first `count` of each row, contiguous."""
+        if count == self.ids.shape[1]:
+            return self
+        return DraftCandidates(
+            probs=self.probs[:, :count].contiguous(),
+            ids=self.ids[:, :count].contiguous(),
+        )
+
     @classmethod
     def allocate(
         cls, rows: int, topk: int, *, device: torch.device | str

@@ -93,8 +93,9 @@ class EagleWorkspace:
     Args:
         layout: layout of the draft branches.
         draft_lead: tokens by which `draft_lens` is ahead of `seq_lens`.
-        hidden_size: width of the hidden states that verification returns and the draft
-            extend reads, or None if the draft reads none.
+        hidden_states: [at least max_rows * (S + 1), width], memory of those that
+            verification returns and the draft extend reads, or None if the draft reads
+            none. Workspaces of which one is used at a time may share it.
 
     Attributes:
         shape: shape of the trees.
@@ -111,8 +112,7 @@ class EagleWorkspace:
         draft_lead: int,
         req_to_token_pool: ReqToTokenPool,
         max_rows: int,
-        hidden_size: int | None,
-        dtype: torch.dtype,
+        hidden_states: Tensor | None,
     ) -> None:
         self.shape = shape
         self.layout = layout
@@ -146,13 +146,7 @@ class EagleWorkspace:
         self._tokens = longs(max_rows, width)
         self._node_rows = longs(max_rows, width)
         self._bonus_tokens = longs(max_rows)
-        self._hidden_states = (
-            None
-            if hidden_size is None
-            else torch.zeros(
-                (max_rows * width, hidden_size), dtype=dtype, device=device
-            )
-        )
+        self._hidden_states = hidden_states
         self._offsets = _offsets(max_rows, shape.num_draft_tokens, device)
         self._path_steps = torch.arange(width, device=device)
         self._path_offsets = _offsets(max_rows, width, device)
@@ -210,6 +204,13 @@ class EagleWorkspace:
         torch.index_select(seq_lens, 0, rows.identity[0], out=rows.seq_lens)
         torch.add(rows.seq_lens, self.shape.num_draft_tokens, out=rows.node_ends)
         tail_cache_loc(self.slot_rows(rows), out=rows.node_slots)
+
+    def place_extends(self, rows: WorkspaceRows) -> None:
+        """Set the slots of extends that begin at the rows' lengths in the draft's
+        pool."""
+        # Without a lead, extends write where nodes are verified.
+        out = rows.extend_slots if self.draft_lead else rows.node_slots
+        tail_cache_loc(self.draft_rows(rows), out=out)
 
     def path_steps(self) -> Tensor:
         """Return the steps of an accepted path, int64 [S + 1]."""

@@ -62,10 +62,11 @@ def install_canary(
     topk, num_managers, tree_depth, token_offset = 1, 1, 0, 0
     if is_draft:
         token_offset = server_args.draft_token_offset
-        shape = server_args.tree_shape
-        topk, num_managers = shape.topk, max(1, shape.num_steps - 1)
+        topk = max(shape.topk for shape in server_args.tree_shapes)
+        steps = max(shape.num_steps for shape in server_args.tree_shapes)
+        num_managers = max(1, steps - 1)
     elif server_args.speculative_algorithm is not None:
-        tree_depth = server_args.tree_shape.num_steps
+        tree_depth = max(shape.num_steps for shape in server_args.tree_shapes)
     backend = model_runner.attn_backend
     keeps_sums = not is_draft and _keeps_sums(server_args, backend.capabilities)
     groups = attach_canary_buffers(

@@ -35,16 +35,34 @@ class DraftState:
         state: of the draft's pool.
         max_requests: requests of the largest batch; the request table has one more row.
         shape: of the trees.
+        of_requests: sums of what iterations start from, shared by the checks of all
+            shapes of a worker; None for its first one.
     """
 
     def __init__(
-        self, state: CanaryState, *, max_requests: int, shape: TreeShape
+        self,
+        state: CanaryState,
+        *,
+        max_requests: int,
+        shape: TreeShape,
+        of_requests: Tensor | None = None,
     ) -> None:
         self._state = state
-        self._of_requests = state.counters.new_zeros(max_requests + 1)
+        if of_requests is None:
+            of_requests = state.counters.new_zeros(max_requests + 1)
+        self._of_requests = of_requests
         self._of_groups = state.counters.new_zeros(max_requests * shape.num_groups)
         self._levels = _LevelPlaces.create(
             max_requests, shape, device=state.counters.device
+        )
+
+    def for_shape(self, shape: TreeShape, *, max_requests: int) -> DraftState:
+        """The check of the same worker's trees of another shape."""
+        return DraftState(
+            self._state,
+            max_requests=max_requests,
+            shape=shape,
+            of_requests=self._of_requests,
         )
 
     def on_extend(

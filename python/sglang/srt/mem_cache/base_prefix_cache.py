@@ -163,6 +163,8 @@ class CacheableReq(Protocol):
             written, or KV that is in doubt).
         committed_len: positions whose KV is written, or will be before any later
             reader in stream order, with the tokens of `fill_ids()`.
+        unready_len: the last of them whose KV may not be in every pool: not cached at
+            the end of the request. May count a step in flight.
         allocated_len: positions of the row that hold slots of this request or the tree.
         cache_protected_len: see above. Set at admission to the length of the match.
         prefix_slots: int64, the tree's slots for its row. Set at admission.
@@ -177,6 +179,7 @@ class CacheableReq(Protocol):
     namespace: str | None
     no_cache: bool
     committed_len: int
+    unready_len: int
     allocated_len: int
     cache_protected_len: int
     prefix_slots: torch.Tensor

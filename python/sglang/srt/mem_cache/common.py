@@ -120,7 +120,10 @@ def release_unread(
 
 
 def release_req(req: CacheableReq, *, cache: BasePrefixCache) -> None:
-    """Release a request's memory: cache or free its slots, then free its row."""
+    """Release a request's memory: cache or free its slots, then free its row. Where the
+    draft has no KV, a cached prefix would not be whole."""
+    ready = req.committed_len - req.unready_len
+    req.committed_len = max(ready, req.cache_protected_len)
     cache.cache_finished_req(req)
     cache.req_to_token_pool.free([req.req_pool_idx])
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 
@@ -166,3 +166,11 @@ class CudaGraphRunner:
     def run_once(self, static: ForwardBatch) -> LogitsProcessorOutput:
         """Run a model forward over the static batch, inside the scope of its step."""
         return self._runner.run_model(static)
+
+
+class DecodeGraphs(NamedTuple):
+    """The graphs of decode forwards over the same static inputs, if there are any: of
+    batches without adapters, and with."""
+
+    plain: CudaGraphRunner | None
+    adapted: CudaGraphRunner | None

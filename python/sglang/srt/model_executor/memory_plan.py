@@ -92,19 +92,22 @@ def graph_bytes(
     sizes: Sequence[int],
     *,
     dtype: torch.dtype,
-    tokens_per_row: int = 1,
+    tokens_per_row: Sequence[int] = (1,),
 ) -> int:
     """Estimate the memory of decode graphs of these sizes.
 
     Each keeps its logits. Other tensors of a forward share memory, as much as the
     largest size needs.
+
+    Args:
+        tokens_per_row: of each kind of graph; every kind has every size.
     """
     if not sizes:
         return 0
-    live = _live_channels(config)
-    per_row = sum(sizes) * config.vocab_size + max(sizes) * live
-    per_row *= tokens_per_row
-    return per_row * dtype.itemsize + len(sizes) * GRAPH_BYTES + KERNEL_BYTES
+    live, graphs = _live_channels(config), len(sizes) * len(tokens_per_row)
+    kept = sum(sizes) * sum(tokens_per_row) * config.vocab_size
+    shared = max(sizes) * max(tokens_per_row) * live
+    return (kept + shared) * dtype.itemsize + graphs * GRAPH_BYTES + KERNEL_BYTES
 
 
 def _live_channels(config: ModelConfig) -> int:
@@ -172,21 +175,23 @@ def draft_graph_bytes(
     *,
     dtype: torch.dtype,
     rows_per_request: int,
+    kinds: int = 1,
 ) -> int:
     """Estimate the memory of the graphs of a draft's phase and extends, one of each per
-    size.
+    size and kind.
 
     Their results are written to the workspace; logits and activations live for one step
     and are shared.
 
     Args:
-        rows_per_request: branches of a step, or tokens of an extend.
+        rows_per_request: branches of a step, or tokens of an extend. kinds: shapes of
+            trees.
     """
     if not sizes:
         return 0
     live = _live_channels(config)
     per_row = (live + config.vocab_size) * dtype.itemsize
-    graphs = 2 * len(sizes) * DRAFT_GRAPH_BYTES
+    graphs = 2 * kinds * len(sizes) * DRAFT_GRAPH_BYTES
     return max(sizes) * rows_per_request * per_row + graphs
 
 
@@ -281,7 +286,8 @@ class DraftMemory:
     Fields:
         bytes_per_slot: KV and its check records.
         graph_bytes: an estimate of its graphs.
-        region_bytes: bytes of the slots that only the draft's pool has.
+        region_bytes: bytes of the slots that only the draft's pool has, and of what
+            plain steps leave for it.
     """
 
     bytes_per_slot: int = 0

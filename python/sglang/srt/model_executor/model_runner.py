@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,6 +33,7 @@ from sglang.srt.model_executor.breakable_cuda_graph_runner import (
 )
 from sglang.srt.model_executor.cuda_graph_runner import (
     CudaGraphRunner,
+    DecodeGraphs,
     cuda_graph_backend,
 )
 from sglang.srt.model_executor.input_buffers import GraphInputBuffers
@@ -144,6 +145,8 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self.graph_runner: CudaGraphRunner | None = None
         # The same for batches in which a token has an adapter.
         self.adapter_graph_runner: CudaGraphRunner | None = None
+        # Both, for each kind of decode forward that has static inputs of its own.
+        self._decode_graphs: dict[GraphInputs, DecodeGraphs] = {}
         # Set by init_piecewise_cuda_graphs, likewise.
         self.prefill_graph_runner: BreakableCudaGraphRunner | None = None
         if self.device != "cpu":
@@ -322,40 +325,48 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         self,
         inputs: GraphInputs | None = None,
         *,
+        others: Sequence[GraphInputs] = (),
         capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
     ) -> None:
         """Capture the decode graphs, if the backend and the flags allow them.
 
         Args:
             inputs: static inputs of the forwards to capture. Defaults to plain decode.
+            others: of further kinds of forwards, which `forward` is told.
             capture_hidden_mode: hidden states that these forwards return.
         """
         sizes = self.graph_sizes()
         if not sizes:
             return
+        capture = partial(self._capture_decode, sizes, capture_hidden_mode)
         with self.capturing("decode graphs", set_aside=self.decode_graph_bytes()):
-            self.graph_runner = CudaGraphRunner(
-                self,
-                inputs=inputs,
-                batch_sizes=sizes,
-                capture_hidden_mode=capture_hidden_mode,
-                make_backend=self.make_backend,
-            )
-            if self.adapters is None:
-                return
-            self.adapter_graph_runner = CudaGraphRunner(
-                self,
-                inputs=AdapterInputs(
-                    inputs
-                    or GraphInputBuffers(max_rows=max(sizes), device=self.device),
-                    max_rows=max(sizes),
-                    num_slots=self.adapters.pool.num_slots,
-                    device=self.device,
-                ),
-                batch_sizes=sizes,
-                capture_hidden_mode=capture_hidden_mode,
-                make_backend=self.make_backend,
-            )
+            self._decode_graphs = {other: capture(other) for other in others}
+            graphs = capture(inputs)
+        self.graph_runner, self.adapter_graph_runner = graphs
+
+    def _capture_decode(
+        self,
+        sizes: list[int],
+        capture_hidden_mode: CaptureHiddenMode,
+        inputs: GraphInputs | None,
+    ) -> DecodeGraphs:
+        make = partial(
+            CudaGraphRunner,
+            self,
+            batch_sizes=sizes,
+            capture_hidden_mode=capture_hidden_mode,
+            make_backend=self.make_backend,
+        )
+        plain = make(inputs=inputs)
+        if self.adapters is None:
+            return DecodeGraphs(plain, None)
+        adapted = AdapterInputs(
+            inputs or GraphInputBuffers(max_rows=max(sizes), device=self.device),
+            max_rows=max(sizes),
+            num_slots=self.adapters.pool.num_slots,
+            device=self.device,
+        )
+        return DecodeGraphs(plain, make(inputs=adapted))
 
     @contextmanager
     def rehearsing(self) -> Iterator[None]:
@@ -368,6 +379,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         finally:
             self.make_backend = cuda_graph_backend
             self.graph_runner = self.adapter_graph_runner = None
+            self._decode_graphs = {}
             self.prefill_graph_runner = None
         # Otherwise its leftover memory would look like memory that the captures gave
         # back.
@@ -435,14 +447,28 @@ class ModelRunner(ModelRunnerKVCacheMixin):
 
     def reset_counts(self) -> None:
         """Reset the counts of forwards that replayed a graph and that could not."""
-        for runner in (self.graph_runner, self.adapter_graph_runner):
-            if runner is not None:
-                runner.reset_counts()
+        for runner in self.decode_graph_runners():
+            runner.reset_counts()
         if self.prefill_graph_runner is not None:
             self.prefill_graph_runner.reset_counts()
 
-    def forward(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
-        """Run one launch of the model over `forward_batch`."""
+    def decode_graph_runners(self) -> list[CudaGraphRunner]:
+        """Return what replays decode forwards, of all kinds."""
+        kinds = [
+            DecodeGraphs(self.graph_runner, self.adapter_graph_runner),
+            *self._decode_graphs.values(),
+        ]
+        return [runner for kind in kinds for runner in kind if runner is not None]
+
+    def forward(
+        self, forward_batch: ForwardBatch, *, inputs: GraphInputs | None = None
+    ) -> LogitsProcessorOutput:
+        """Run one launch of the model over `forward_batch`.
+
+        Args:
+            inputs: static inputs that the batch is in, if there are several kinds of
+                decode forwards (`others` of `init_cuda_graphs`).
+        """
         if self.adapters is None and forward_batch.adapters is not None:
             # A draft, which runs without its target's adapters.
             forward_batch = dataclasses.replace(forward_batch, adapters=None)
@@ -456,10 +482,10 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             # A draft is given its target's plan.
             states, plan = self.state_pool, forward_batch.state_plan
             if states is None or plan is None:
-                return self._forward_raw(forward_batch)
+                return self._forward_raw(forward_batch, inputs)
             if plan.restore is not None:
                 states.copy(plan.restore)
-            output = self._forward_raw(forward_batch)
+            output = self._forward_raw(forward_batch, inputs)
             if plan.save is not None:
                 states.copy(plan.save)
             return output
@@ -470,6 +496,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         path: Tensor,
         path_lens: Tensor,
         *,
+        num_nodes: int,
         prefix_lens: Tensor,
         due: DueCheckpoints | None,
     ) -> None:
@@ -481,6 +508,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
                 the root first. path_lens: [R] int64, how many.
             prefix_lens: [R] int64, tokens folded before.
             due: checkpoints to take on the way.
+            num_nodes: R * D.
         """
         pool, nodes = self.state_pool, self.state_nodes
         if pool is None:
@@ -493,7 +521,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             slots=slots,
             path=path,
             path_lens=path_lens,
-            num_nodes=len(slots) * self.server_args.tree_shape.num_draft_tokens,
+            num_nodes=num_nodes,
         )
         commits = [commit]
         if due is not None:
@@ -512,11 +540,15 @@ class ModelRunner(ModelRunnerKVCacheMixin):
     def _state_layers(self) -> list[StateLayer]:
         return [m for m in self.model.modules() if isinstance(m, StateLayer)]
 
-    def _forward_raw(self, forward_batch: ForwardBatch) -> LogitsProcessorOutput:
+    def _forward_raw(
+        self, forward_batch: ForwardBatch, inputs: GraphInputs | None
+    ) -> LogitsProcessorOutput:
         """Replay a decode or prefill graph if one fits; otherwise run eagerly."""
-        decode, prefill = self.graph_runner, self.prefill_graph_runner
-        if forward_batch.adapters is not None:
-            decode = self.adapter_graph_runner
+        prefill = self.prefill_graph_runner
+        graphs = DecodeGraphs(self.graph_runner, self.adapter_graph_runner)
+        if inputs is not None:
+            graphs = self._decode_graphs.get(inputs, graphs)
+        decode = graphs.plain if forward_batch.adapters is None else graphs.adapted
         if decode is not None and decode.can_run(forward_batch):
             self.scopes.on_replay()
             return decode.replay(forward_batch)

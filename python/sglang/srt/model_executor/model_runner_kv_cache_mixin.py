@@ -111,7 +111,7 @@ class ModelRunnerKVCacheMixin:
         args, context_len = self.server_args, self.model_config.context_len
         if args.speculative_algorithm is None:
             return context_len + max(ROW_HEADROOM, self.page_size + 1)
-        narrow = ROW_HEADROOM + args.tree_shape.num_draft_tokens
+        narrow = ROW_HEADROOM + args.tree_shapes[-1].num_draft_tokens
         return context_len + max(narrow, decode_reserve(args) + self.page_size - 1)
 
     def graph_sizes(self) -> list[int]:
@@ -131,7 +131,10 @@ class ModelRunnerKVCacheMixin:
     def decode_graph_bytes(self) -> int:
         """Memory reserved for decode graphs, including verification graphs."""
         args = self.server_args
-        tokens = args.tree_shape.num_draft_tokens if args.speculative_algorithm else 1
+        tokens = [1]
+        if args.speculative_algorithm is not None:
+            tokens = [shape.num_draft_tokens for shape in args.tree_shapes]
+            tokens += [1] * args.speculative_adaptive
         # Batches with adapters have graphs of their own.
         return (1 + args.enable_lora) * graph_bytes(
             self.model_config,
@@ -281,7 +284,7 @@ class ModelRunnerKVCacheMixin:
         args = self.server_args
         if args.speculative_algorithm is None:
             return 0
-        return self.max_running_requests * args.tree_shape.num_draft_tokens
+        return self.max_running_requests * args.tree_shapes[-1].num_draft_tokens
 
     def region_size(self) -> int:
         """KV slots of the draft region, in whole pages; 0 if there is none."""

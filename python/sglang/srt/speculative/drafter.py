@@ -20,17 +20,26 @@ class Drafter(Protocol):
     """Drafts trees for a target.
 
     Attributes:
-        workspace, relay: tensors of an iteration, and between iterations. Set by
-            `init_memory_pool`.
-        canary: KV canary of the drafter's pool; state_check: checks what it hands on.
-            None if off, or without a pool.
+        relay: tensors between iterations. Set by `init_memory_pool`.
+        canary: KV canary of the drafter's pool, or None if off, or without a pool.
         runners: of its models.
+        max_behind: as `Worker.max_behind`.
     """
 
-    workspace: EagleWorkspace
     relay: DraftRelay
     canary: CanaryManager | None
-    state_check: DraftState | None
+    max_behind: int
+
+    @property
+    def workspace(self) -> EagleWorkspace:
+        """Tensors of the current iteration. Set by `init_memory_pool`."""
+
+    @property
+    def state_check(self) -> DraftState | None:
+        """Checks what the current iteration hands on; None as `canary`."""
+
+    def workspaces(self) -> list[EagleWorkspace]:
+        """Return the workspaces of all shapes of trees."""
 
     @property
     def runners(self) -> list[ModelRunner]: ...
@@ -54,8 +63,11 @@ class Drafter(Protocol):
         """Capture the drafter's part of iterations, if there is any."""
 
     def begin(self, batch: ScheduleBatch) -> None:
-        """Do what requests need before their first iteration, and put the batch into
-        the workspace."""
+        """Catch up, then put the batch into the workspace of its shape."""
+
+    def catch_up(self, batch: ScheduleBatch) -> None:
+        """Compute the draft's KV that the batch's rows lack
+        (`ScheduleBatch.catch_up`), and the candidates after it."""
 
     def draft(self, bs: int, *, batch: ScheduleBatch) -> None:
         """Draft a tree for each of the `bs` requests of the workspace, and set where
@@ -67,6 +79,10 @@ class Drafter(Protocol):
 
     def after_verify(self, bs: int, *, batch: ScheduleBatch) -> None:
         """Follow a verification, whose tokens and lengths are published."""
+
+    def after_plain(self, done: SampledForward) -> None:
+        """Follow a plain step of the target, whose tokens and lengths are published:
+        keep what `catch_up` will read."""
 
     def on_checkpoint(self) -> None:
         """As `Worker.on_checkpoint`."""

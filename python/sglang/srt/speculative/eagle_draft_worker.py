@@ -20,12 +20,17 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from sglang.srt.arg_groups.draft_slots import branch_region
 from sglang.srt.configs.draft_config import layers_to_capture
-from sglang.srt.configs.draft_layout import BranchLayout
+from sglang.srt.configs.draft_layout import (
+    CATCH_UP_TOKENS,
+    BranchLayout,
+    TreeShape,
+)
 from sglang.srt.draft_trees.draft_input import (
     BranchColumns,
     EagleDraftInput,
@@ -61,6 +66,12 @@ from sglang.srt.speculative.eagle_draft_cuda_graph_runner import (
 from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
     EAGLEDraftExtendCudaGraphRunner,
 )
+from sglang.srt.speculative.eagle_shapes import (
+    EagleGraphs,
+    EagleShape,
+    PlainStates,
+    most_behind,
+)
 from sglang.srt.speculative.eagle_utils import (
     EAGLE3,
     get_draft_hidden_dim,
@@ -71,10 +82,12 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.kv_canary.draft_state import DraftState
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
+    from sglang.srt.layers.attention.base_attn_backend import DraftDecodeBackend
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
     from sglang.srt.managers.worker.tp_worker import SampledForward
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+    from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.server_args import ServerArgs
 
 
@@ -85,18 +98,15 @@ class EagleDraftWorker:
         target: has its weights, but not yet its memory.
 
     Attributes:
-        canary: KV canary of the draft's pool; state_check: checks what the draft hands
-            on. None if off.
+        canary: KV canary of the draft's pool; None if off.
         draft_runner: runs the draft model.
-        workspace, relay: tensors of an iteration, and between iterations. Set by
-            `init_memory_pool`.
+        relay: tensors between iterations. Set by `init_memory_pool`.
         no_lens: host lengths of a padding batch, as the backend needs them.
+        max_behind: as `Worker.max_behind`.
     """
 
-    workspace: EagleWorkspace
     relay: DraftRelay
     no_lens: list[int] | None
-    state_check: DraftState | None
 
     def __init__(
         self,
@@ -107,7 +117,8 @@ class EagleDraftWorker:
     ) -> None:
         self._server_args = server_args
         self._target = target
-        self._shape = shape = server_args.tree_shape
+        self._tree_shapes = shapes = server_args.tree_shapes
+        self._topk = max(shape.topk for shape in shapes)
         self.draft_runner = ModelRunner(
             server_args=server_args,
             model_config=model_config,
@@ -120,15 +131,60 @@ class EagleDraftWorker:
         self.draft_runner.load_weights()
         self._hot_token_ids = hot = self._load_hot_token_ids()
         vocab_size = target.model_config.vocab_size if hot is None else len(hot)
-        check_top_k(shape.topk, num_tokens=vocab_size)
+        check_top_k(self._topk, num_tokens=vocab_size)
         self._lead = server_args.draft_lead
         self._hidden_mode = CaptureHiddenMode.LAST
         self._hidden_dim = get_draft_hidden_dim(self.draft_runner)
         if self._hidden_dim is None:
             self._hidden_mode = CaptureHiddenMode.NULL
         self._are_returned = server_args.enable_return_hidden_states
-        self._draft_graphs: EAGLEDraftCudaGraphRunner | None = None
-        self._extend_graphs: EAGLEDraftExtendCudaGraphRunner | None = None
+        assert server_args.max_running_requests is not None
+        self._rows = server_args.max_running_requests + 1
+        self.max_behind = 0
+        if server_args.speculative_adaptive:
+            self.max_behind = most_behind(
+                rows=self._rows, bytes_per_token=self._state_bytes
+            )
+        self._plain_states: PlainStates | None = None
+        self._shapes: dict[TreeShape, EagleShape] = {}
+        self._graphs: dict[TreeShape, EagleGraphs] = {}
+
+    @property
+    def _state_bytes(self) -> int:
+        """Bytes of the hidden states of one token."""
+        return (self._hidden_dim or 0) * self.draft_runner.dtype.itemsize
+
+    @property
+    def workspace(self) -> EagleWorkspace:
+        """As `Drafter.workspace`."""
+        return self._live.workspace
+
+    @property
+    def state_check(self) -> DraftState | None:
+        """As `Drafter.state_check`."""
+        return self._live.state_check
+
+    @property
+    def _shape(self) -> TreeShape:
+        return self._live.shape
+
+    @property
+    def _layout(self) -> BranchLayout:
+        return self._live.layout
+
+    @property
+    def _attention(self) -> DraftDecodeBackend:
+        return self._live.attention
+
+    @property
+    def _draft_graphs(self) -> EAGLEDraftCudaGraphRunner | None:
+        graphs = self._graphs.get(self._shape)
+        return None if graphs is None else graphs.draft
+
+    @property
+    def _extend_graphs(self) -> EAGLEDraftExtendCudaGraphRunner | None:
+        graphs = self._graphs.get(self._shape)
+        return None if graphs is None else graphs.extend
 
     @property
     def runners(self) -> list[ModelRunner]:
@@ -152,18 +208,30 @@ class EagleDraftWorker:
         return DraftMemory(
             bytes_per_slot=per_slot,
             graph_bytes=runner.prefill_graph_bytes() + self._draft_graph_bytes(),
-            region_bytes=runner.region_size() * per_slot,
+            region_bytes=runner.region_size() * per_slot + self._plain_bytes(),
         )
+
+    def _plain_bytes(self) -> int:
+        """Return the memory of the hidden states that plain steps leave."""
+        return self._rows * self.max_behind * self._state_bytes
 
     def _draft_graph_bytes(self) -> int:
         """Return the memory reserved for graphs of the draft phase and of extends."""
-        runner, shape = self.draft_runner, self._shape
+        runner, shapes = self.draft_runner, self._all_shapes()
         return draft_graph_bytes(
             runner.model_config,
             runner.graph_sizes(),
             dtype=runner.dtype,
-            rows_per_request=max(shape.topk, shape.accept_width),
+            rows_per_request=max(max(s.topk, s.accept_width) for s in shapes),
+            kinds=len(shapes),
         )
+
+    def _all_shapes(self) -> list[TreeShape]:
+        """Return the shapes of trees, and that of the extends which catch up."""
+        catch_up = TreeShape.chain(CATCH_UP_TOKENS - 1)
+        if not self.max_behind or catch_up in self._tree_shapes:
+            return list(self._tree_shapes)
+        return [*self._tree_shapes, catch_up]
 
     def init_memory_pool(self, *, target_canary: CanaryManager | None) -> None:
         """Share the target's rows and slots; build the rest.
@@ -180,28 +248,10 @@ class EagleDraftWorker:
             model_runner=runner,
             target_canary=target_canary,
         )
-        shape = self._shape
-        self._layout = BranchLayout(
-            page_size=runner.page_size,
-            topk=shape.topk,
-            num_steps=shape.num_steps,
-            region=branch_region(self._server_args, begin=pool.row_width),
-        )
-        self.state_check = None
-        if self.canary is not None:
-            self.state_check = self.canary.draft_state(shape)
-        self.workspace = EagleWorkspace(
-            shape=shape,
-            layout=self._layout,
-            draft_lead=self._server_args.draft_lead,
-            req_to_token_pool=pool,
-            max_rows=pool.size,
-            hidden_size=self._hidden_dim,
-            dtype=runner.dtype,
-        )
+        self._init_shapes(pool)
         self.relay = DraftRelay(
             rows=pool.size + 1,
-            topk=shape.topk,
+            topk=self._topk,
             hidden_size=None
             if self._hidden_dim is None
             else runner.model_config.hidden_size,
@@ -209,15 +259,65 @@ class EagleDraftWorker:
             device=pool.device,
         )
         self._token_table = pool.token_table
-        self._attention = runner.attn_backend.draft_decode(
-            self._layout, max_requests=pool.size
-        )
         capabilities = runner.attn_backend.capabilities
         self._needs_tails = capabilities.needs_paged_draft_rows
         self.no_lens = [] if capabilities.needs_cpu_seq_lens else None
-        branches = pool.size * shape.topk
+        branches = pool.size * self._topk
         self._ones = torch.ones(branches, dtype=torch.int64, device=pool.device)
         self._init_lm_head()
+
+    def _init_shapes(self, pool: ReqToTokenPool) -> None:
+        """Build what each shape needs. They share the hidden states of an iteration."""
+        runner, shapes = self.draft_runner, self._all_shapes()
+        states, check = None, None
+        if self._hidden_dim is not None:
+            widest = max(shape.accept_width for shape in shapes)
+            states = torch.zeros(
+                (pool.size * widest, self._hidden_dim),
+                dtype=runner.dtype,
+                device=pool.device,
+            )
+            if self.max_behind:
+                self._plain_states = PlainStates(
+                    rows=self._rows,
+                    length=self.max_behind,
+                    width=self._hidden_dim,
+                    dtype=runner.dtype,
+                    device=pool.device,
+                )
+        region = branch_region(self._server_args, begin=pool.row_width)
+        for shape in shapes:
+            layout = BranchLayout(
+                page_size=runner.page_size,
+                topk=shape.topk,
+                num_steps=shape.num_steps,
+                region=region if shape.topk > 1 else None,
+            )
+            if check is not None:
+                check = check.for_shape(shape, max_requests=pool.size)
+            elif self.canary is not None:
+                check = self.canary.draft_state(shape)
+            self._shapes[shape] = EagleShape(
+                shape=shape,
+                layout=layout,
+                workspace=EagleWorkspace(
+                    shape=shape,
+                    layout=layout,
+                    draft_lead=self._server_args.draft_lead,
+                    req_to_token_pool=pool,
+                    max_rows=pool.size,
+                    hidden_states=states,
+                ),
+                attention=runner.attn_backend.draft_decode(
+                    layout, max_requests=pool.size
+                ),
+                state_check=check,
+            )
+        self._live = self._shapes[self._tree_shapes[-1]]
+
+    def workspaces(self) -> list[EagleWorkspace]:
+        """As `Drafter.workspaces`."""
+        return [self._shapes[shape].workspace for shape in self._tree_shapes]
 
     def _init_lm_head(self) -> None:
         """Give the draft the target's embedding and head if it lacks them, and make the
@@ -253,17 +353,26 @@ class EagleDraftWorker:
         runner = self.draft_runner
         sizes = runner.graph_sizes()
         # A rehearsal's do nothing.
-        self._draft_graphs = self._extend_graphs = None
+        self._graphs = {}
         if not sizes:
             return
-        make = runner.make_backend
         with runner.capturing("draft graphs", set_aside=self._draft_graph_bytes()):
-            self._draft_graphs = EAGLEDraftCudaGraphRunner(
+            for live in list(self._shapes.values())[::-1]:
+                self._live = live
+                live.workspace.clear()
+                self._graphs[live.shape] = self._capture_live(sizes)
+        self._live = self._shapes[self._tree_shapes[-1]]
+
+    def _capture_live(self, sizes: list[int]) -> EagleGraphs:
+        make, drafts = self.draft_runner.make_backend, self._shape in self._tree_shapes
+        return EagleGraphs(
+            draft=EAGLEDraftCudaGraphRunner(self, batch_sizes=sizes, make_backend=make)
+            if drafts
+            else None,
+            extend=EAGLEDraftExtendCudaGraphRunner(
                 self, batch_sizes=sizes, make_backend=make
-            )
-            self._extend_graphs = EAGLEDraftExtendCudaGraphRunner(
-                self, batch_sizes=sizes, make_backend=make
-            )
+            ),
+        )
 
     def _load_hot_token_ids(self) -> Tensor | None:
         """Load the target's id of each draft id, or None if the ids are the same."""
@@ -283,7 +392,11 @@ class EagleDraftWorker:
 
     def begin(self, batch: ScheduleBatch) -> None:
         """As `Drafter.begin`."""
-        self.draft_extend_for_roots(batch)
+        self.catch_up(batch)
+        assert batch.shape is not None
+        self._live = self._shapes[batch.shape]
+        if self.canary is not None:
+            self.canary.set_branches(self._shape.topk)
         self.workspace.begin(batch.identity())
 
     def draft(self, bs: int, *, batch: ScheduleBatch) -> None:
@@ -370,6 +483,7 @@ class EagleDraftWorker:
         candidates, hidden = self.relay.gather(views.identity[0])
         if self.state_check is not None:
             self.state_check.on_gather(views, candidates, hidden)
+        candidates = candidates.best(shape.topk)
         branches = views.bs * shape.topk
         identity = RowIdentity(
             *views.identity.repeat_interleave(shape.topk, dim=1).unbind()
@@ -451,11 +565,19 @@ class EagleDraftWorker:
     def after_prefill(self, batch: ScheduleBatch, done: SampledForward) -> None:
         """As `Drafter.after_prefill`."""
         self._draft_extend_for_prefill(batch, done)
-        self.draft_extend_for_roots(batch)
+        self.catch_up(batch)
 
     def after_verify(self, bs: int, *, batch: ScheduleBatch) -> None:
         """As `Drafter.after_verify`."""
         self._draft_extend_for_decode(bs, seq_lens=batch.known_lens())
+
+    def after_plain(self, done: SampledForward) -> None:
+        """As `Drafter.after_plain`."""
+        if self._plain_states is None:
+            return
+        batch, states = done.forward_batch, done.output.hidden_states
+        assert states is not None
+        self._plain_states.keep(batch.req_pool_indices, batch.positions, states)
 
     def on_checkpoint(self) -> None:
         """Nothing is kept beside what a prefill makes again."""
@@ -467,7 +589,7 @@ class EagleDraftWorker:
 
         A head gets each next token and so proposes what follows the sampled one. A
         language model gets the same tokens as the target; it reads the sampled one once
-        the request has a slot for it (`draft_extend_for_roots`).
+        the request has a slot for it (`catch_up`).
 
         Args:
             done: result of the target's forward of `batch`, with hidden states. Its
@@ -498,28 +620,60 @@ class EagleDraftWorker:
         if is_head:
             self._stash(forward_batch, output)
 
-    def draft_extend_for_roots(self, batch: ScheduleBatch) -> None:
-        """Compute the draft's KV for the newest token, and the candidates after it, for
-        requests that hold slots for a first iteration (`ScheduleBatch.starting_rows`).
-
-        Only for a draft with a lead; a head has read that token in the prefill.
-        """
-        rows = batch.starting_rows
-        if not self._lead or not len(rows):
+    def catch_up(self, batch: ScheduleBatch) -> None:
+        """As `Drafter.catch_up`: a draft with a lead reads the newest token once the
+        request has a slot for it, and after plain steps a draft reads their tokens."""
+        if batch.catch_up is None:
             return
-        self.workspace.begin(batch.gather_identity(rows))
+        left = batch.catch_up.copy()
+        most = max(shape.accept_width for shape in self._shapes)
+        while len(rows := np.flatnonzero(left)):
+            counts = np.minimum(left[rows], most)
+            self.extend_known(batch, rows, behind=left[rows], counts=counts)
+            left[rows] -= counts
+
+    def extend_known(
+        self,
+        batch: ScheduleBatch,
+        rows: IntArray,
+        *,
+        behind: IntArray,
+        counts: IntArray,
+    ) -> None:
+        """Extend the draft by tokens that are in the token table.
+
+        Args:
+            rows: of the batch, the others stay as they are.
+            behind: int64 [len(rows)], tokens that the draft's KV lacks, of which it
+                gets the first `counts`.
+        """
+        widest = int(counts.max())
+        fitting = [s for s in self._shapes.values() if s.shape.accept_width >= widest]
+        self._live = min(fitting, key=lambda each: each.shape.accept_width)
+        workspace, count = self.workspace, len(rows)
+        workspace.begin(batch.gather_identity(rows))
         # A graph's padding too, which has no KV.
-        views = self.workspace.rows(self.workspace.max_rows)
-        idx = views.identity[0]
-        views.draft_lens.copy_(self.relay.seq_lens.index_select(0, idx))
-        tail_cache_loc(self.workspace.draft_rows(views), out=views.extend_slots)
-        columns = views.draft_lens[:, None] + self.workspace.path_steps()
-        views.tokens.copy_(self._token_table[idx[:, None], columns])
+        views = workspace.rows(workspace.max_rows)
+        idx, lens = views.identity[0], views.draft_lens
+        missing, gained = batch.upload(np.stack((behind, counts))).unbind()
         views.result.accept_lens.fill_(1)
-        lens = batch.known_lens()
-        if lens is not None:
-            lens = [lens[row] for row in rows.tolist()]
-        self._extend(len(rows), lens=lens)
+        views.result.accept_lens[:count] = gained
+        torch.add(self.relay.seq_lens.index_select(0, idx), self._lead, out=lens)
+        lens[:count] -= missing
+        lens[count:].zero_()
+        workspace.place_extends(views)
+        positions = lens[:, None] + workspace.path_steps()
+        columns = positions if self._lead else positions + 1
+        views.tokens.copy_(self._token_table[idx[:, None], columns])
+        if self._plain_states is not None:
+            states = workspace.rows(count).hidden_states
+            assert states is not None
+            self._plain_states.take(idx[:count], positions[:count], out=states)
+        known = batch.known_lens()
+        if known is not None:
+            lead = self._lead - behind
+            known = [known[row] + int(n) for row, n in zip(rows, lead, strict=True)]
+        self._extend(count, lens=known)
 
     def next_tokens(self, forward_batch: ForwardBatch) -> Tensor:
         """Return the token after each one that a prefill computes, sampled or known:
@@ -598,7 +752,7 @@ class EagleDraftWorker:
     def _stash(
         self, forward_batch: ForwardBatch, output: LogitsProcessorOutput
     ) -> None:
-        candidates = propose(output.next_token_logits, self._shape.topk)
+        candidates = propose(output.next_token_logits, self._topk)
         rows, hidden = forward_batch.req_pool_indices, output.hidden_states
         if self.state_check is not None:
             self.state_check.on_extend(forward_batch, output.head, candidates, hidden)

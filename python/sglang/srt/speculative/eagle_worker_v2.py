@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from sglang.srt.managers.batch.forward_result import GenerationBatchResult
     from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
     from sglang.srt.managers.worker.grammar_masks import GrammarMasks
+    from sglang.srt.managers.worker.tp_worker import SampledForward
     from sglang.srt.sampling.penalties import TokenHistory
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.server_args import ServerArgs
@@ -97,9 +98,11 @@ class EAGLEWorkerV2:
         self.model_runner = target
         self.draft_worker = draft
         self.target_worker = TpModelWorker(model_runner=target, canary=canary)
-        self._shape = server_args.tree_shape
+        self.max_behind = draft.max_behind
+        self._is_adaptive = server_args.speculative_adaptive
         # The device may be one iteration ahead of the host.
-        self._max_ahead = 2 * self._shape.accept_width
+        width = max(shape.accept_width for shape in server_args.tree_shapes)
+        self._max_ahead = 2 * width
         self._thresholds = AcceptThresholds(
             single=server_args.speculative_accept_threshold_single,
             acc=server_args.speculative_accept_threshold_acc,
@@ -110,11 +113,17 @@ class EAGLEWorkerV2:
         """As `Worker.capture_graphs`."""
         target, draft = self.model_runner, self.draft_worker
         # A rehearsal leaves requests there whose slots are free.
-        draft.workspace.clear()
+        # The largest trees first: the graphs of the others fit into their memory.
+        workspaces = draft.workspaces()[::-1]
+        for workspace in workspaces:
+            workspace.clear()
         mode = draft.target_hidden_mode
         target.init_piecewise_cuda_graphs(capture_hidden_mode=mode)
         draft.init_prefill_graphs()
-        target.init_cuda_graphs(draft.workspace, capture_hidden_mode=mode)
+        if self._is_adaptive:
+            target.init_cuda_graphs(others=workspaces, capture_hidden_mode=mode)
+        else:
+            target.init_cuda_graphs(workspaces[0], capture_hidden_mode=mode)
         draft.init_decode_graphs()
         for manager in self.canary_managers():
             manager.mark_init_finished()
@@ -124,9 +133,11 @@ class EAGLEWorkerV2:
         self, batch: ScheduleBatch, masks: GrammarMasks | None = None
     ) -> GenerationBatchResult:
         """Prefill both models, or draft and verify; see `Worker`."""
-        if batch.forward_mode.is_decode:
+        if batch.shape is not None and batch.forward_mode.is_decode:
             return self._decode(batch, masks)
         info = batch.sampling_info if masks is None else masks.for_requests(batch)
+        if batch.forward_mode.is_decode:
+            return self._decode_plain(batch, info)
         return self._prefill(batch, info)
 
     # -- prefill -------------------------------------------------------------------
@@ -139,8 +150,20 @@ class EAGLEWorkerV2:
             sampling_info, capture_hidden_mode=draft.target_hidden_mode
         )
         done = self.target_worker.run(batch, forward_batch)
-        draft.relay.publish(forward_batch.req_pool_indices, forward_batch.seq_lens)
-        result = to_host(
+        result = self._publish(batch, done)
+        draft.after_prefill(batch, done)
+        return result
+
+    def _publish(
+        self, batch: ScheduleBatch, done: SampledForward
+    ) -> GenerationBatchResult:
+        """Publish the lengths after a forward all of whose tokens stay, and enqueue the
+        copies of its result."""
+        forward_batch = done.forward_batch
+        self.draft_worker.relay.publish(
+            forward_batch.req_pool_indices, forward_batch.seq_lens
+        )
+        return to_host(
             done.sent,
             bs=len(done.token_ids),
             has_marks=done.has_marks,
@@ -148,17 +171,30 @@ class EAGLEWorkerV2:
             input_logprobs=done.output.input_logprobs,
             hidden=done.output.last_hidden if batch.wants_hidden_states else None,
         )
-        draft.after_prefill(batch, done)
-        return result
 
     # -- decode --------------------------------------------------------------------
+
+    def _decode_plain(
+        self, batch: ScheduleBatch, sampling_info: SamplingBatchInfo
+    ) -> GenerationBatchResult:
+        """Decode one token per request without a draft."""
+        draft = self.draft_worker
+        draft.catch_up(batch)
+        batch.place_on_device(draft.relay.seq_lens)
+        forward_batch = batch.forward_batch(
+            sampling_info, capture_hidden_mode=draft.target_hidden_mode
+        )
+        done = self.target_worker.run(batch, forward_batch, ahead=self._max_ahead)
+        result = self._publish(batch, done)
+        draft.after_plain(done)
+        return result
 
     def _decode(
         self, batch: ScheduleBatch, masks: GrammarMasks | None
     ) -> GenerationBatchResult:
         draft, bs = self.draft_worker, len(batch)
-        workspace = draft.workspace
         draft.begin(batch)
+        workspace = draft.workspace
         draft.draft(bs, batch=batch)
         live = workspace.rows(bs)
         sampling_info = batch.sampling_info
@@ -169,10 +205,10 @@ class EAGLEWorkerV2:
             draft.target_hidden_mode,
             lens_cpu=self._verify_lens(batch.known_lens()),
         )
-        tiles = batch.adapter_tiles(self._shape.num_draft_tokens)
+        tiles = batch.adapter_tiles(workspace.shape.num_draft_tokens)
         if tiles is not None:
             nodes = dataclasses.replace(nodes, adapters=tiles)
-        output = self.model_runner.forward(nodes)
+        output = self.model_runner.forward(nodes, inputs=workspace)
         decided = self.verify(
             live,
             output.next_token_logits,
@@ -198,7 +234,7 @@ class EAGLEWorkerV2:
     def _verify_lens(self, seq_lens: list[int] | None) -> HostLens | None:
         if seq_lens is None:
             return None
-        nodes = self._shape.num_draft_tokens
+        nodes = self.draft_worker.workspace.shape.num_draft_tokens
         return HostLens(prefix_lens=seq_lens, extend_lens=[nodes] * len(seq_lens))
 
     def verify(
@@ -250,7 +286,8 @@ class EAGLEWorkerV2:
             node_rows=live.node_rows,
             bonus_tokens=live.bonus_tokens,
         )
-        if self._shape.topk > 1:
+        shape = self.draft_worker.workspace.shape
+        if shape.topk > 1:
             accepted_moves(
                 live.result.accept_index,
                 out_cache_loc=live.node_slots.view(-1),
@@ -266,6 +303,7 @@ class EAGLEWorkerV2:
             live.result.accept_lens,
             prefix_lens=live.seq_lens,
             due=None if states is None else states.due,
+            num_nodes=live.bs * shape.num_draft_tokens,
         )
         if live.hidden_states is not None:
             assert hidden is not None
@@ -293,6 +331,11 @@ class EAGLEWorkerV2:
         check = self.draft_worker.state_check
         if check is not None:
             check.on_take(live, hidden)
+
+    def catch_up(self, batch: ScheduleBatch) -> None:
+        """As `Worker.catch_up`."""
+        with torch.inference_mode():
+            self.draft_worker.catch_up(batch)
 
     def on_checkpoint(self) -> None:
         """As `Worker.on_checkpoint`."""
@@ -391,7 +434,7 @@ class EAGLEWorkerV2:
             bs=live.bs,
             num_pools=len(pools),
             has_marks=bool(pools),
-            stride=self._shape.accept_width,
+            stride=self.draft_worker.workspace.shape.accept_width,
             has_accept_lens=True,
             logprobs=logprobs,
             hidden=hidden,

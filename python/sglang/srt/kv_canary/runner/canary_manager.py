@@ -298,6 +298,10 @@ class CanaryManager:
         max_requests = self.target.req_to_token_pool.size
         return DraftState(self._state, max_requests=max_requests, shape=shape)
 
+    def set_branches(self, topk: int) -> None:
+        """Note the branches of each request in the next draft steps, for reports."""
+        self._launches.topk = topk
+
     def mark_init_finished(self) -> None:
         """Let sweeps and health checks begin: all graphs are captured."""
         self._set_init_finished(True)

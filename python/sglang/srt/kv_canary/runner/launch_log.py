@@ -17,31 +17,33 @@ REMEMBERED_LAUNCHES = 1024
 
 
 class _Launched(NamedTuple):
-    """A launch: number of its first forward on the device, how many it runs."""
+    """A launch: number of its first forward on the device, how many it runs, and the
+    branches of each request if it drafts."""
 
     clock: int
     forwards: int
     mode: ForwardMode
+    topk: int | None
 
 
 class LaunchLog:
     """Launches in order.
 
-    Args:
-        topk: branches of each request in a draft's steps; None: no draft's pool.
+    Attributes:
+        topk: branches of each request in a draft's next steps; None: no draft's pool.
     """
 
     def __init__(self, *, topk: int | None) -> None:
-        self._topk = topk
+        self.topk = topk
         self._launches: deque[_Launched] = deque(maxlen=REMEMBERED_LAUNCHES)
 
     def __copy__(self) -> LaunchLog:
-        other = LaunchLog(topk=self._topk)
+        other = LaunchLog(topk=self.topk)
         other._launches = self._launches.copy()
         return other
 
     def add(self, clock: int, forwards: int, mode: ForwardMode) -> None:
-        self._launches.append(_Launched(clock, forwards, mode))
+        self._launches.append(_Launched(clock, forwards, mode, self.topk))
 
     def clear(self) -> None:
         self._launches.clear()
@@ -49,7 +51,7 @@ class LaunchLog:
     def branch_of(self, violation: Violation) -> DraftBranch | None:
         """Rows of a draft step are the branches of a request, request by request."""
         launch = self._find(violation.forward)
-        if launch is None or violation.batch_row < 0 or self._topk is None:
+        if launch is None or violation.batch_row < 0 or launch.topk is None:
             return None
         if violation.launch == Launch.CARRIED.name.lower():
             # Its rows are requests.
@@ -58,7 +60,7 @@ class LaunchLog:
             return None
         return DraftBranch(
             step=violation.forward - launch.clock,
-            branch=violation.batch_row % self._topk,
+            branch=violation.batch_row % launch.topk,
         )
 
     def mode_of(self, violation: Violation) -> str | None:

@@ -71,6 +71,8 @@ class Req:
         max_total_len: maximum of prompt plus output tokens.
         input_embeds: embeddings in place of the first tokens, or None; these tokens are
             then their `content_ids`.
+        behind: tokens that the draft's KV lacks once the launched forwards have run; a
+            draft with a lead (`DraftKind.lead`) should also have the newest one.
         is_chunked: whether the current prefill stops before the end of `tokens`.
         grammar_failure: why the request lost its grammar, until it has another one. Of
             the step in which that happened it keeps nothing, or the first tokens.
@@ -123,6 +125,7 @@ class Req:
         self.no_cache = False
         self.committed_len = 0
         self.allocated_len = 0
+        self.behind = self.unready_len = 0
         self.cache_protected_len = 0
         self.branch_len = 0
         self.prefix_slots = torch.empty(0, dtype=torch.int64)
@@ -285,6 +288,11 @@ class Req:
         self.num_restarts += 1
         self.is_chunked = False
         self.no_cache = False
+
+    def set_behind(self, tokens: int, *, lead: int) -> None:
+        """Note that the draft's KV lacks this many tokens, of which `lead` have none in
+        the target's pool either."""
+        self.behind, self.unready_len = tokens, max(tokens - lead, 0)
 
     @property
     def is_healed_in_vain(self) -> bool:

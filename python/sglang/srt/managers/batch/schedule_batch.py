@@ -35,6 +35,7 @@ from sglang.srt.utils.salt_chain import Namespace, lineage_salt
 from sglang.srt.utils.vectors import padded_vectors
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.draft_layout import TreeShape
     from sglang.srt.forward.state_plan import StatePlan
     from sglang.srt.managers.batch.req import Req
     from sglang.srt.managers.batch.state_plans import StatePlanner
@@ -69,6 +70,11 @@ class BatchEnvironment:
         decode_reserve: KV slots that a speculative iteration needs beyond the known
             ones, or 0 if each decode step takes one slot.
         drafts_on_host: whether drafts are made from the tokens that the host has.
+        draft_lead: as `DraftKind.lead`.
+        max_behind: tokens that the draft's KV of a request may lack, beyond which it
+            must catch up; 0 without plain steps, or if drafts have no KV.
+        shape: shape of drafts, unless something else is chosen for an iteration. None
+            without speculation.
         states: plans the checkpoints of recurrent state, if the cache keeps any.
         adapters: slots of adapters, or None without adapters.
     """
@@ -78,14 +84,19 @@ class BatchEnvironment:
     needs_host_lens: bool
     decode_reserve: int = 0
     drafts_on_host: bool = False
+    draft_lead: int = 0
+    max_behind: int = 0
+    shape: TreeShape | None = None
     states: StatePlanner | None = None
     adapters: AdapterSlots | None = None
 
-    @property
-    def needs_results(self) -> bool:
-        """Whether a decode step depends on the results before it: its metadata on the
-        lengths that a verification decides, or its drafts on the tokens."""
-        return self.drafts_on_host or bool(self.decode_reserve and self.needs_host_lens)
+    def needs_results(self, shape: TreeShape | None) -> bool:
+        """Whether a decode step with drafts of this shape depends on the results before
+        it: its metadata on the lengths that a verification decides, or its drafts on
+        the tokens."""
+        if self.decode_reserve and self.needs_host_lens:
+            return True
+        return self.drafts_on_host and shape is not None
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +109,8 @@ class LaunchRecord:
 
     Fields:
         reqs: rows of the forward.
-        is_speculative: whether this is a decode step that verifies drafts.
+        is_speculative: whether this is a decode step whose result decides the lengths.
+        shape: shape of the drafts that it verifies, or None without any.
         is_chunked: rows whose prompt continues after this forward; they sampled
             nothing.
         logprob_reqs: requests whose logprobs the result holds, in order.
@@ -110,6 +122,7 @@ class LaunchRecord:
     reqs: tuple[Req, ...]
     is_decode: bool
     is_speculative: bool
+    shape: TreeShape | None
     is_chunked: tuple[bool, ...]
     has_grammar: bool
     logprob_reqs: tuple[Req, ...]
@@ -158,9 +171,10 @@ class ScheduleBatch:
         salts: under which a forward writes, one per row.
         seq_lens, req_pool_indices: the same on the device.
         sampling_info: sampling parameters of the requests, without grammar masks.
-        starting_rows: int64, rows that hold slots for a speculative iteration but have
-            not started one since their prefill.
         state_plan: copies and checkpoints of recurrent state in the prepared forward.
+        shape: shape of the drafts of the next decode step, or None for plain decoding.
+        catch_up: int64 [R], tokens of each row that the draft's KV lacks and that are
+            computed before this step drafts, or after this prefill; None if nothing is.
     """
 
     def __init__(self, reqs: list[Req], env: BatchEnvironment) -> None:
@@ -178,7 +192,8 @@ class ScheduleBatch:
         self._out_cache_loc = torch.empty(0, dtype=torch.int64)
         self._prefix_lens: IntArray = self.seq_lens_cpu
         self._num_decodes = 0
-        self.starting_rows: IntArray = _NO_ROWS
+        self.shape = env.shape
+        self.catch_up: IntArray | None = None
         self._prefix_lens_device = self.seq_lens
         self.state_plan: StatePlan | None = None
 
@@ -187,8 +202,8 @@ class ScheduleBatch:
 
     def _rebuild_device_state(self) -> None:
         env = self.env
-        self.req_pool_indices = self._upload(self.req_pool_indices_cpu)
-        self.seq_lens = self._upload(self.seq_lens_cpu)
+        self.req_pool_indices = self.upload(self.req_pool_indices_cpu)
+        self.seq_lens = self.upload(self.seq_lens_cpu)
         self._adapter_slots = self._find_adapter_slots()
         self.salts = self._find_salts()
         identity = np.array(
@@ -250,11 +265,12 @@ class ScheduleBatch:
             return None
         if self.env.device.type == "cpu":
             return AdapterTiles.on_cpu(words)
-        return AdapterTiles(words=self._upload(words))
+        return AdapterTiles(words=self.upload(words))
 
-    def _upload(
+    def upload(
         self, array: IntArray | npt.NDArray[np.float32] | npt.NDArray[np.int32]
     ) -> torch.Tensor:
+        """Copy an array to the device, without waiting."""
         host = torch.from_numpy(array.copy())
         if self.env.device.type == "cpu":
             return host
@@ -262,7 +278,7 @@ class ScheduleBatch:
 
     def _upload_vectors(self, vectors: IntArray) -> torch.Tensor:
         """Upload int64 [n, length] at once, padded as in `padded_vectors`."""
-        return self._upload(padded_vectors(vectors))[:, : vectors.shape[1]]
+        return self.upload(padded_vectors(vectors))[:, : vectors.shape[1]]
 
     # -- composition ---------------------------------------------------------------
 
@@ -380,10 +396,7 @@ class ScheduleBatch:
         batch._advance(torch.cat(slots).to(env.device), ends)
         for req, length in zip(reqs, allocated, strict=True):
             req.allocated_len = length
-        is_started = [
-            not r.is_chunked and r.allocated_len > r.committed_len for r in reqs
-        ]
-        batch.starting_rows = np.flatnonzero(is_started)
+        batch.plan_catch_up()
         return batch
 
     def prepare_for_decode(self) -> bool:
@@ -406,7 +419,7 @@ class ScheduleBatch:
         self._advance(slots, ends)
         states = self.env.states
         if states is not None:
-            self.state_plan = states.for_decode(self.reqs, ends, self._upload)
+            self.state_plan = states.for_decode(self.reqs, ends, self.upload)
         return True
 
     def _plan_prefill(self, new: Sequence[Req]) -> None:
@@ -428,7 +441,7 @@ class ScheduleBatch:
                 )
                 for req, start, end in zip(self.reqs, starts, ends, strict=True)
             ],
-            self._upload,
+            self.upload,
         )
 
     def _update_groups(self) -> None:
@@ -460,15 +473,31 @@ class ScheduleBatch:
         if allocated is None:
             return False
         self.seq_lens_cpu = self._prefix_lens = committed
-        # A prefill takes slots for its own tokens only.
-        self.starting_rows = np.flatnonzero(held == committed)
         for req, end in zip(reqs, allocated.tolist(), strict=True):
             req.allocated_len = end
         states = self.env.states
         if states is not None:
             upload = self._upload_vectors
             self.state_plan = states.for_verification(reqs, committed, upload)
+        self.catch_up = None
+        is_plain = self.shape is None
+        if not is_plain or max(r.behind for r in reqs) >= self.env.max_behind:
+            self.plan_catch_up()
+        if is_plain and self.env.max_behind:
+            for req in reqs:
+                req.set_behind(req.behind + 1, lead=self.env.draft_lead)
         return True
+
+    def plan_catch_up(self) -> None:
+        """Let the draft compute what its KV lacks of rows that hold the slots for it: a
+        prefill takes slots for its own tokens only."""
+        behind = [
+            0 if r.is_chunked or r.allocated_len <= r.committed_len else r.behind
+            for r in self.reqs
+        ]
+        self.catch_up = np.array(behind, dtype=np.int64) if any(behind) else None
+        for req, tokens in zip(self.reqs, behind, strict=True):
+            req.set_behind(req.behind - tokens, lead=self.env.draft_lead)
 
     def identity(self) -> torch.Tensor:
         """int64 [4, R] on the device, the fields of `RowIdentity`."""
@@ -476,7 +505,7 @@ class ScheduleBatch:
 
     def gather_identity(self, rows: IntArray) -> torch.Tensor:
         """The identity of these rows, [4, len(rows)]."""
-        return self.identity().index_select(1, self._upload(rows))
+        return self.identity().index_select(1, self.upload(rows))
 
     def known_lens(self) -> list[int] | None:
         """Tokens with KV, if attention needs them on the host; exact only while no
@@ -491,9 +520,11 @@ class ScheduleBatch:
         if self.forward_mode.is_decode:
             self.seq_lens = self.seq_lens + 1
         else:
-            self.seq_lens = self._upload(ends)
+            self.seq_lens = self.upload(ends)
+        lead = self.env.draft_lead
         for req, end in zip(self.reqs, ends.tolist(), strict=True):
             req.committed_len = req.allocated_len = end
+            req.set_behind(lead, lead=lead)
 
     # -- the forward ---------------------------------------------------------------
 
@@ -512,21 +543,40 @@ class ScheduleBatch:
                 asks for them.
         """
         if self.forward_mode.is_decode:
-            return self._decode_forward_batch(sampling_info)
+            return self._decode_forward_batch(sampling_info, capture_hidden_mode)
         return self._extend_forward_batch(sampling_info, capture_hidden_mode)
 
-    def token_history(self) -> TokenHistory | None:
-        """Tokens of each row, if a penalty needs them."""
+    def token_history(self, *, ahead: int = 0) -> TokenHistory | None:
+        """Tokens of each row, if a penalty needs them.
+
+        Args:
+            ahead: tokens that the device may have beyond those that the host knows.
+        """
         if not self.sampling_info.has_penalty:
             return None
         return TokenHistory(
             token_table=self.env.cache.req_to_token_pool.token_table,
             req_pool_indices=self.req_pool_indices,
             lens=self.seq_lens,
-            max_len=int(self.seq_lens_cpu.max()),
+            max_len=int(self.seq_lens_cpu.max()) + ahead,
         )
 
-    def _decode_forward_batch(self, sampling_info: SamplingBatchInfo) -> ForwardBatch:
+    def place_on_device(self, lens: torch.Tensor) -> None:
+        """Place a plain step where only the device knows the lengths, in slots that the
+        rows hold already.
+
+        Args:
+            lens: int64, tokens with KV of each request row.
+        """
+        rows = self.req_pool_indices
+        starts = lens.index_select(0, rows)
+        self._prefix_lens_device, self.seq_lens = starts, starts + 1
+        slots = self.env.cache.req_to_token_pool.req_to_token[rows, starts]
+        self._out_cache_loc = slots.long()
+
+    def _decode_forward_batch(
+        self, sampling_info: SamplingBatchInfo, hidden_mode: CaptureHiddenMode
+    ) -> ForwardBatch:
         positions = self._prefix_lens_device
         table = self.env.cache.req_to_token_pool.token_table
         serial, salt, rids_int = self._identity.unbind()
@@ -545,7 +595,8 @@ class ScheduleBatch:
             lens_cpu=self._host_lens(),
             state_plan=self.state_plan,
             adapters=self._decode_tiles,
-            capture_hidden_mode=self._capture_mode(CaptureHiddenMode.LAST),
+            capture_hidden_mode=hidden_mode
+            or self._capture_mode(CaptureHiddenMode.LAST),
             sampling_info=sampling_info,
         )
 
@@ -571,14 +622,14 @@ class ScheduleBatch:
             out_cache_loc=self._out_cache_loc,
             req_pool_indices=self.req_pool_indices,
             prefix_lens=self._prefix_lens_device,
-            extend_lens=self._upload(extend_lens),
+            extend_lens=self.upload(extend_lens),
             seq_lens=self.seq_lens,
             req_serial=serial,
             salt=salt,
             rids_int=rids_int,
-            qo_indptr=self._upload(qo_indptr),
+            qo_indptr=self.upload(qo_indptr),
             lens_cpu=HostLens(prefix_lens=starts, extend_lens=extend_lens.tolist()),
-            logits_rows=self._upload(qo_indptr[1:] - 1),
+            logits_rows=self.upload(qo_indptr[1:] - 1),
             input_logprobs=_input_logprob_spans(spans),
             input_embeds=self.input_embeds(),
             state_plan=self.state_plan,
@@ -607,8 +658,8 @@ class ScheduleBatch:
         if not rows:
             return None
         return InputEmbeds(
-            rows=self._upload(np.concatenate(rows)),
-            values=self._upload(np.concatenate(values)),
+            rows=self.upload(np.concatenate(rows)),
+            values=self.upload(np.concatenate(values)),
         )
 
     def prefix_lens(self) -> list[int]:
@@ -634,6 +685,7 @@ class ScheduleBatch:
             is_decode=self.forward_mode.is_decode,
             is_speculative=self.forward_mode.is_decode
             and bool(self.env.decode_reserve),
+            shape=self.shape if self.forward_mode.is_decode else None,
             is_chunked=tuple(r.is_chunked for r in self.reqs),
             has_grammar=self.has_grammar,
             logprob_reqs=self.logprob_reqs,
@@ -649,7 +701,7 @@ class ScheduleBatch:
         if not any(r.is_chunked for r in self.reqs):
             return None
         rows = [i for i, r in enumerate(self.reqs) if not r.is_chunked]
-        return self._upload(np.array(rows, dtype=np.int64))
+        return self.upload(np.array(rows, dtype=np.int64))
 
 
 def _input_logprob_spans(
@@ -673,9 +725,6 @@ def _input_logprob_spans(
                 )
             )
     return tuple(found)
-
-
-_NO_ROWS: IntArray = np.empty(0, dtype=np.int64)
 
 
 @lru_cache(maxsize=512)

@@ -327,13 +327,15 @@ class StepInput(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Input of one scheduler step, which rank 0 sends to the other ranks.
 
     Everything that depends on time or on another thread is decided by rank 0 and sent
-    in here. `grammars` were decided before `requests` arrived. `history` is a digest of
-    all earlier steps: a rank with a different digest has diverged.
+    in here. `grammars` were decided before `requests` arrived. `shape` is an index of
+    `DraftShapes.ladder`. `history` is a digest of all earlier steps: a rank with a
+    different digest has diverged.
     """
 
     requests: list[SchedulerRequest] = []
     grammars: list[GrammarDecision] = []
     tiers: TierDecision | None = None
+    shape: int = 0
     history: int = 0
 
 

@@ -92,6 +92,7 @@ class BatchSelector:
         running: the batch that decodes.
         last_prefill: the batch of the last step, if that was a prefill.
         chunked: the request whose prompt is partly prefilled.
+        shape: shape of the drafts of the next decode step, or None.
     """
 
     def __init__(
@@ -122,6 +123,7 @@ class BatchSelector:
         self.running: ScheduleBatch | None = None
         self.last_prefill: ScheduleBatch | None = None
         self.chunked: Req | None = None
+        self.shape = env.shape
         # Decided at a prefill, because its requests may all be gone by the next step.
         self._is_decode_due = False
 
@@ -130,6 +132,12 @@ class BatchSelector:
         self.waiting.append(req)
         if self._loads is not None:
             self._loads.on_queued(req)
+
+    @property
+    def num_running(self) -> int:
+        """Number of requests that decode, or are about to."""
+        batches = (self.running, self.last_prefill)
+        return sum(0 if batch is None else len(batch) for batch in batches)
 
     def has_requests(self) -> bool:
         """Whether any request is waiting or in a batch."""
@@ -330,6 +338,7 @@ class BatchSelector:
         if batch is None:
             return None
         batch.filter_decoding()
+        batch.shape = self.shape
         if batch.reqs and not batch.prepare_for_decode():
             self._make_room(batch)
         if not batch.reqs:

@@ -17,9 +17,13 @@ if TYPE_CHECKING:
 
 
 def create_environment(
-    server_args: ServerArgs, runner: ModelRunner
+    server_args: ServerArgs, runner: ModelRunner, *, max_behind: int = 0
 ) -> BatchEnvironment:
-    """Create a cache over the pools of `runner`, and the constants of its batches."""
+    """Create a cache over the pools of `runner`, and the constants of its batches.
+
+    Args:
+        max_behind: as `Worker.max_behind`.
+    """
     cache = _create_cache(server_args, runner)
     is_speculative = server_args.speculative_algorithm is not None
     return BatchEnvironment(
@@ -28,6 +32,9 @@ def create_environment(
         needs_host_lens=runner.attn_backend.capabilities.needs_cpu_seq_lens,
         decode_reserve=decode_reserve(server_args),
         drafts_on_host=is_speculative and not server_args.draft_kind.has_model,
+        draft_lead=server_args.draft_lead if is_speculative else 0,
+        max_behind=max_behind,
+        shape=server_args.tree_shape if is_speculative else None,
         states=_create_planner(server_args, cache),
         adapters=None if runner.adapters is None else runner.adapters.pool,
     )

@@ -128,6 +128,7 @@ class BatchResultProcessor:
             req.committed_len += len(new_tokens)
             if self._cache.checkpoints is not None:
                 self._cache.checkpoints.on_verified(req.holds, req.committed_len)
+        if launched.shape is not None:
             req.verifications.count += 1
             req.verifications.accepted_tokens += req.output_len - before
             self._on_verified(req.output_len - before, len(new_tokens) - 1)
@@ -208,13 +209,13 @@ def _store_hidden_states(
     drafts.
     """
     accept_lens = result.accept_lens
-    if accept_lens is None:
+    if accept_lens is None and not launched.is_speculative:
         counts = (launched.ends - launched.starts).tolist()
         by_row = torch.split(hidden, counts)
         starts = launched.starts.tolist()
     else:
         by_row = torch.split(hidden, result.stride)
-        counts = accept_lens
+        counts = accept_lens or [1] * result.bs
         # Another verification may have been in flight at launch.
         starts = [req.committed_len for req in launched.reqs]
     for row in rows:

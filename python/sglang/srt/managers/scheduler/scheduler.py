@@ -37,6 +37,7 @@ from sglang.srt.managers.messages.io_struct import (
 )
 from sglang.srt.managers.scheduler.batch_selector import BatchSelector
 from sglang.srt.managers.scheduler.canary_gate import CanaryGate
+from sglang.srt.managers.scheduler.draft_shapes import DraftShapes
 from sglang.srt.managers.scheduler.environment import create_environment
 from sglang.srt.managers.scheduler.generation_pause import GenerationPause
 from sglang.srt.managers.scheduler.grammar_queue import (
@@ -137,7 +138,10 @@ class Scheduler:
         self.io = io
         self.worker = worker
         self.model_config = worker.model_runner.model_config
-        self.env = create_environment(server_args, worker.model_runner)
+        self.env = create_environment(
+            server_args, worker.model_runner, max_behind=worker.max_behind
+        )
+        self.shapes = DraftShapes(server_args)
         self.cache = self.env.cache
         self._group = get_tp_group()
         self._inputs = StepInputs(io, self._group)
@@ -335,6 +339,7 @@ class Scheduler:
             wait_ms=self._wait_ms() if may_wait and not decided else 0,
             grammars=decided,
             tiers=None if self.tiers is None else self.tiers.decide(),
+            shape=self.shapes.choose(self.batches.num_running),
         )
         with self._watchdog.guard():
             try:
@@ -346,6 +351,7 @@ class Scheduler:
 
     def _run_round(self, inputs: StepInput) -> bool:
         """Run one round after its messages have been received; see `step`."""
+        self.batches.shape = self.shapes.ladder[inputs.shape]
         recorder = self.recorder
         if recorder is not None:
             self._begin_record(recorder, inputs)
@@ -395,7 +401,7 @@ class Scheduler:
         """Whether the next batch depends on results in flight: every batch does, or its
         masks depend on the tokens.
         """
-        if self.env.needs_results:
+        if self.env.needs_results(self.batches.shape):
             return True
         return any([launched.has_grammar for launched, _ in self.in_flight])
 
@@ -603,6 +609,16 @@ class Scheduler:
         if self._grammars:
             return "grammars were being compiled when the log was cut"
         return None
+
+    def catch_up(self) -> None:
+        """Let the drafts' KV have all that the target's has, as after a prefill of the
+        same tokens. Nothing is in flight."""
+        batch = self.running
+        if batch is None or not self.env.max_behind:
+            return
+        batch.filter_decoding()
+        batch.plan_catch_up()
+        self.worker.catch_up(batch)
 
     def resolve_all(self) -> None:
         """Process all results in flight."""

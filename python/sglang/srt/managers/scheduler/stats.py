@@ -48,10 +48,10 @@ def add_runner_stats(stats: SchedulerStats, runner: ModelRunner) -> None:
     the kernels that were compiled late.
     """
     stats.kernel_loads_after_ready_total = runner.late_kernels.total
-    decode, prefill = runner.graph_runner, runner.prefill_graph_runner
+    prefill = runner.prefill_graph_runner
     stats.prefill_cuda_graph_passes_total = prefill.num_replays if prefill else 0
     stats.cuda_graph_passes_total = stats.prefill_cuda_graph_passes_total
-    if decode is not None:
+    for decode in runner.decode_graph_runners():
         stats.cuda_graph_passes_total += decode.num_replays
     if prefill is not None:
         stats.prefill_cuda_graph_fallbacks_total.update(prefill.fallbacks)

@@ -40,12 +40,13 @@ class StepInputs:
         wait_ms: int,
         grammars: list[GrammarDecision],
         tiers: TierDecision | None = None,
+        shape: int = 0,
     ) -> StepInput:
         """Begin a step. Rank 0 waits at most `wait_ms` for messages, the others wait
         for rank 0.
 
         Args:
-            grammars, tiers: rank 0's decisions.
+            grammars, tiers, shape: rank 0's decisions.
 
         Raises:
             RuntimeError: the ranks' earlier steps differ.
@@ -55,6 +56,7 @@ class StepInputs:
                 requests=self._io.recv(wait_ms=wait_ms),
                 grammars=grammars,
                 tiers=tiers,
+                shape=shape,
                 history=self._history,
             )
             if self._group.size > 1:

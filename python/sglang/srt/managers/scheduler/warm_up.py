@@ -21,7 +21,11 @@ import torch
 from sglang.srt.managers.messages.io_struct import BatchOutput, ShutdownReq
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_io import ListIO
-from sglang.srt.managers.scheduler.warm_up_scenes import SceneLimits, scenes
+from sglang.srt.managers.scheduler.warm_up_scenes import (
+    SceneLimits,
+    decoding_scenes,
+    scenes,
+)
 from sglang.srt.mem_cache.ops.move_kv.op import MOVE_SIZES
 from sglang.srt.utils.kernels_ahead import compiled_ahead
 
@@ -94,6 +98,8 @@ class Unwatched:
 
     def __init__(self, worker: Worker) -> None:
         self.model_runner = worker.model_runner
+        self.max_behind = worker.max_behind
+        self.catch_up = worker.catch_up
         self._forward = worker.forward_batch_generation
         self.capture_graphs = worker.capture_graphs
         self.model_runners = worker.model_runners
@@ -134,6 +140,11 @@ def _serve_all(
         for requests in scenes(limits):
             _serve(scheduler, io, requests)
             count += len(requests)
+        for policy in scheduler.shapes.rehearsals():
+            scheduler.shapes.policy = policy
+            for requests in decoding_scenes(limits):
+                _serve(scheduler, io, requests)
+                count += len(requests)
     for manager in worker.canary_managers():
         manager.sweep()
     if server_args.speculative_algorithm is not None:

@@ -101,6 +101,13 @@ def scenes(limits: SceneLimits) -> Iterator[list[GenerateReq]]:
     return iter(_Writer(limits).scenes())
 
 
+def decoding_scenes(limits: SceneLimits) -> Iterator[list[GenerateReq]]:
+    """Yield, like `scenes`, the lists whose decode steps depend on the drafts."""
+    writer = _Writer(limits)
+    if not writer.is_too_small:
+        yield from writer.decoding()
+
+
 class _Writer:
     """Writes the requests, all within `limits`."""
 
@@ -112,14 +119,22 @@ class _Writer:
         # for the requests' reserves.
         self._longest = min(limits.context, limits.slots // 2) - 2 * STEPS
 
+    @property
+    def is_too_small(self) -> bool:
+        """Whether no prompt fits."""
+        return self._longest < STEPS
+
     def scenes(self) -> Iterator[list[GenerateReq]]:
-        if self._longest < STEPS:
+        if self.is_too_small:
             return
         yield from self._alone()
         yield from self._long()
         yield from self._together()
         yield from self._adapted()
         yield from self._admitted()
+        yield from self.decoding()
+
+    def decoding(self) -> Iterator[list[GenerateReq]]:
         yield from self._options()
         yield from self._decoding()
 

@@ -17,12 +17,18 @@ class Worker(Protocol):
 
     Attributes:
         model_runner: runner of the model whose tokens are served.
+        max_behind: as `BatchEnvironment.max_behind`.
     """
 
     model_runner: ModelRunner
+    max_behind: int
 
     def capture_graphs(self) -> None:
         """Capture the graphs, if there are any; call before the first forward."""
+
+    def catch_up(self, batch: ScheduleBatch) -> None:
+        """Compute now what the draft's KV lacks (`ScheduleBatch.catch_up`). Nothing is
+        in flight."""
 
     def on_checkpoint(self) -> None:
         """Forget what depends on earlier steps and is in no checkpoint: a replay

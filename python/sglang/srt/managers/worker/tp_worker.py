@@ -75,6 +75,7 @@ class TpModelWorker:
         canary: CanaryManager | None = None,
     ) -> None:
         self.model_runner = model_runner
+        self.max_behind = 0
         self._canary = canary
         self.sampler = Sampler()
         self._group = get_tp_group()
@@ -106,6 +107,9 @@ class TpModelWorker:
         for manager in self.canary_managers():
             manager.mark_init_finished()
 
+    def catch_up(self, batch: ScheduleBatch) -> None:
+        """Nothing drafts."""
+
     def on_checkpoint(self) -> None:
         """Nothing depends on earlier requests."""
 
@@ -126,8 +130,14 @@ class TpModelWorker:
         info = batch.sampling_info if masks is None else masks.for_requests(batch)
         return self.run(batch, batch.forward_batch(info)).to_host()
 
-    def run(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> SampledForward:
-        """Run a prepared forward and sample; the results stay on the device."""
+    def run(
+        self, batch: ScheduleBatch, forward_batch: ForwardBatch, *, ahead: int = 0
+    ) -> SampledForward:
+        """Run a prepared forward and sample; the results stay on the device.
+
+        Args:
+            ahead: tokens that the device may have beyond those that the host knows.
+        """
         canary = self._canary
         if canary is not None and forward_batch.forward_mode is ForwardMode.EXTEND:
             canary.expect_prefixes(
@@ -137,7 +147,9 @@ class TpModelWorker:
                 salts=batch.salts,
             )
         output = self.model_runner.forward(forward_batch)
-        sampled = self.sample(batch, forward_batch, output.next_token_logits)
+        sampled = self.sample(
+            batch, forward_batch, output.next_token_logits, ahead=ahead
+        )
         rows = batch.sampled_rows()
         sent = [sampled.token_ids]
         if canary is not None:
@@ -146,7 +158,9 @@ class TpModelWorker:
                 sampled,
                 rows,
                 head=output.head,
-                bounds=EditBounds.of(batch.sampling_info, batch.seq_lens_cpu),
+                bounds=EditBounds.of(
+                    batch.sampling_info, batch.seq_lens_cpu, ahead=ahead
+                ),
             )
         self._publish(forward_batch, sampled.token_ids, rows)
         return SampledForward(
@@ -159,7 +173,12 @@ class TpModelWorker:
         )
 
     def sample(
-        self, batch: ScheduleBatch, forward_batch: ForwardBatch, logits: Tensor
+        self,
+        batch: ScheduleBatch,
+        forward_batch: ForwardBatch,
+        logits: Tensor,
+        *,
+        ahead: int = 0,
     ) -> SamplerOutput:
         """Sample one token per row from logits [R, V], the same on every rank."""
         sampling_info = forward_batch.sampling_info
@@ -168,7 +187,7 @@ class TpModelWorker:
             logits,
             sampling_info,
             positions=forward_batch.seq_lens,
-            history=batch.token_history(),
+            history=batch.token_history(ahead=ahead),
             logprobs=batch.logprob_request,
         )
         if not sampling_info.is_all_greedy:

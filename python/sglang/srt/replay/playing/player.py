@@ -21,6 +21,7 @@ from sglang.srt.managers.messages.io_struct import (
     PauseReq,
 )
 from sglang.srt.managers.scheduler.build import build_scheduler
+from sglang.srt.managers.scheduler.draft_shapes import FixedShape
 from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.replay.playing.forced import ForcedEnd, force_tokens
 from sglang.srt.replay.playing.restore import restore
@@ -300,6 +301,8 @@ class _Player:
             self._scheduler.resolve_all()
         for kind, value in round_.events:
             self._deliver(kind, value)
+        if round_.shape is not None:
+            self._scheduler.shapes.policy = FixedShape(round_.shape)
         self._scheduler.step()
         self._io.responses.clear()
 

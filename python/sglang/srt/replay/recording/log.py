@@ -51,10 +51,15 @@ class LoggedLaunch(NamedTuple):
 
 
 class Round(NamedTuple):
-    """A round: its input, the serials accepted in it, and its launch."""
+    """A round: its input, the serials accepted in it, and its launch.
+
+    Fields:
+        shape: as in `StepInput`.
+    """
 
     messages: list[SchedulerRequest]
     grammars: list[GrammarDecision]
+    shape: int
     resolves: bool
     accepted: Sequence[int]
     launch: LoggedLaunch | None

@@ -143,11 +143,13 @@ class RecordedRound:
         events: (kind, value) in order: "arrive" and "ready" with a serial, "abort" with
             a request id, "abort_all", "flush", "pause" with a mode, "continue".
         launches: at most one launch.
+        shape: as in `StepInput`; None in records of versions without it.
     """
 
     resolves: bool = False
     events: list[tuple[str, int | str]] = field(default_factory=list)
     launches: list[RecordedLaunch] = field(default_factory=list)
+    shape: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

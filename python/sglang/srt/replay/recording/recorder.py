@@ -126,6 +126,7 @@ class Recorder:
             return
         checkpoint = None
         if obstacle is None:
+            self._scheduler.catch_up()
             checkpoint = save_checkpoint(self._scheduler)
             self._scheduler.worker.on_checkpoint()
         runs = (
@@ -174,7 +175,12 @@ class Recorder:
         inputs = self._inputs
         assert inputs is not None
         return Round(
-            inputs.requests, inputs.grammars, self._resolves, self._accepted, launch
+            inputs.requests,
+            inputs.grammars,
+            inputs.shape,
+            self._resolves,
+            self._accepted,
+            launch,
         )
 
     def on_request(self, request: GenerateReq, req: Req) -> None:

@@ -35,6 +35,9 @@ class RecordedScheduler(Protocol):
     def is_paused(self) -> bool:
         """Whether launching is paused."""
 
+    def catch_up(self) -> None:
+        """Let the drafts' KV have all that the target's has."""
+
     def why_not_saved(self) -> str | None:
         """Return why a checkpoint would not be enough to continue from, or None if it
         would.

@@ -154,6 +154,7 @@ def _round(round_: Round, requests: dict[int, Noted]) -> RecordedRound:
         resolves=round_.resolves,
         events=list(_events(round_, requests)),
         launches=[] if round_.launch is None else [_launch(round_.launch)],
+        shape=round_.shape,
     )
 
 

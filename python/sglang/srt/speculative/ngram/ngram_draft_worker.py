@@ -25,6 +25,7 @@ from sglang.srt.speculative.ngram.trees import HostTrees, build_trees, path_weig
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from sglang.srt.configs.draft_layout import TreeShape
     from sglang.srt.draft_trees.buffers import DraftTree
     from sglang.srt.kv_canary.draft_state import DraftState
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
@@ -44,13 +45,13 @@ class NgramDraftWorker:
         history: the tokens that drafts are read from.
     """
 
-    workspace: EagleWorkspace
     relay: DraftRelay
+    max_behind = 0
 
     def __init__(self, *, server_args: ServerArgs, target: ModelRunner) -> None:
         self._target = target
         _check_vocabulary(server_args, target.model_config.vocab_size)
-        self._shape = shape = server_args.tree_shape
+        self._shapes = server_args.tree_shapes
         self._max_match = server_args.speculative_ngram_max_trie_depth
         self._counts_paths = server_args.speculative_ngram_match_type == "PROB"
         self._are_returned = server_args.enable_return_hidden_states
@@ -59,7 +60,7 @@ class NgramDraftWorker:
         self.history = TokenHistory(
             capacity=server_args.speculative_ngram_capacity,
             max_match=self._max_match,
-            max_draft=shape.num_steps,
+            max_draft=max(shape.num_steps for shape in self._shapes),
         )
 
     @property
@@ -78,8 +79,24 @@ class NgramDraftWorker:
 
     def init_memory_pool(self, *, target_canary: CanaryManager | None) -> None:
         """As `Drafter.init_memory_pool`."""
-        pool, shape = self._target.req_to_token_pool, self._shape
-        self.workspace = EagleWorkspace(
+        pool = self._target.req_to_token_pool
+        self._workspaces = {shape: self._workspace(shape) for shape in self._shapes}
+        self._live = self._workspaces[self._shapes[-1]]
+        self.relay = DraftRelay(
+            rows=pool.size + 1,
+            topk=1,
+            hidden_size=None,
+            dtype=self._target.dtype,
+            device=pool.device,
+        )
+        self._token_table = pool.token_table
+        self._streams = Streams(
+            self.history, rows=pool.size + 1, overlap=self._max_match
+        )
+
+    def _workspace(self, shape: TreeShape) -> EagleWorkspace:
+        pool = self._target.req_to_token_pool
+        return EagleWorkspace(
             shape=shape,
             layout=BranchLayout(
                 page_size=self._target.page_size,
@@ -91,20 +108,17 @@ class NgramDraftWorker:
             draft_lead=0,
             req_to_token_pool=pool,
             max_rows=pool.size,
-            hidden_size=None,
-            dtype=self._target.dtype,
+            hidden_states=None,
         )
-        self.relay = DraftRelay(
-            rows=pool.size + 1,
-            topk=shape.topk,
-            hidden_size=None,
-            dtype=self._target.dtype,
-            device=pool.device,
-        )
-        self._token_table = pool.token_table
-        self._streams = Streams(
-            self.history, rows=pool.size + 1, overlap=self._max_match
-        )
+
+    @property
+    def workspace(self) -> EagleWorkspace:
+        """As `Drafter.workspace`."""
+        return self._live
+
+    def workspaces(self) -> list[EagleWorkspace]:
+        """As `Drafter.workspaces`."""
+        return list(self._workspaces.values())
 
     def init_prefill_graphs(self) -> None:
         """Nothing to capture."""
@@ -114,7 +128,12 @@ class NgramDraftWorker:
 
     def begin(self, batch: ScheduleBatch) -> None:
         """As `Drafter.begin`."""
+        assert batch.shape is not None
+        self._live = self._workspaces[batch.shape]
         self.workspace.begin(batch.identity())
+
+    def catch_up(self, batch: ScheduleBatch) -> None:
+        """Drafts have no KV."""
 
     def draft(self, bs: int, *, batch: ScheduleBatch) -> None:
         """As `Drafter.draft`. Waits for nothing; the upload is enqueued."""
@@ -122,13 +141,13 @@ class NgramDraftWorker:
         self.workspace.place_nodes(
             self.workspace.rows(self.workspace.max_rows), self.relay.seq_lens
         )
-        live = self.workspace.rows(bs)
+        live, shape = self.workspace.rows(bs), self.workspace.shape
         ends = self._streams.update(batch.reqs)
-        found = self.history.matches(ends, count=self._shape.topk)
+        found = self.history.matches(ends, count=shape.topk)
         trees = build_trees(
-            self.history.continuations(ends, found, length=self._shape.num_steps),
+            self.history.continuations(ends, found, length=shape.num_steps),
             path_weights(found.lens, longest=self._max_match),
-            shape=self._shape,
+            shape=shape,
             counts_paths=self._counts_paths,
         )
         roots = self._token_table[live.identity[0], live.seq_lens]
@@ -140,6 +159,9 @@ class NgramDraftWorker:
     def after_verify(self, bs: int, *, batch: ScheduleBatch) -> None:
         """Nothing to follow."""
 
+    def after_plain(self, done: SampledForward) -> None:
+        """Nothing to follow."""
+
     def on_checkpoint(self) -> None:
         """Forget all tokens: a replay begins without the requests that have ended."""
         self.history.clear()
@@ -147,7 +169,7 @@ class NgramDraftWorker:
 
 
 def _check_vocabulary(server_args: ServerArgs, vocab_size: int) -> None:
-    shape = server_args.tree_shape
+    shape = server_args.tree_shapes[-1]
     # Made-up siblings differ from each other and from drafts.
     needed = shape.num_draft_tokens + shape.topk
     if needed > vocab_size:

@@ -1,0 +1,142 @@
+"""Shapes of drafts that change in the middle of requests, plain decoding among them:
+the same output as without speculation, under the KV canary."""
+
+from __future__ import annotations
+
+import pytest
+
+from sglang.srt.configs.draft_layout import TreeShape
+from sglang.srt.managers.scheduler.draft_shapes import PLAIN
+from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scale import is_full
+from sglang.test.spec_adaptive import run_in_turn
+from sglang.test.spec_matrix import SpecConfig, whole_matrix
+from sglang.test.spec_world import ModelFolders, References, spec_engine
+
+register_cpu_ci(est_time=12, suite="cpu", full_time=600)
+
+
+def config(algorithm, topk, steps, nodes, page, model, *, overlap):
+    return SpecConfig(
+        algorithm=algorithm,
+        topk=topk,
+        page_size=page,
+        num_steps=steps,
+        nodes=nodes,
+        backend="cpu_native",
+        overlap=overlap,
+        model=model,
+        variant=False,
+    )
+
+
+CHOSEN = (
+    (config("EAGLE3", 4, 3, "middle", 1, "mock", overlap=True), 1),
+    (config("EAGLE", 2, 4, "middle", 4, "mock", overlap=False), 3),
+    (config("STANDALONE", 1, 4, None, 16, "mock", overlap=True), 7),
+    (config("NGRAM", 3, 5, "min", 4, "mock", overlap=True), 3),
+    (config("STANDALONE", 4, 3, "min", 16, "llama", overlap=False), 2),
+    (config("EAGLE", 1, 3, None, 1, "qwen3", overlap=True), 20),
+    (config("EAGLE3", 4, 5, "min", 4, "llama", overlap=True), 5),
+)
+WHOLE = tuple((each, 3) for each in whole_matrix() if each.model != "demo")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    return ModelFolders(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="module")
+def references(folders):
+    return References(folders, requests=24)
+
+
+@pytest.mark.parametrize(
+    ("config", "iterations"), [*CHOSEN, *(WHOLE if is_full() else ())], ids=str
+)
+def test_same_output_while_the_shape_changes(folders, references, config, iterations):
+    engine = run_in_turn(
+        folders, references, config, iterations=iterations, kv_canary="raise"
+    )
+    served = engine.scheduler.stats_snapshot()
+    assert sum(served.kv_canary_violations_total.values()) == 0
+
+
+class FewDrafts:
+    """Plain decoding, with one draft in `every` iterations."""
+
+    def __init__(self, every):
+        self._every, self._asked = every, 0
+
+    def choose(self, rows):
+        self._asked += 1
+        return PLAIN if self._asked % self._every else 1
+
+
+def lens_by_position(scheduler):
+    """Record how many tokens each verification of the only request accepts, by its
+    length before."""
+    found, process = {}, scheduler._results.process
+
+    def record(launched, result, *args, **options):
+        (req,) = launched.reqs
+        if launched.shape is not None:
+            found[len(req.tokens)] = result.accept_lens[0]
+        return process(launched, result, *args, **options)
+
+    scheduler._results.process = record
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
+@pytest.mark.parametrize("pause", [2, 9, 24])
+def test_drafts_after_a_pause_are_as_good(folders, algorithm, pause):
+    """The draft has caught up, over several extends if need be: as many of its tokens
+    are accepted as of a draft after a prefill of the same tokens."""
+    wanted = config(algorithm, 1, 3, None, 4, "demo", overlap=False)
+    engine = spec_engine(
+        folders, wanted, speculative_adaptive=True, disable_radix_cache=True
+    )
+    engine.scheduler.shapes.policy = FewDrafts(pause)
+    found = lens_by_position(engine.scheduler)
+    prompt = [1000 + i * 7 % 300 for i in range(40)]
+    paused = engine.generate(prompt, max_new_tokens=110, ignore_eos=True)
+    lens = dict(found)
+    assert sum(lens.values()) > 1.2 * len(lens)
+    engine.scheduler.shapes.policy = FewDrafts(1)
+    for length in lens:
+        found.clear()
+        known = (prompt + paused.output_ids)[: length - 1]
+        engine.generate(known, max_new_tokens=6, ignore_eos=True)
+        assert found[length] == lens[length]
+
+
+def test_what_a_draft_lacks_is_not_cached(folders):
+    """A request that ends behind leaves only the prefix that both pools have."""
+    wanted = config("EAGLE3", 1, 3, None, 4, "mock", overlap=False)
+    engine = spec_engine(folders, wanted, speculative_adaptive=True, kv_canary="raise")
+    engine.scheduler.shapes.policy = FewDrafts(10**9)
+    prompt = list(range(100, 120))
+    first = engine.generate(prompt, max_new_tokens=11, ignore_eos=True)
+    again = engine.generate(
+        prompt + first.output_ids, max_new_tokens=8, ignore_eos=True
+    )
+    assert again.cached_tokens <= len(prompt)
+    assert again.cached_tokens >= len(prompt) - 4
+
+
+def test_ladder_of_the_flags(folders):
+    wanted = config("EAGLE3", 4, 5, "min", 4, "mock", overlap=False)
+    engine = spec_engine(folders, wanted, speculative_adaptive=True)
+    flags = TreeShape(topk=4, num_steps=5, num_draft_tokens=6)
+    assert engine.scheduler.shapes.ladder == (
+        None,
+        TreeShape.chain(1),
+        TreeShape.chain(3),
+        flags,
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
