@@ -24,7 +24,7 @@ class InTurn:
         self._iterations = iterations
         self._asked = 0
 
-    def choose(self, rows: int) -> int:
+    def choose(self, rows: int, behind: int) -> int:
         self._asked += 1
         return self._asked // self._iterations % self._count
 
@@ -40,7 +40,9 @@ def run_in_turn(
     """Run random arrivals and aborts while the shape changes, and check that outputs
     are the same as without speculation and that no slot is lost."""
     reference = references[config.model]
-    engine = spec_engine(folders, config, speculative_adaptive=True, **options)
+    engine = spec_engine(
+        folders, config, speculative_adaptive=True, skip_server_warmup=True, **options
+    )
     shapes = engine.scheduler.shapes
     shapes.policy = InTurn(shapes, iterations)
     traffic = Traffic(engine, reference.asks, random.Random(str(config)))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from sglang.srt.configs.draft_layout import TreeShape
-from sglang.srt.managers.scheduler.draft_shapes import PLAIN
+from sglang.srt.managers.scheduler.shape_chooser import PLAIN
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import is_full
 from sglang.test.spec_adaptive import run_in_turn
@@ -30,6 +30,8 @@ def config(algorithm, topk, steps, nodes, page, model, *, overlap):
     )
 
 
+# Without measuring costs.
+ADAPTIVE = {"speculative_adaptive": True, "skip_server_warmup": True}
 CHOSEN = (
     (config("EAGLE3", 4, 3, "middle", 1, "mock", overlap=True), 1),
     (config("EAGLE", 2, 4, "middle", 4, "mock", overlap=False), 3),
@@ -69,7 +71,7 @@ class FewDrafts:
     def __init__(self, every):
         self._every, self._asked = every, 0
 
-    def choose(self, rows):
+    def choose(self, rows, behind):
         self._asked += 1
         return PLAIN if self._asked % self._every else 1
 
@@ -95,9 +97,7 @@ def test_drafts_after_a_pause_are_as_good(folders, algorithm, pause):
     """The draft has caught up, over several extends if need be: as many of its tokens
     are accepted as of a draft after a prefill of the same tokens."""
     wanted = config(algorithm, 1, 3, None, 4, "demo", overlap=False)
-    engine = spec_engine(
-        folders, wanted, speculative_adaptive=True, disable_radix_cache=True
-    )
+    engine = spec_engine(folders, wanted, **ADAPTIVE, disable_radix_cache=True)
     engine.scheduler.shapes.policy = FewDrafts(pause)
     found = lens_by_position(engine.scheduler)
     prompt = [1000 + i * 7 % 300 for i in range(40)]
@@ -115,7 +115,7 @@ def test_drafts_after_a_pause_are_as_good(folders, algorithm, pause):
 def test_what_a_draft_lacks_is_not_cached(folders):
     """A request that ends behind leaves only the prefix that both pools have."""
     wanted = config("EAGLE3", 1, 3, None, 4, "mock", overlap=False)
-    engine = spec_engine(folders, wanted, speculative_adaptive=True, kv_canary="raise")
+    engine = spec_engine(folders, wanted, **ADAPTIVE, kv_canary="raise")
     engine.scheduler.shapes.policy = FewDrafts(10**9)
     prompt = list(range(100, 120))
     first = engine.generate(prompt, max_new_tokens=11, ignore_eos=True)
@@ -128,7 +128,7 @@ def test_what_a_draft_lacks_is_not_cached(folders):
 
 def test_ladder_of_the_flags(folders):
     wanted = config("EAGLE3", 4, 5, "min", 4, "mock", overlap=False)
-    engine = spec_engine(folders, wanted, speculative_adaptive=True)
+    engine = spec_engine(folders, wanted, **ADAPTIVE)
     flags = TreeShape(topk=4, num_steps=5, num_draft_tokens=6)
     assert engine.scheduler.shapes.ladder == (
         None,

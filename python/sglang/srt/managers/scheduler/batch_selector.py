@@ -133,11 +133,10 @@ class BatchSelector:
         if self._loads is not None:
             self._loads.on_queued(req)
 
-    @property
-    def num_running(self) -> int:
-        """Number of requests that decode, or are about to."""
+    def decoding(self) -> list[Req]:
+        """Return the requests that decode, or are about to."""
         batches = (self.running, self.last_prefill)
-        return sum(0 if batch is None else len(batch) for batch in batches)
+        return [req for batch in batches if batch is not None for req in batch.reqs]
 
     def has_requests(self) -> bool:
         """Whether any request is waiting or in a batch."""

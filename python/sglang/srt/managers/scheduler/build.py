@@ -23,7 +23,12 @@ from sglang.srt.managers.messages.io_struct import EngineFailed, SchedulerReady
 from sglang.srt.managers.scheduler.kv_event_feed import open_event_publisher
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_io import NullIO, SchedulerIO, ZmqIO
-from sglang.srt.managers.scheduler.warm_up import compile_ahead, is_warmed_up, warm_up
+from sglang.srt.managers.scheduler.warm_up import (
+    compile_ahead,
+    is_warmed_up,
+    measured_costs,
+    warm_up,
+)
 from sglang.srt.managers.worker.tp_worker import TpModelWorker
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
@@ -79,14 +84,17 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
         worker.capture_graphs()
         if is_warm:
             warm_up(server_args, worker, tokenizer)
+        costs = measured_costs(server_args, worker, tokenizer)
         worker.model_runner.watch_kernels()
-        return Scheduler(
+        scheduler = Scheduler(
             server_args=server_args,
             worker=worker,
             tokenizer=tokenizer,
             io=io,
             event_publisher=event_publisher,
         )
+        scheduler.shapes.learn(costs, device=server_args.device)
+        return scheduler
 
 
 def settle(server_args: ServerArgs) -> None:

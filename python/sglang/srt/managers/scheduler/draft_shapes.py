@@ -7,22 +7,32 @@ the input of each step. A record keeps the indices, so that a replay repeats the
 from __future__ import annotations
 
 import itertools
+import time
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.arg_groups.adaptive_hook import draft_ladder
+from sglang.srt.managers.scheduler.shape_chooser import PLAIN, ShapeChooser
+from sglang.srt.managers.scheduler.step_costs import StepCosts
 
 if TYPE_CHECKING:
     from sglang.srt.configs.draft_layout import TreeShape
+    from sglang.srt.managers.batch.forward_result import GenerationBatchResult
+    from sglang.srt.managers.batch.req import Req
+    from sglang.srt.managers.batch.schedule_batch import LaunchRecord
     from sglang.srt.server_args import ServerArgs
-
-PLAIN = 0
-"""Index of plain decoding in every ladder."""
 
 
 class ShapePolicy(Protocol):
-    """Chooses an index of the ladder for iterations of so many requests."""
+    """Chooses indices of a ladder."""
 
-    def choose(self, rows: int) -> int: ...
+    def choose(self, rows: int, behind: int) -> int:
+        """Return the index for the next iteration.
+
+        Args:
+            rows: requests that decode. behind: tokens of all of them that the draft has
+                to catch up before it drafts.
+        """
 
 
 class FixedShape:
@@ -31,7 +41,7 @@ class FixedShape:
     def __init__(self, index: int) -> None:
         self._index = index
 
-    def choose(self, rows: int) -> int:
+    def choose(self, rows: int, behind: int) -> int:
         return self._index
 
 
@@ -45,7 +55,7 @@ class ShapeTable:
     def __init__(self, rows: list[tuple[int, int]]) -> None:
         self._rows = rows
 
-    def choose(self, rows: int) -> int:
+    def choose(self, rows: int, behind: int) -> int:
         return [index for size, index in self._rows if size <= max(rows, 1)][-1]
 
 
@@ -55,8 +65,15 @@ class ShapesInTurn:
     def __init__(self, count: int) -> None:
         self._indices = itertools.cycle(range(count))
 
-    def choose(self, rows: int) -> int:
+    def choose(self, rows: int, behind: int) -> int:
         return next(self._indices)
+
+
+class RunningBatches(Protocol):
+    """The batches of a scheduler: `BatchSelector`."""
+
+    def decoding(self) -> list[Req]:
+        """Return the requests that decode, or are about to."""
 
 
 class DraftShapes:
@@ -71,6 +88,9 @@ class DraftShapes:
     def __init__(self, server_args: ServerArgs) -> None:
         self.ladder: tuple[TreeShape | None, ...] = (None,)
         self.is_adaptive = server_args.speculative_adaptive
+        self._chooser: ShapeChooser | None = None
+        # When the last result was processed, if that was a decode step's.
+        self._decoded_at: float | None = None
         self.policy: ShapePolicy = FixedShape(PLAIN)
         if server_args.speculative_algorithm is None:
             return
@@ -90,6 +110,47 @@ class DraftShapes:
             return []
         return [*map(FixedShape, range(count)), ShapesInTurn(count)]
 
-    def choose(self, rows: int) -> int:
-        """Return the index for the next iteration, of about `rows` requests."""
-        return self.policy.choose(rows)
+    @property
+    def measures(self) -> bool:
+        """Whether the choice depends on costs, which are measured before the engine is
+        ready (`learn`)."""
+        return self.is_adaptive and not isinstance(self.policy, ShapeTable)
+
+    def learn(self, costs: Mapping[int, Sequence[float]], *, device: str) -> None:
+        """Choose by these costs from now on: seconds of each index by batch size."""
+        if costs:
+            chooser = ShapeChooser(self.ladder, StepCosts(costs, adds=device != "cpu"))
+            self.policy = self._chooser = chooser
+
+    def choose(self, batches: RunningBatches) -> int:
+        """Return the index for the next iteration."""
+        if not self.is_adaptive:
+            return self.policy.choose(0, 0)
+        reqs = batches.decoding()
+        if not reqs:
+            return PLAIN
+        behind = sum([req.behind for req in reqs])
+        return self.policy.choose(len(reqs), behind)
+
+    def observe(self, launched: LaunchRecord, result: GenerationBatchResult) -> None:
+        """Learn from a result, before it is processed."""
+        chooser = self._chooser
+        if chooser is None or self.policy is not chooser:
+            return
+        now, before = time.perf_counter(), self._decoded_at
+        self._decoded_at = now if launched.is_decode else None
+        if not launched.is_decode:
+            return
+        lens, accepted = result.accept_lens, []
+        if lens is not None:
+            accepted = [lens[row] - 1 for row in launched.live_rows()]
+        chooser.observe(
+            self.ladder.index(launched.shape),
+            accepted,
+            rows=len(launched.reqs),
+            seconds=None if before is None else now - before,
+        )
+
+    def on_idle(self) -> None:
+        """Note that nothing runs: the next iteration begins late."""
+        self._decoded_at = None

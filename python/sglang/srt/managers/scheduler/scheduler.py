@@ -339,7 +339,7 @@ class Scheduler:
             wait_ms=self._wait_ms() if may_wait and not decided else 0,
             grammars=decided,
             tiers=None if self.tiers is None else self.tiers.decide(),
-            shape=self.shapes.choose(self.batches.num_running),
+            shape=self.shapes.choose(self.batches),
         )
         with self._watchdog.guard():
             try:
@@ -488,6 +488,7 @@ class Scheduler:
             CanaryViolation: a violation was found and is not healed.
         """
         launched, result = done
+        self.shapes.observe(launched, result)
         canary, healer = self._canary, self._healer
         if canary is None:
             return self._results.process(launched, result)
@@ -552,6 +553,7 @@ class Scheduler:
                 self._healer.heal_idle(error)
                 self._check_idle()
             self._stats.on_idle()
+            self.shapes.on_idle()
             self.batches.on_idle()
             self.idle_checked = True
 

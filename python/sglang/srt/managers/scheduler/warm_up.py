@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from sglang.srt.managers.messages.io_struct import BatchOutput, ShutdownReq
+from sglang.srt.managers.scheduler.draft_shapes import DraftShapes
+from sglang.srt.managers.scheduler.measure_shapes import measure_shapes
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.managers.scheduler.warm_up_scenes import (
@@ -49,6 +51,23 @@ FIRST_SERIAL = 1 << 22
 def is_warmed_up(server_args: ServerArgs) -> bool:
     """Whether `warm_up` is needed: the CPU has nothing to compile."""
     return not server_args.skip_server_warmup and server_args.device != "cpu"
+
+
+def measured_costs(
+    server_args: ServerArgs, worker: Worker, tokenizer: Tokenizer | None
+) -> dict[int, list[float]]:
+    """Return what `measure_shapes` finds on the unused, warm `worker`; empty if the
+    choice of shapes does not depend on it or warm-ups are off. All ranks must call
+    this."""
+    if server_args.skip_server_warmup:
+        return {}
+    if not DraftShapes(server_args).measures:
+        return {}
+    with (
+        _forgotten(worker),
+        _made_up(server_args, worker, tokenizer) as (scheduler, io),
+    ):
+        return measure_shapes(scheduler, io)
 
 
 def compile_ahead(server_args: ServerArgs, worker: Worker) -> None:
@@ -124,18 +143,12 @@ def _serve_all(
     server_args: ServerArgs, worker: Worker, tokenizer: Tokenizer | None
 ) -> int:
     """Serve all scenes in a separate scheduler; returns the number of requests."""
-    io = ListIO()
-    scheduler = Scheduler(
-        server_args=server_args,
-        worker=worker,
-        tokenizer=tokenizer,
-        io=io,
-        is_warm_up=True,
-    )
-    scheduler.intake.num_created = FIRST_SERIAL
     count = 0
     adapters = worker.model_runner.adapters
-    with nullcontext() if adapters is None else adapters.rehearsing() as lora:
+    with (
+        _made_up(server_args, worker, tokenizer) as (scheduler, io),
+        nullcontext() if adapters is None else adapters.rehearsing() as lora,
+    ):
         limits = replace(_limits(server_args, worker, tokenizer), lora=lora)
         for requests in scenes(limits):
             _serve(scheduler, io, requests)
@@ -145,17 +158,34 @@ def _serve_all(
             for requests in decoding_scenes(limits):
                 _serve(scheduler, io, requests)
                 count += len(requests)
-    for manager in worker.canary_managers():
-        manager.sweep()
-    if server_args.speculative_algorithm is not None:
-        _move_scratch(worker)
+        for manager in worker.canary_managers():
+            manager.sweep()
+        if server_args.speculative_algorithm is not None:
+            _move_scratch(worker)
+    return count
+
+
+@contextmanager
+def _made_up(
+    server_args: ServerArgs, worker: Worker, tokenizer: Tokenizer | None
+) -> Iterator[tuple[Scheduler, ListIO]]:
+    """Scope of a scheduler for made-up requests, which ends with all memory free."""
+    io = ListIO()
+    scheduler = Scheduler(
+        server_args=server_args,
+        worker=worker,
+        tokenizer=tokenizer,
+        io=io,
+        is_warm_up=True,
+    )
+    scheduler.intake.num_created = FIRST_SERIAL
+    yield scheduler, io
     io.requests.append(ShutdownReq())
     scheduler.run_event_loop()  # finds leaks and ends the scheduler's helpers
     scheduler.cache.reset()
     # All slots are free by now, but their order of reuse has changed.
     scheduler.cache.allocator.clear()
     scheduler.cache.req_to_token_pool.clear()
-    return count
 
 
 def _move_scratch(worker: Worker) -> None:

@@ -1,0 +1,168 @@
+"""Chooses the shape that gains most tokens per second.
+
+Its speed is the tokens that it is expected to gain over the seconds that an iteration
+takes. A choice stands until another one is clearly faster, and a shape that may have
+become better is tried for a few iterations, at an expected loss of `TRYING` of the
+time at most.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from sglang.srt.managers.scheduler.acceptance import Acceptance
+from sglang.srt.managers.scheduler.step_costs import StepCosts, size_class
+
+if TYPE_CHECKING:
+    from sglang.srt.configs.draft_layout import TreeShape
+
+PLAIN = 0
+"""Index of plain decoding in every ladder."""
+DECIDE_EVERY = 8
+"""Iterations between two decisions."""
+CLEARLY = 1.015
+"""Speed-up for which the shape changes."""
+TRYING = 0.004
+"""Share of the time that may be lost by trying shapes."""
+TRIAL_ITERATIONS, TRIAL_DRAFTS = 4, 16
+"""Iterations of a trial, and drafts of all requests together, at least."""
+MAX_PATIENCE = 32.0
+"""A trial in vain doubles what the next one of that shape must have saved, up to this
+factor."""
+HORIZON = 64
+"""Iterations in which the catching up of drafts must pay off."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Standing:
+    """The choice for one class of batch sizes.
+
+    Fields:
+        index: the choice. asked: iterations since the last decision.
+        saved: seconds that may be lost by trying.
+        patience: factor by index. trial, left: index under trial and its iterations.
+    """
+
+    index: int
+    asked: int = DECIDE_EVERY
+    saved: float = 0.0
+    patience: dict[int, float] = field(default_factory=dict)
+    trial: int = PLAIN
+    left: int = 0
+
+
+class ShapeChooser:
+    """A `ShapePolicy` by measured costs and acceptance.
+
+    Args:
+        ladder: None, plain decoding, then shapes.
+        costs: of the ladder's indices.
+    """
+
+    def __init__(self, ladder: Sequence[TreeShape | None], costs: StepCosts) -> None:
+        self._ladder = tuple(ladder)
+        self.costs = costs
+        self.acceptance = Acceptance([shape for shape in ladder if shape is not None])
+        self._standings: dict[int, _Standing] = {}
+        self._before = PLAIN
+
+    def choose(self, rows: int, behind: int) -> int:
+        """As `ShapePolicy.choose`."""
+        standing = self._standings.get(size_class(rows))
+        if standing is None:
+            standing = self._standings[size_class(rows)] = _Standing(index=self._before)
+        if standing.left:
+            standing.left -= 1
+            if not standing.left:
+                standing.asked = DECIDE_EVERY
+            return standing.trial
+        standing.asked += 1
+        standing.saved += TRYING * self.costs.expected(standing.index, rows)
+        if standing.asked >= DECIDE_EVERY:
+            standing.asked = 0
+            self._decide(standing, rows, behind)
+        self._before = standing.index
+        return standing.trial if standing.left else standing.index
+
+    def observe(
+        self, index: int, accepted: Sequence[int], *, rows: int, seconds: float | None
+    ) -> None:
+        """Learn from an iteration.
+
+        Args:
+            accepted: drafts of each request that were accepted; ignored if plain.
+            rows: all requests of the iteration.
+            seconds: that it took, if nothing else ran in between.
+        """
+        shape = self._ladder[index]
+        self.acceptance.observe(shape, accepted)
+        if seconds is not None:
+            self.costs.observe(index, rows, seconds)
+
+    def speeds(self, rows: int) -> list[float]:
+        """Return the expected tokens per second and request of each index."""
+        return [
+            self._gain(index) / self.costs.expected(index, rows)
+            for index in range(len(self._ladder))
+        ]
+
+    def _gain(self, index: int) -> float:
+        shape = self._ladder[index]
+        return 1.0 if shape is None else self.acceptance.expected(shape)
+
+    def _decide(self, standing: _Standing, rows: int, behind: int) -> None:
+        speeds, old = self.speeds(rows), standing.index
+        best = max(range(len(speeds)), key=speeds.__getitem__)
+        ratio = speeds[best] / speeds[old]
+        late = self._catch_up_seconds(rows, behind) if old == PLAIN else 0.0
+        gained = HORIZON * self.costs.expected(best, rows) * (ratio - 1.0)
+        if ratio > CLEARLY and gained > late:
+            standing.index = best
+            standing.patience.clear()
+        elif standing.trial:
+            patience = standing.patience.get(standing.trial, 1.0)
+            standing.patience[standing.trial] = min(2.0 * patience, MAX_PATIENCE)
+        standing.trial = PLAIN
+        if standing.index == old:
+            self._try_another(standing, rows, speeds, late)
+
+    def _try_another(
+        self, standing: _Standing, rows: int, speeds: Sequence[float], late: float
+    ) -> None:
+        """Begin a trial if enough time was saved for it. What plain decoding would gain
+        is known, and so is what chains would, while a chain runs."""
+        index = standing.index
+        shape = self._ladder[index]
+        iterations = max(TRIAL_ITERATIONS, TRIAL_DRAFTS // max(rows, 1))
+        prices = {}
+        for other, other_shape in enumerate(self._ladder):
+            if other == index or other_shape is None or _tells(shape, other_shape):
+                continue
+            slower = max(1.0 - speeds[other] / speeds[index], 0.01)
+            seconds = iterations * self.costs.expected(other, rows) * slower + late
+            prices[other] = seconds * standing.patience.get(other, 1.0)
+        if not prices:
+            return
+        trial = min(prices, key=prices.__getitem__)
+        standing.saved = min(standing.saved, 2.0 * max(prices.values()))
+        if standing.saved >= prices[trial]:
+            standing.saved -= prices[trial]
+            standing.trial, standing.left = trial, iterations
+
+    def _catch_up_seconds(self, rows: int, behind: int) -> float:
+        """Return what catching up takes: a token no longer than it takes as one more
+        node of a draft."""
+        smallest = self._ladder[1]
+        assert smallest is not None
+        more = self.costs.expected(1, rows) - self.costs.expected(PLAIN, rows)
+        return behind * max(more, 0.0) / (rows * smallest.accept_width)
+
+
+def _tells(shape: TreeShape | None, other: TreeShape) -> bool:
+    """Whether drafts of `shape` show what drafts of `other` would gain: a chain is the
+    beginning of a longer one."""
+    if shape is None or shape.topk > 1 or other.topk > 1:
+        return False
+    return other.num_steps <= shape.num_steps

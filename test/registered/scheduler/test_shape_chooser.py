@@ -1,0 +1,168 @@
+"""The choice of a shape against simulated machines: what it loses against the best
+fixed shape, and how it learns of others."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from sglang.srt.configs.draft_layout import TreeShape
+from sglang.srt.managers.scheduler.acceptance import Acceptance
+from sglang.srt.managers.scheduler.shape_chooser import PLAIN, ShapeChooser
+from sglang.srt.managers.scheduler.step_costs import StepCosts
+from sglang.test.ci.ci_register import register_cpu_ci
+
+register_cpu_ci(est_time=6, suite="cpu")
+
+TREE = TreeShape(topk=4, num_steps=5, num_draft_tokens=8)
+LADDER = (None, TreeShape.chain(1), TreeShape.chain(3), TREE)
+SIZES = (1, 4, 16, 64, 256)
+# Milliseconds of a cycle of the ladder's shapes at these sizes: of an 8B model on one
+# GPU, and of a small model on two cores.
+GPU = {
+    1: (4.0, 4.5, 5.15, 6.0),
+    4: (4.2, 4.8, 5.5, 6.5),
+    16: (4.8, 5.5, 6.3, 8.5),
+    64: (6.6, 8.2, 10.5, 15.0),
+    256: (15.8, 24.0, 38.0, 66.0),
+}
+CPU = {
+    1: (0.9, 1.1, 1.5, 2.3),
+    4: (2.4, 3.2, 5.0, 8.6),
+    16: (8.0, 12.0, 20.0, 36.0),
+    64: (31.0, 48.0, 80.0, 140.0),
+    256: (124.0, 192.0, 320.0, 560.0),
+}
+
+
+class Machine:
+    """Runs iterations of drafts whose best token is right with probability `rate`.
+
+    Args:
+        costs: milliseconds as measured at start. really: factors by index, that they
+            take while it serves.
+    """
+
+    def __init__(self, costs, *, rate, seed=0, really=(1, 1, 1, 1), adds=True):
+        self.rate, self.rng = rate, random.Random(seed)
+        measured = {n: [t / 1e3 for t in costs[n]] for n in costs}
+        self.true = StepCosts(measured, adds=adds)
+        self.really = really
+        self.chooser = ShapeChooser(LADDER, StepCosts(measured, adds=adds))
+        self.counts = [0] * len(LADDER)
+
+    def seconds(self, index, rows):
+        return self.true.measured(index, rows) * self.really[index]
+
+    def accepted(self, shape):
+        others = (shape.num_draft_tokens - 1) / shape.num_steps - 1
+        rate = 1 - (1 - self.rate) * 0.65**others
+        count = 0
+        while count < shape.num_steps and self.rng.random() < rate:
+            count += 1
+        return count
+
+    def run(self, rows, seconds):
+        """Return tokens per second and request over that time."""
+        spent = tokens = 0.0
+        while spent < seconds:
+            index = self.chooser.choose(rows, 0)
+            self.counts[index] += 1
+            took = self.seconds(index, rows)
+            spent += took
+            shape = LADDER[index]
+            accepted = [] if shape is None else [self.accepted(shape)] * 1
+            if shape is not None:
+                accepted += [self.accepted(shape) for _ in range(rows - 1)]
+                tokens += sum(accepted) / rows
+            tokens += 1
+            noisy = took * self.rng.uniform(0.97, 1.05)
+            self.chooser.observe(index, accepted, rows=rows, seconds=noisy)
+        return tokens / spent
+
+    def best(self, rows):
+        """Return the greatest tokens per second and request of a fixed shape."""
+        return max(
+            self.gain(shape) / self.seconds(index, rows)
+            for index, shape in enumerate(LADDER)
+        )
+
+    def gain(self, shape):
+        if shape is None:
+            return 1.0
+        others = (shape.num_draft_tokens - 1) / shape.num_steps - 1
+        rate = 1 - (1 - self.rate) * 0.65**others
+        return sum(rate**level for level in range(shape.num_steps + 1))
+
+
+@pytest.mark.parametrize("rows", SIZES)
+@pytest.mark.parametrize("rate", [0.05, 0.3, 0.6, 0.8, 0.95])
+@pytest.mark.parametrize("costs", [GPU, CPU], ids=["gpu", "cpu"])
+def test_at_most_three_percent_slower_than_the_best(costs, rate, rows):
+    machine = Machine(costs, rate=rate, seed=rows)
+    settle = 300 * machine.seconds(PLAIN, rows)
+    machine.run(rows, settle)
+    # The expected gain, not the lucky one.
+    machine.counts = [0] * len(LADDER)
+    machine.run(rows, 10 * settle)
+    spent = sum(n * machine.seconds(i, rows) for i, n in enumerate(machine.counts))
+    gained = sum(n * machine.gain(LADDER[i]) for i, n in enumerate(machine.counts))
+    assert gained / spent > 0.97 * machine.best(rows), machine.counts
+
+
+@pytest.mark.parametrize(("before", "after"), [(0.1, 0.9), (0.9, 0.1)])
+@pytest.mark.parametrize("rows", [1, 16])
+def test_another_text_is_noticed(before, after, rows):
+    machine = Machine(GPU, rate=before)
+    machine.run(rows, 10.0)
+    machine.rate = after
+    machine.run(rows, 20.0)
+    machine.counts = [0] * len(LADDER)
+    machine.run(rows, 10.0)
+    spent = sum(n * machine.seconds(i, rows) for i, n in enumerate(machine.counts))
+    gained = sum(n * machine.gain(LADDER[i]) for i, n in enumerate(machine.counts))
+    assert gained / spent > 0.96 * machine.best(rows), machine.counts
+
+
+@pytest.mark.parametrize("really", [(1, 1.5, 1.5, 1.5), (1, 1, 1, 0.6)])
+def test_costs_that_were_measured_badly_are_corrected(really):
+    machine = Machine(GPU, rate=0.6, really=really)
+    machine.run(16, 8.0)
+    machine.counts = [0] * len(LADDER)
+    machine.run(16, 8.0)
+    spent = sum(n * machine.seconds(i, 16) for i, n in enumerate(machine.counts))
+    gained = sum(n * machine.gain(LADDER[i]) for i, n in enumerate(machine.counts))
+    assert gained / spent > 0.96 * machine.best(16), machine.counts
+
+
+def test_a_chain_tells_about_a_tree_and_back():
+    chain, tree = TreeShape.chain(3), TREE
+    for rate in (0.2, 0.5, 0.8):
+        machine = Machine(GPU, rate=rate)
+        for known, other in ((chain, tree), (tree, chain)):
+            acceptance = Acceptance(LADDER[1:])
+            for _ in range(400):
+                acceptance.observe(known, [machine.accepted(known)])
+            assert acceptance.expected(known) == pytest.approx(
+                machine.gain(known), rel=0.15
+            )
+            assert acceptance.expected(other) == pytest.approx(
+                machine.gain(other), rel=0.3
+            )
+
+
+def test_catching_up_must_pay_off():
+    """At a size where drafting gains little, requests far behind stay plain."""
+    machine = Machine(GPU, rate=0.3)
+    chooser = machine.chooser
+    for _ in range(400):
+        chooser.observe(1, [machine.accepted(LADDER[1])], rows=16, seconds=None)
+    speeds = chooser.speeds(16)
+    assert max(speeds) > 1.02 * speeds[PLAIN]
+    assert chooser.choose(16, behind=10**6) == PLAIN
+    assert ShapeChooser.choose(chooser, 17, behind=0) in (PLAIN, 1, 2, 3)
+
+
+if __name__ == "__main__":
+    raise SystemExit(pytest.main([__file__]))
