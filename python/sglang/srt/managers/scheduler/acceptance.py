@@ -3,9 +3,9 @@
 Level j of a draft is reached if all before it were accepted, and passed if its token is
 too. Chains of all lengths share the rates of their levels; each tree has its own. Where
 a shape was not tried lately, its rates follow from another shape's: a level is passed
-by the draft's best token with some rate, and by the next best one in a share of at most
-`NEXT_BEST` of what is left, and so on. The tree of the likeliest paths then gains the sum
-of their probabilities.
+by the draft's best token with some rate, and by the next best one in a share of at
+most `NEXT_BEST` of what is left, and so on. The tree of the likeliest paths then gains
+the sum of their probabilities.
 """
 
 from __future__ import annotations
