@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from sglang.faults.fault_points import Seam
 from sglang.srt.distributed.parallel_state import get_tp_group
@@ -17,8 +18,6 @@ from sglang.srt.environ import envs
 from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from sglang.faults.historical_faults import Method
     from sglang.srt.draft_trees.buffers import VerifyResult
     from sglang.srt.draft_trees.workspace import WorkspaceRows
@@ -81,7 +80,8 @@ def lens_of_rate(result: VerifyResult, rate: float) -> Tensor:
     others = (result.predict.shape[1] - 1) / (width - 1) - 1
     of_level = 1 - (1 - rate) * (1 - NEXT_BEST) ** others
     passed = torch.rand(bs, width - 1, device=result.predict.device) < of_level
-    return 1 + passed.long().cumprod(dim=1).sum(dim=1)
+    drafted: Tensor = passed.long().cumprod(dim=1).sum(dim=1)
+    return 1 + drafted
 
 
 def accept_first(result: VerifyResult, lens: Tensor) -> None:

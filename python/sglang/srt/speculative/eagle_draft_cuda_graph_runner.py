@@ -18,8 +18,10 @@ if TYPE_CHECKING:
 class Drafter(Protocol):
     """Runs draft phases over a workspace: `EagleDraftWorker`."""
 
-    workspace: EagleWorkspace
     no_lens: list[int] | None
+
+    @property
+    def workspace(self) -> EagleWorkspace: ...
 
     def plan_draft(
         self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0

@@ -24,8 +24,10 @@ class DraftExtender(Protocol):
     """Runs draft extends over a workspace: `EagleDraftWorker`."""
 
     draft_runner: ModelRunner
-    workspace: EagleWorkspace
     no_lens: list[int] | None
+
+    @property
+    def workspace(self) -> EagleWorkspace: ...
 
     def extend_lens(
         self, seq_lens: Sequence[int] | None, *, bs: int

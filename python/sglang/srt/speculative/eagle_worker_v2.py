@@ -100,9 +100,6 @@ class EAGLEWorkerV2:
         self.target_worker = TpModelWorker(model_runner=target, canary=canary)
         self.max_behind = draft.max_behind
         self._is_adaptive = server_args.speculative_adaptive
-        # The device may be one iteration ahead of the host.
-        width = max(shape.accept_width for shape in server_args.tree_shapes)
-        self._max_ahead = 2 * width
         self._thresholds = AcceptThresholds(
             single=server_args.speculative_accept_threshold_single,
             acc=server_args.speculative_accept_threshold_acc,
@@ -184,7 +181,7 @@ class EAGLEWorkerV2:
         forward_batch = batch.forward_batch(
             sampling_info, capture_hidden_mode=draft.target_hidden_mode
         )
-        done = self.target_worker.run(batch, forward_batch, ahead=self._max_ahead)
+        done = self.target_worker.run(batch, forward_batch)
         result = self._publish(batch, done)
         draft.after_plain(done)
         return result
@@ -272,7 +269,7 @@ class EAGLEWorkerV2:
             live.tree,
             token_table=self.model_runner.req_to_token_pool.token_table,
             req_pool_indices=live.identity[0],
-            max_len=int(batch.seq_lens_cpu.max()) + self._max_ahead,
+            max_len=int(batch.seq_lens_cpu.max()) + batch.ahead,
         )
 
     def _take_accepted(
@@ -401,7 +398,7 @@ class EAGLEWorkerV2:
             choice=decided.made,
             masks=masks,
             bounds=EditBounds.of(
-                batch.sampling_info, batch.seq_lens_cpu, ahead=self._max_ahead
+                batch.sampling_info, batch.seq_lens_cpu, ahead=batch.ahead
             ),
         )
 

@@ -70,6 +70,8 @@ class BatchEnvironment:
         decode_reserve: KV slots that a speculative iteration needs beyond the known
             ones, or 0 if each decode step takes one slot.
         drafts_on_host: whether drafts are made from the tokens that the host has.
+        max_ahead: tokens by which a decode step on the device may be ahead of the host,
+            those that it gains included; 0 without speculation.
         draft_lead: as `DraftKind.lead`.
         max_behind: tokens that the draft's KV of a request may lack, beyond which it
             must catch up; 0 without plain steps, or if drafts have no KV.
@@ -84,6 +86,7 @@ class BatchEnvironment:
     needs_host_lens: bool
     decode_reserve: int = 0
     drafts_on_host: bool = False
+    max_ahead: int = 0
     draft_lead: int = 0
     max_behind: int = 0
     shape: TreeShape | None = None
@@ -546,19 +549,20 @@ class ScheduleBatch:
             return self._decode_forward_batch(sampling_info, capture_hidden_mode)
         return self._extend_forward_batch(sampling_info, capture_hidden_mode)
 
-    def token_history(self, *, ahead: int = 0) -> TokenHistory | None:
-        """Tokens of each row, if a penalty needs them.
+    @property
+    def ahead(self) -> int:
+        """Tokens that the device may have beyond `seq_lens_cpu`, at most."""
+        return self.env.max_ahead if self.forward_mode.is_decode else 0
 
-        Args:
-            ahead: tokens that the device may have beyond those that the host knows.
-        """
+    def token_history(self) -> TokenHistory | None:
+        """Tokens of each row, if a penalty needs them."""
         if not self.sampling_info.has_penalty:
             return None
         return TokenHistory(
             token_table=self.env.cache.req_to_token_pool.token_table,
             req_pool_indices=self.req_pool_indices,
             lens=self.seq_lens,
-            max_len=int(self.seq_lens_cpu.max()) + ahead,
+            max_len=int(self.seq_lens_cpu.max()) + self.ahead,
         )
 
     def place_on_device(self, lens: torch.Tensor) -> None:

@@ -32,6 +32,10 @@ def create_environment(
         needs_host_lens=runner.attn_backend.capabilities.needs_cpu_seq_lens,
         decode_reserve=decode_reserve(server_args),
         drafts_on_host=is_speculative and not server_args.draft_kind.has_model,
+        # An iteration may be in flight.
+        max_ahead=2 * max(shape.accept_width for shape in server_args.tree_shapes)
+        if is_speculative
+        else 0,
         draft_lead=server_args.draft_lead if is_speculative else 0,
         max_behind=max_behind,
         shape=server_args.tree_shape if is_speculative else None,

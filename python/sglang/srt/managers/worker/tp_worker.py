@@ -130,14 +130,8 @@ class TpModelWorker:
         info = batch.sampling_info if masks is None else masks.for_requests(batch)
         return self.run(batch, batch.forward_batch(info)).to_host()
 
-    def run(
-        self, batch: ScheduleBatch, forward_batch: ForwardBatch, *, ahead: int = 0
-    ) -> SampledForward:
-        """Run a prepared forward and sample; the results stay on the device.
-
-        Args:
-            ahead: tokens that the device may have beyond those that the host knows.
-        """
+    def run(self, batch: ScheduleBatch, forward_batch: ForwardBatch) -> SampledForward:
+        """Run a prepared forward and sample; the results stay on the device."""
         canary = self._canary
         if canary is not None and forward_batch.forward_mode is ForwardMode.EXTEND:
             canary.expect_prefixes(
@@ -147,9 +141,7 @@ class TpModelWorker:
                 salts=batch.salts,
             )
         output = self.model_runner.forward(forward_batch)
-        sampled = self.sample(
-            batch, forward_batch, output.next_token_logits, ahead=ahead
-        )
+        sampled = self.sample(batch, forward_batch, output.next_token_logits)
         rows = batch.sampled_rows()
         sent = [sampled.token_ids]
         if canary is not None:
@@ -159,7 +151,7 @@ class TpModelWorker:
                 rows,
                 head=output.head,
                 bounds=EditBounds.of(
-                    batch.sampling_info, batch.seq_lens_cpu, ahead=ahead
+                    batch.sampling_info, batch.seq_lens_cpu, ahead=batch.ahead
                 ),
             )
         self._publish(forward_batch, sampled.token_ids, rows)
@@ -173,12 +165,7 @@ class TpModelWorker:
         )
 
     def sample(
-        self,
-        batch: ScheduleBatch,
-        forward_batch: ForwardBatch,
-        logits: Tensor,
-        *,
-        ahead: int = 0,
+        self, batch: ScheduleBatch, forward_batch: ForwardBatch, logits: Tensor
     ) -> SamplerOutput:
         """Sample one token per row from logits [R, V], the same on every rank."""
         sampling_info = forward_batch.sampling_info
@@ -187,7 +174,7 @@ class TpModelWorker:
             logits,
             sampling_info,
             positions=forward_batch.seq_lens,
-            history=batch.token_history(ahead=ahead),
+            history=batch.token_history(),
             logprobs=batch.logprob_request,
         )
         if not sampling_info.is_all_greedy:

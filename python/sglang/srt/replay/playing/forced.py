@@ -58,7 +58,7 @@ def force_tokens(worker: Worker, tokens_of: TokensOf) -> list[int]:
         wanted = [
             _at(req, tokens_of(req), position, otherwise=token)
             for req, position, token in zip(
-                batch.reqs, batch.seq_lens_cpu.tolist(), own, strict=True
+                batch.reqs, forward_batch.seq_lens.tolist(), own, strict=True
             )
         ]
         differing.append(sum(a != b for a, b in zip(own, wanted, strict=True)))
