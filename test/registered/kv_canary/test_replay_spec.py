@@ -14,6 +14,7 @@ from sglang.test.harness import EngineHarness
 from sglang.test.replay_traffic import LONG_AGO, check_same, record_of, replayed
 from sglang.test.scale import count, is_full
 from sglang.test.spec_accept import AcceptRecorder
+from sglang.test.spec_adaptive import InTurn
 from sglang.test.spec_canary_traffic import (
     SpecTraffic,
     plant_in,
@@ -97,6 +98,38 @@ def test_a_clean_run_replays_clean(
         record = record_of(harness)
         assert (record.checkpoint is not None) == (not seed % 2)
         check_same(replayed(record), record)
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "STANDALONE"])
+@pytest.mark.parametrize("forwards", [7, LONG_AGO])
+def test_shapes_that_change_replay(
+    models: dict[str, Path], kind: str, forwards: int, tmp_path: Path
+) -> None:
+    """Each iteration gets its shape again, and a draft catches up where it did."""
+    if kind == "STANDALONE":
+        models = write_mock_models(tmp_path / kind, kind=kind, source=None)
+    harness = speculating(
+        models["model"],
+        models["draft"],
+        speculative_algorithm=kind,
+        tree=TREE[0],
+        page_size=TREE[1],
+        speculative_adaptive=True,
+        skip_server_warmup=True,
+        kv_canary_report_dir=str(tmp_path),
+        kv_canary_report_tokens=True,
+        kv_canary_record=forwards,
+    )
+    shapes = harness.scheduler.shapes
+    shapes.policy = InTurn(shapes, 3)
+    traffic = SpecTraffic(harness, seed=1)
+    for step in range(40):
+        traffic.on_step(step)
+        harness.scheduler.step()
+    record = record_of(harness)
+    assert (record.checkpoint is not None) == (forwards == 7)
+    assert len({round_.shape for round_ in record.rounds}) == len(shapes.ladder)
+    check_same(replayed(record), record)
 
 
 @pytest.mark.parametrize("forwards", [7, LONG_AGO])

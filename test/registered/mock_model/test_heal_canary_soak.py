@@ -16,6 +16,7 @@ from sglang.test.harness import EngineHarness, Finished
 from sglang.test.heal_traffic import check_books
 from sglang.test.mock_traffic import Traffic, check
 from sglang.test.scale import count
+from sglang.test.spec_adaptive import InTurn
 from sglang.test.spec_canary_traffic import (
     VOCAB,
     speculating,
@@ -142,6 +143,30 @@ def test_speculation(
         **HEALING,
     )
     serve(harness, seed=SPECULATIVE.index(configuration))
+
+
+@pytest.mark.parametrize("kind", ["EAGLE", "STANDALONE"])
+def test_shapes_that_change(
+    models: dict[str, Path], with_language_model: dict[str, Path], kind: str
+) -> None:
+    """Also where the draft's KV lacks tokens, which are then recomputed."""
+    harness = speculating(
+        **(models if kind == "EAGLE" else with_language_model),
+        speculative_algorithm=kind,
+        tree=(4, 4, 12),
+        page_size=4,
+        max_total_tokens=2400,
+        chunked_prefill_size=64,
+        max_running_requests=12,
+        overlap=kind == "EAGLE",
+        kv_canary_sweep_interval=8,
+        speculative_adaptive=True,
+        skip_server_warmup=True,
+        **HEALING,
+    )
+    shapes = harness.scheduler.shapes
+    shapes.policy = InTurn(shapes, 5)
+    serve(harness, seed=count(ci=1, full=2))
 
 
 if __name__ == "__main__":

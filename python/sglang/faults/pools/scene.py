@@ -142,6 +142,12 @@ class Scene:
     moves: Moves | None = None
 
     @property
+    def branches(self) -> int:
+        """Rows of each request: the branches of a draft step."""
+        rows = self.forward_batch.req_pool_indices
+        return int((rows == rows[0]).sum())
+
+    @property
     def windows(self) -> WindowGroup:
         """Of a scene in the group of window slots."""
         group = self.target.group(self.group)

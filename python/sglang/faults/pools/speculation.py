@@ -71,7 +71,7 @@ def _branches(scene: Scene) -> list[_Branch]:
             row=victim.batch_row,
             element=victim.prefix_len,
             table=backend.page_table,
-            table_row=victim.batch_row if target.topk > 1 else victim.req_row,
+            table_row=victim.batch_row if scene.branches > 1 else victim.req_row,
             column=victim.prefix_len // target.page_size,
         )
         for victim in scene.victims()
@@ -81,11 +81,11 @@ def _branches(scene: Scene) -> list[_Branch]:
 def branch_offset(scene: Scene) -> Damage | None:
     """Let a branch write and read where its neighbour does: its offset in the row is
     wrong."""
-    if scene.target.topk == 1:
+    if scene.branches == 1:
         return None
     slots = scene.forward_batch.out_cache_loc
     for branch in _branches(scene):
-        if branch.row % scene.target.topk == 0:
+        if branch.row % scene.branches == 0:
             continue
         wrong = int(slots[branch.row - 1])
         slots[branch.row] = wrong
@@ -121,7 +121,7 @@ def short_branch_table(scene: Scene) -> Damage | None:
 def small_index_buffer(scene: Scene) -> Damage | None:
     """Clear the tables of the last branches, as if sized without the factor top-k
     (27338)."""
-    page_size, topk = scene.target.page_size, scene.target.topk
+    page_size, topk = scene.target.page_size, scene.branches
     bs = scene.forward_batch.batch_size
     first = bs // topk
     if topk == 1:
