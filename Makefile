@@ -90,7 +90,7 @@ CHOSEN = $(strip $(foreach flag,--model --config --speculative-,$(findstring $(f
 
 # The demo model drafts where that is faster (docs/benchmarks.md).
 DRAFT := --speculative-algorithm EAGLE3 --speculative-num-steps 3 \
-	--speculative-eagle-topk 1 --speculative-num-draft-tokens 4
+	--speculative-eagle-topk 1 --speculative-num-draft-tokens 4 --speculative-adaptive
 
 # A damaged KV cache costs latency and no answer.
 CANARY := --kv-canary heal

@@ -3,10 +3,17 @@ the same output as without speculation, under the KV canary."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
+
 import pytest
 
+from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.configs.draft_layout import TreeShape
+from sglang.srt.managers.scheduler.draft_shapes import DraftShapes
 from sglang.srt.managers.scheduler.shape_chooser import PLAIN
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import is_full
 from sglang.test.spec_adaptive import run_in_turn
@@ -124,6 +131,103 @@ def test_what_a_draft_lacks_is_not_cached(folders):
     )
     assert again.cached_tokens <= len(prompt)
     assert again.cached_tokens >= len(prompt) - 4
+
+
+FLAGS = {
+    "model_path": str(bundled_demo_model_path()),
+    "device": "cpu",
+    "speculative_algorithm": "EAGLE3",
+    "speculative_num_steps": 5,
+    "speculative_eagle_topk": 4,
+    "speculative_num_draft_tokens": 8,
+    "speculative_adaptive": True,
+}
+TABLED = {"shapes": [[1, 1, 2], [3, 4, 8]], "table": {"1": [3, 4, 8], "16": None}}
+
+
+def shapes_of(tmp_path, config, **options):
+    path = tmp_path / "shapes.json"
+    path.write_text(config if isinstance(config, str) else json.dumps(config))
+    flags = FLAGS | {"speculative_adaptive_config": str(path)} | options
+    return DraftShapes(ServerArgs(**flags))
+
+
+def test_a_table_by_batch_size(tmp_path):
+    shapes = shapes_of(tmp_path, TABLED)
+    small, wide = TreeShape.chain(1), TreeShape(topk=4, num_steps=3, num_draft_tokens=8)
+    assert shapes.ladder == (None, small, wide)
+    assert [shapes.policy.choose(n, 0) for n in (1, 15, 16, 200)] == [2, 2, 0, 0]
+    assert not shapes.measures
+
+
+def test_a_replay_needs_no_file(tmp_path):
+    args = ServerArgs(
+        **FLAGS, speculative_adaptive_config=json.dumps({"candidate_steps": [2, 1]})
+    )
+    again = ServerArgs(
+        **FLAGS, speculative_adaptive_config=args.speculative_adaptive_config
+    )
+    assert again.tree_shapes == (TreeShape.chain(1), TreeShape.chain(2))
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ("[1]", ["must be one JSON object"]),
+        ("{", ["not JSON"]),
+        ({"steps": [1]}, ['"steps"', "candidate_steps"]),
+        ({"shapes": []}, ['"shapes"', "not empty"]),
+        ({"shapes": [[1, 1]]}, ["[1, 1]", "draft tokens"]),
+        ({"shapes": [[3, 1, 9]]}, ["[3, 1, 9]", "use 4 .. 4"]),
+        ({"shapes": [[3, 8, 9]]}, ["[3, 8, 9]", "--speculative-eagle-topk 4"]),
+        ({"shapes": [[1, 1, 2]], "candidate_steps": [1]}, ["exclude"]),
+        ({"candidate_steps": list(range(1, 9))}, ["8 shapes", "at most 6"]),
+        ({"candidate_steps": ["3"]}, ["'3'", "draft tokens"]),
+        (TABLED | {"table": {"2": None}}, ["beginning with"]),
+        (TABLED | {"table": {"1": None, "-4": None}}, ['"-4"']),
+        (TABLED | {"table": {"1": [2, 1, 3]}}, ["[2, 1, 3]", "no graphs", "[1, 1, 2]"]),
+    ],
+)
+def test_a_wrong_configuration_is_named(tmp_path, config, words):
+    with pytest.raises(ValueError, match="--speculative-adaptive-config") as refused:
+        shapes_of(tmp_path, config)
+    for word in words:
+        assert word in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"speculative_adaptive_config": "/no/such.json"}, ["/no/such.json", "read"]),
+        (
+            {"speculative_adaptive": False, "speculative_adaptive_config": "{}"},
+            ["no effect", "--speculative-adaptive"],
+        ),
+        (
+            {
+                "speculative_algorithm": None,
+                "speculative_num_steps": None,
+                "speculative_eagle_topk": None,
+                "speculative_num_draft_tokens": None,
+            },
+            ["--speculative-adaptive", "--speculative-algorithm"],
+        ),
+    ],
+)
+def test_flags_without_effect_are_refused(options, words):
+    with pytest.raises(ValueError, match="speculative") as refused:
+        ServerArgs(**FLAGS | options)
+    for word in words:
+        assert word in str(refused.value)
+
+
+def test_a_backend_that_plans_on_the_host_is_refused(monkeypatch):
+    able = dataclasses.replace(
+        ATTENTION_BACKENDS["cpu_native"], needs_cpu_seq_lens=True
+    )
+    monkeypatch.setitem(ATTENTION_BACKENDS, "cpu_native", able)
+    with pytest.raises(ValueError, match="--attention-backend cpu_native"):
+        ServerArgs(**FLAGS)
 
 
 def test_ladder_of_the_flags(folders):

@@ -89,8 +89,9 @@ def _drafts(args: ServerArgs) -> str:
     if args.speculative_algorithm is None:
         return "no speculative decoding"
     shape = args.tree_shape
+    drafts = "adaptive drafts of up to" if args.speculative_adaptive else "drafts of"
     return (
-        f"{args.speculative_algorithm} drafts of {shape.num_steps} steps, top-k "
+        f"{args.speculative_algorithm} {drafts} {shape.num_steps} steps, top-k "
         f"{shape.topk}, {shape.num_draft_tokens} tokens verified at once"
     )
 

@@ -92,7 +92,9 @@ def _measure(scheduler: Scheduler, io: ListIO, rows: int) -> list[float]:
             )
         )
     scheduler.shapes.policy = FixedShape(0)
-    while scheduler.batches.waiting or io.requests or scheduler.batches.chunked:
+    # The same on all ranks: each knows after a step what is left to prefill.
+    scheduler.step()
+    while scheduler.batches.waiting or scheduler.batches.chunked is not None:
         scheduler.step()
     indices = range(len(scheduler.shapes.ladder))
     costs = [math.inf for _ in indices]
@@ -103,6 +105,7 @@ def _measure(scheduler: Scheduler, io: ListIO, rows: int) -> list[float]:
                 scheduler.step()
             costs[index] = min(costs[index], _seconds(scheduler))
     io.requests.append(AbortReq(abort_all=True, message="measured"))
+    scheduler.step()
     while scheduler.has_work():
         scheduler.step()
     io.responses.clear()
