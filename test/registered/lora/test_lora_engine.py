@@ -39,6 +39,7 @@ DRAFTS = [
     {"speculative_algorithm": "EAGLE", "speculative_eagle_topk": 4, "page_size": 4},
     {"speculative_algorithm": "STANDALONE", "speculative_eagle_topk": 2},
     {"speculative_algorithm": "NGRAM"},
+    {"speculative_algorithm": "EAGLE3", "speculative_adaptive": True},
 ]
 
 

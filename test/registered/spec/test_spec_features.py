@@ -14,6 +14,7 @@ import torch
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.spec_accept import AcceptRecorder
+from sglang.test.spec_adaptive import InTurn
 from sglang.test.spec_matrix import SpecConfig
 from sglang.test.spec_parity import (
     CONTEXT,
@@ -116,12 +117,16 @@ ASKED = {
 class Pair:
     """Both engines, and prompts that the draft follows well."""
 
-    def __init__(self, root, config):
+    def __init__(self, root, config, **options):
         folders = ModelFolders(root)
         model = folders.target(config.model)
         self.plain = plain_engine(model, skip_tokenizer_init=False)
         self.spec = spec_engine(
-            folders, config, skip_tokenizer_init=False, max_total_tokens=16384
+            folders,
+            config,
+            skip_tokenizer_init=False,
+            max_total_tokens=16384,
+            **options,
         )
         self.recorder = AcceptRecorder(self.spec.scheduler)
         self.vocab_size = self.spec.scheduler.model_config.vocab_size
@@ -158,6 +163,7 @@ class Pair:
         return 1 + sum(run.accept_lens) > len(answer.output_ids)
 
 
+ADAPTIVE = {"speculative_adaptive": True, "skip_server_warmup": True}
 CONFIGS = {"tree": TREE, "chain": CHAIN, "ngram": NGRAM}
 
 
@@ -172,18 +178,33 @@ def test_same_answer(pair, name):
     assert pair.recorder.lens().total() > 0
 
 
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=list(CONFIGS))
+def test_everything_while_the_shape_changes(tmp_path, config):
+    pair = Pair(tmp_path, config, **ADAPTIVE)
+    shapes = pair.spec.scheduler.shapes
+    for iterations in (1, 3):
+        shapes.policy = InTurn(shapes, iterations)
+        pair.compare({}, *ASKED.values(), prompts=pair.prompts[:1])
+    assert pair.recorder.lens().total() > 0
+
+
+@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize(
     "config",
     [TREE, CHAIN, dataclasses.replace(TREE, algorithm="EAGLE", overlap=False), NGRAM],
     ids=["EAGLE3", "STANDALONE", "EAGLE", "NGRAM"],
 )
-def test_hidden_states_are_those_of_the_tokens_that_are_kept(tmp_path, config):
+def test_hidden_states_are_those_of_the_tokens_that_are_kept(tmp_path, config, in_turn):
     """Whole, or the last alone; also where the output ends inside an accepted run, and
     after a retraction."""
     folders = ModelFolders(tmp_path)
     flags = {"enable_return_hidden_states": True, "skip_tokenizer_init": False}
     plain = plain_engine(folders.target(config.model), **flags)
+    if in_turn:
+        flags |= ADAPTIVE
     spec = spec_engine(folders, config, max_total_tokens=1024, **flags)
+    if in_turn:
+        spec.scheduler.shapes.policy = InTurn(spec.scheduler.shapes, 2)
     stops = {"stop_token_ids": list(range(1, 256, 7)), "ignore_eos": True}
     options = [
         {"max_new_tokens": 24, "ignore_eos": True},

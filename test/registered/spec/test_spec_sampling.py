@@ -13,6 +13,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.scale import count
 from sglang.test.spec_accept import AcceptRecorder
+from sglang.test.spec_adaptive import InTurn
 from sglang.test.spec_matrix import SpecConfig
 from sglang.test.spec_world import (
     ModelFolders,
@@ -200,15 +201,21 @@ def config_of(algorithm, topk):
     )
 
 
-@pytest.mark.parametrize("topk", [1, 4])
-def test_a_seed_gives_the_output_of_plain_decoding_in_any_company(tmp_path, topk):
+@pytest.mark.parametrize(("topk", "in_turn"), [(1, False), (4, False), (4, True)])
+def test_a_seed_gives_the_output_of_plain_decoding_in_any_company(
+    tmp_path, topk, in_turn
+):
     folders = ModelFolders(tmp_path)
     engine = spec_engine(
         folders,
         config_of("STANDALONE", topk),
         max_total_tokens=8192,
         disable_radix_cache=True,
+        speculative_adaptive=in_turn,
+        skip_server_warmup=in_turn,
     )
+    if in_turn:
+        engine.scheduler.shapes.policy = InTurn(engine.scheduler.shapes, 3)
     rng = random.Random(1)
     prompt = [rng.randrange(250) for _ in range(30)]
     seeded = [
