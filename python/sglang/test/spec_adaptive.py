@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.managers.scheduler.draft_shapes import DraftShapes
@@ -24,7 +25,7 @@ class InTurn:
         self._iterations = iterations
         self._asked = 0
 
-    def choose(self, rows: int, behind: int) -> int:
+    def choose(self, rows: int, behind: Callable[[], int]) -> int:
         self._asked += 1
         return self._asked // self._iterations % self._count
 

@@ -68,7 +68,7 @@ class Machine:
         """Return tokens per second and request over that time."""
         spent = tokens = 0.0
         while spent < seconds:
-            index = self.chooser.choose(rows, 0)
+            index = self.chooser.choose(rows, lambda: 0)
             self.counts[index] += 1
             took = self.seconds(index, rows)
             spent += took
@@ -161,10 +161,10 @@ def test_catching_up_must_pay_off():
         chooser.observe(1, [machine.accepted(LADDER[1])], rows=16, seconds=None)
     speeds = chooser.speeds(16)
     assert max(speeds) > 1.02 * speeds[PLAIN]
-    assert chooser.choose(16, behind=10**6) == PLAIN
+    assert chooser.choose(16, lambda: 10**6) == PLAIN
     again = ShapeChooser(LADDER, chooser.costs)
     again.acceptance = chooser.acceptance
-    assert again.choose(16, behind=0) != PLAIN
+    assert again.choose(16, lambda: 0) != PLAIN
 
 
 if __name__ == "__main__":

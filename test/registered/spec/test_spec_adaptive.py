@@ -156,7 +156,7 @@ def test_a_table_by_batch_size(tmp_path):
     shapes = shapes_of(tmp_path, TABLED)
     small, wide = TreeShape.chain(1), TreeShape(topk=4, num_steps=3, num_draft_tokens=8)
     assert shapes.ladder == (None, small, wide)
-    assert [shapes.policy.choose(n, 0) for n in (1, 15, 16, 200)] == [2, 2, 0, 0]
+    assert [shapes.policy.choose(n, int) for n in (1, 15, 16, 200)] == [2, 2, 0, 0]
     assert not shapes.measures
 
 

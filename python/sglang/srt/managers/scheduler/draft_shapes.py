@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.arg_groups.adaptive_hook import draft_ladder
@@ -26,12 +26,12 @@ if TYPE_CHECKING:
 class ShapePolicy(Protocol):
     """Chooses indices of a ladder."""
 
-    def choose(self, rows: int, behind: int) -> int:
+    def choose(self, rows: int, behind: Callable[[], int]) -> int:
         """Return the index for the next iteration.
 
         Args:
-            rows: requests that decode. behind: tokens of all of them that the draft has
-                to catch up before it drafts.
+            rows: requests that decode. behind: returns the tokens of all of them that
+                the draft has to catch up before it drafts.
         """
 
 
@@ -41,7 +41,7 @@ class FixedShape:
     def __init__(self, index: int) -> None:
         self._index = index
 
-    def choose(self, rows: int, behind: int) -> int:
+    def choose(self, rows: int, behind: Callable[[], int]) -> int:
         return self._index
 
 
@@ -55,7 +55,7 @@ class ShapeTable:
     def __init__(self, rows: list[tuple[int, int]]) -> None:
         self._rows = rows
 
-    def choose(self, rows: int, behind: int) -> int:
+    def choose(self, rows: int, behind: Callable[[], int]) -> int:
         return [index for size, index in self._rows if size <= max(rows, 1)][-1]
 
 
@@ -65,7 +65,7 @@ class ShapesInTurn:
     def __init__(self, count: int) -> None:
         self._indices = itertools.cycle(range(count))
 
-    def choose(self, rows: int, behind: int) -> int:
+    def choose(self, rows: int, behind: Callable[[], int]) -> int:
         return next(self._indices)
 
 
@@ -87,6 +87,7 @@ class DraftShapes:
 
     def __init__(self, server_args: ServerArgs) -> None:
         self.ladder: tuple[TreeShape | None, ...] = (None,)
+        self._indices: dict[TreeShape | None, int] = {None: PLAIN}
         self.is_adaptive = server_args.speculative_adaptive
         self._chooser: ShapeChooser | None = None
         # When the last result was processed, if that was a decode step's.
@@ -96,9 +97,10 @@ class DraftShapes:
             return
         found = draft_ladder(server_args)
         self.ladder = (None, *found.shapes)
+        self._indices = {shape: i for i, shape in enumerate(self.ladder)}
         if found.table is not None:
-            index = self.ladder.index
-            self.policy = ShapeTable([(size, index(s)) for size, s in found.table])
+            rows = [(size, self._indices[shape]) for size, shape in found.table]
+            self.policy = ShapeTable(rows)
         else:
             self.policy = FixedShape(len(found.shapes))
 
@@ -124,13 +126,10 @@ class DraftShapes:
 
     def choose(self, batches: RunningBatches) -> int:
         """Return the index for the next iteration."""
-        if not self.is_adaptive:
-            return self.policy.choose(0, 0)
-        reqs = batches.decoding()
-        if not reqs:
+        reqs = batches.decoding() if self.is_adaptive else []
+        if self.is_adaptive and not reqs:
             return PLAIN
-        behind = sum([req.behind for req in reqs])
-        return self.policy.choose(len(reqs), behind)
+        return self.policy.choose(len(reqs), lambda: sum([req.behind for req in reqs]))
 
     def observe(self, launched: LaunchRecord, result: GenerationBatchResult) -> None:
         """Learn from a result, before it is processed."""
@@ -145,7 +144,7 @@ class DraftShapes:
         if lens is not None:
             accepted = [lens[row] - 1 for row in launched.live_rows()]
         chooser.observe(
-            self.ladder.index(launched.shape),
+            self._indices[launched.shape],
             accepted,
             rows=len(launched.reqs),
             seconds=None if before is None else now - before,

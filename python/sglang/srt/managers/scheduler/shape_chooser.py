@@ -8,7 +8,7 @@ time at most.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,8 @@ TRYING = 0.004
 """Share of the time that may be lost by trying shapes."""
 TRIAL_ITERATIONS, TRIAL_DRAFTS = 4, 16
 """Iterations of a trial, and drafts of all requests together, at least."""
+TIMED_TOGETHER = 2
+"""Iterations whose mean time is learned at once."""
 MAX_PATIENCE = 32.0
 """A trial in vain doubles what the next one of that shape must have saved, up to this
 factor."""
@@ -53,6 +55,16 @@ class _Standing:
     left: int = 0
 
 
+@dataclass(slots=True, kw_only=True)
+class _Timed:
+    """Iterations of one shape and size whose mean time is to be learned."""
+
+    index: int
+    rows: int
+    count: int = 0
+    seconds: float = 0.0
+
+
 class ShapeChooser:
     """A `ShapePolicy` by measured costs and acceptance.
 
@@ -66,9 +78,10 @@ class ShapeChooser:
         self.costs = costs
         self.acceptance = Acceptance([shape for shape in ladder if shape is not None])
         self._standings: dict[int, _Standing] = {}
+        self._timed = _Timed(index=PLAIN, rows=0)
         self._before = PLAIN
 
-    def choose(self, rows: int, behind: int) -> int:
+    def choose(self, rows: int, behind: Callable[[], int]) -> int:
         """As `ShapePolicy.choose`."""
         standing = self._standings.get(size_class(rows))
         if standing is None:
@@ -78,11 +91,11 @@ class ShapeChooser:
             if not standing.left:
                 standing.asked = DECIDE_EVERY
             return standing.trial
-        standing.asked += 1
-        standing.saved += TRYING * self.costs.expected(standing.index, rows)
-        if standing.asked >= DECIDE_EVERY:
-            standing.asked = 0
-            self._decide(standing, rows, behind)
+        if standing.asked < DECIDE_EVERY:
+            standing.asked += 1
+            return standing.index
+        standing.asked = 1
+        self._decide(standing, rows, behind())
         self._before = standing.index
         return standing.trial if standing.left else standing.index
 
@@ -96,10 +109,17 @@ class ShapeChooser:
             rows: all requests of the iteration.
             seconds: that it took, if nothing else ran in between.
         """
-        shape = self._ladder[index]
-        self.acceptance.observe(shape, accepted)
-        if seconds is not None:
-            self.costs.observe(index, rows, seconds)
+        self.acceptance.observe(self._ladder[index], accepted)
+        if seconds is None:
+            return
+        timed = self._timed
+        if timed.index != index or timed.rows != rows:
+            timed = self._timed = _Timed(index=index, rows=rows)
+        timed.count += 1
+        timed.seconds += seconds
+        if timed.count == TIMED_TOGETHER:
+            self.costs.observe(index, rows, timed.seconds / timed.count)
+            timed.count, timed.seconds = 0, 0.0
 
     def speeds(self, rows: int) -> list[float]:
         """Return the expected tokens per second and request of each index."""
@@ -114,6 +134,7 @@ class ShapeChooser:
 
     def _decide(self, standing: _Standing, rows: int, behind: int) -> None:
         speeds, old = self.speeds(rows), standing.index
+        standing.saved += TRYING * DECIDE_EVERY * self.costs.expected(old, rows)
         best = max(range(len(speeds)), key=speeds.__getitem__)
         ratio = speeds[best] / speeds[old]
         late = self._catch_up_seconds(rows, behind) if old == PLAIN else 0.0

@@ -7,12 +7,12 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping, Sequence
 
-SETTLING = 6
-"""Iterations after a change that tell what a shape costs beside the others; later ones
-tell what has changed for all, such as longer contexts."""
+SETTLING = 4
+"""Observations after a change that tell what a shape costs beside the others; later
+ones tell what has changed for all, such as longer contexts."""
 OWN_WEIGHT, COMMON_WEIGHT = 0.1, 0.05
 FORGET = 1e-3
-"""Share of a shape's own correction that is forgotten in an iteration: without this,
+"""Share of a shape's own correction that is forgotten at an observation: without this,
 noise would move those of the shapes that are seen away from the others."""
 
 
@@ -61,7 +61,7 @@ class StepCosts:
         return max(base + common, base / 4) if self._adds else base * common
 
     def observe(self, index: int, rows: int, seconds: float) -> None:
-        """Correct the costs by an iteration that took `seconds`."""
+        """Correct the costs: iterations took `seconds` each."""
         size = size_class(rows)
         due = self.expected(index, rows)
         # A pause of the machine says nothing about a shape.

@@ -1,0 +1,125 @@
+"""Adaptive draft shapes on the CPU: the demo model and its EAGLE3 head on code.
+
+python benchmark/cpu/bench_shapes.py [--batch-size 1 4 16] [--rounds 5]
+
+Requests are served to their end: without speculation, with each shape of the ladder,
+and with the shape that is chosen, in alternating rounds. Tokens per second of the
+process's own time, so that other processes count less; `share` is the adaptive speed
+over that of the best of the others. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+
+from sglang.srt.managers.messages.io_struct import GenerateReq
+from sglang.srt.managers.scheduler.build import build_scheduler
+from sglang.srt.managers.scheduler.draft_shapes import FixedShape
+from sglang.srt.managers.scheduler.scheduler import Scheduler
+from sglang.srt.managers.scheduler.scheduler_io import ListIO
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.test.spec_prompts import code_prompts
+
+DRAFTS: dict[str, Any] = {
+    "speculative_algorithm": "EAGLE3",
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+    "speculative_adaptive": True,
+}
+
+
+class Served:
+    """A scheduler that serves prompts to their end."""
+
+    def __init__(self, **flags: Any) -> None:
+        self._io = ListIO()
+        args = ServerArgs(
+            device="cpu",
+            skip_tokenizer_init=True,
+            max_total_tokens=32768,
+            disable_radix_cache=True,
+            log_level="error",
+            **flags,
+        )
+        self.scheduler: Scheduler = build_scheduler(args, self._io)
+        self._prompts = code_prompts()
+        self._asked = 0
+
+    def speed(self, rows: int, tokens: int) -> float:
+        """Return tokens per second of this process."""
+        for _ in range(rows):
+            prompt = self._prompts[self._asked % len(self._prompts)]
+            self._asked += 1
+            self._io.requests.append(
+                GenerateReq(
+                    rid=str(self._asked),
+                    input_ids=prompt,
+                    sampling_params=SamplingParams(
+                        max_new_tokens=tokens, temperature=0.0, ignore_eos=True
+                    ),
+                )
+            )
+        began = time.process_time()
+        while self.scheduler.step() or self.scheduler.has_work():
+            pass
+        self._io.responses.clear()
+        return rows * tokens / (time.process_time() - began)
+
+
+def measure(rows: int, args: argparse.Namespace, *engines: Served) -> dict[str, float]:
+    plain, drafting = engines
+    shapes = drafting.scheduler.shapes
+    chosen = shapes.policy
+    modes = {"plain": None} | {
+        "none" if shape is None else f"{shape.num_steps},{shape.topk}": FixedShape(
+            index
+        )
+        for index, shape in enumerate(shapes.ladder)
+    }
+    modes["adaptive"] = chosen
+    found: dict[str, list[float]] = {name: [] for name in modes}
+    for _ in range(args.rounds):
+        for name, policy in modes.items():
+            engine = drafting
+            if policy is None:
+                engine = plain
+            else:
+                shapes.policy = policy
+            # All modes get the same prompts.
+            engine._asked = 0
+            found[name].append(engine.speed(rows, args.tokens))
+    shapes.policy = chosen
+    return {name: statistics.median(speeds) for name, speeds in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--tokens", type=int, default=160)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    torch.set_num_threads(args.threads)
+    engines = Served(), Served(**DRAFTS)
+    results = []
+    for rows in args.batch_size:
+        speeds = measure(rows, args, *engines)
+        own = speeds.pop("adaptive")
+        best = max(speeds, key=speeds.__getitem__)
+        share = own / speeds[best]
+        results.append({"rows": rows, "adaptive": own, "share": share} | speeds)
+        each = "  ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
+        print(f"{rows:3d}  {each}  adaptive {own:.0f}  share {share:.3f}", flush=True)
+    print(json.dumps({"benchmark": "bench_shapes", "results": results}))
+
+
+if __name__ == "__main__":
+    main()
