@@ -25,8 +25,9 @@ class StateCopies:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DueCheckpoints:
-    """Checkpoints that a verification takes of the rows whose accepted path reaches
-    them, which only the device knows. int64 [N] each, contiguous.
+    """Checkpoints that a decode step takes of the rows that reach them, which only the
+    device knows: by the accepted path of a verification, or by one token. int64 [N]
+    each, contiguous.
 
     Fields:
         rows: of the batch. ends: tokens before the checkpoint. slots: of checkpoints,
@@ -47,6 +48,19 @@ class DueCheckpoints:
         """
         lens = self.ends - prefix_lens[self.rows]
         return lens.where((lens > 0) & (lens <= accept_lens[self.rows]), 0)
+
+    def after_one_token(self, lens: Tensor, state_slots: Tensor) -> StateCopies:
+        """Return the copies after a step of one token per row; where it does not reach
+        a checkpoint, scratch is copied to itself.
+
+        Args:
+            lens: [R], tokens folded after the step. state_slots: [R], of the rows.
+        """
+        is_due = lens[self.rows] == self.ends
+        return StateCopies(
+            dst=self.slots.where(is_due, 0),
+            src=state_slots[self.rows].where(is_due, 0),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -26,6 +26,7 @@ from sglang.srt.forward.batch import (
     InputEmbeds,
     InputLogprobSpan,
 )
+from sglang.srt.forward.state_plan import StatePlan
 from sglang.srt.managers.batch.state_plans import PrefillSpan
 from sglang.srt.mem_cache.common import extend_rows, release_unread
 from sglang.srt.sampling.logprobs import LogprobRequest
@@ -36,7 +37,6 @@ from sglang.srt.utils.vectors import padded_vectors
 
 if TYPE_CHECKING:
     from sglang.srt.configs.draft_layout import TreeShape
-    from sglang.srt.forward.state_plan import StatePlan
     from sglang.srt.managers.batch.req import Req
     from sglang.srt.managers.batch.state_plans import StatePlanner
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
@@ -577,6 +577,9 @@ class ScheduleBatch:
         self._prefix_lens_device, self.seq_lens = starts, starts + 1
         slots = self.env.cache.req_to_token_pool.req_to_token[rows, starts]
         self._out_cache_loc = slots.long()
+        if self.state_plan is not None and self.state_plan.due is not None:
+            save = self.state_plan.due.after_one_token(self.seq_lens, rows)
+            self.state_plan = StatePlan(save=save)
 
     def _decode_forward_batch(
         self, sampling_info: SamplingBatchInfo, hidden_mode: CaptureHiddenMode

@@ -79,4 +79,4 @@ def _ahead(server_args: ServerArgs) -> int:
     if server_args.speculative_algorithm is None:
         return 0
     verifications = 1 if server_args.disable_overlap_schedule else 2
-    return verifications * server_args.tree_shape.accept_width
+    return verifications * max(shape.accept_width for shape in server_args.tree_shapes)
