@@ -83,8 +83,8 @@ def test_pages_may_differ(tmp_path, kind, page_sizes):
     ("decode_args", "named"),
     [
         (
-            {"page_size": 96, "chunked_prefill_size": 192},
-            "--page-size, tokens of a unit: 96 there, 64 here",
+            {"page_size": 128},
+            "--page-size, tokens of a unit: 128 there, 64 here",
         ),
         ({"kv_canary": "none"}, "--kv-canary off there, on here"),
         ({"dtype": "bfloat16"}, "--dtype bfloat16 there, float32 here"),

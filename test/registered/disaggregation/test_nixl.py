@@ -92,7 +92,9 @@ sys.stdin.read()
 def test_memory_is_out_of_use_while_a_read_has_not_ended(monkeypatch, end):
     """A sender is stopped, or dies, in the middle of a read. A stopped one may go on,
     and then the rest of the read is written: to memory of nobody else."""
-    monkeypatch.setenv("UCX_TLS", "tcp")  # Over shared memory a read is over at once.
+    # Over shared memory a read is over at once. NIXL wants copies of a GPU's memory.
+    has_gpu = torch.cuda.is_available()
+    monkeypatch.setenv("UCX_TLS", "tcp,cuda_copy" if has_gpu else "tcp")
     monkeypatch.setattr(nixl_transport, "_READ_SECONDS", 1.0)
     layout = UnitLayout(4, (SlotTensor("k", torch.zeros(1, 4, 1 << 20)),))
     size = layout.bytes_per_unit

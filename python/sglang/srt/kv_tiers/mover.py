@@ -199,35 +199,38 @@ class Mover:
         return Load(deliveries, event)
 
     def _deliver(self, shipment: Shipment) -> Delivery:
-        layout = shipment.group.layout
+        layout, units = shipment.group.layout, shipment.units
         slots, rows = self._upload(shipment.slots), self._upload(shipment.rows)
-        expected = [self._upload(words) for words in shipment.expected]
-        verdicts, records = [], []
-        bounds = torch.searchsorted(
-            shipment.rows,
-            torch.tensor(
-                [end * layout.slots for end in range(len(shipment.units) + 1)]
-            ),
-        ).tolist()
-        for begin, end in _chunks(len(shipment.units), layout.bytes_per_unit):
-            buffer = self._fetch(shipment.units[begin:end], layout.bytes_per_unit)
-            own = slice(bounds[begin], bounds[end])
-            own_rows = rows[own] - begin * layout.slots
-            arrived = layout.scatter(buffer, slots[own], own_rows)
+        shape = (len(units), layout.tail_bytes)
+        tails = torch.empty(shape, dtype=torch.uint8, device=self.device)
+        chunks = _chunks(len(units), layout.bytes_per_unit)
+        # All chunks but the last have as many rows.
+        in_chunk = self._upload(shipment.rows % (chunks[0][1] * layout.slots))
+        ends = torch.tensor([end * layout.slots for _, end in chunks])
+        first = 0
+        for (begin, end), last in zip(
+            chunks, torch.searchsorted(shipment.rows, ends).tolist(), strict=True
+        ):
+            buffer = self._fetch(units[begin:end], layout.bytes_per_unit)
+            layout.scatter(buffer, slots[first:last], in_chunk[first:last])
+            tails[begin:end].copy_(layout.tails(buffer))
             self._buffers.was_read()
-            found = zip(shipment.group.records, arrived.records, expected, strict=True)
-            wrong = [
-                _differs(words, due[own], mask=records_of.identity_mask)
-                for records_of, words, due in found
-            ]
-            is_expected = ~_any_row(wrong, own_rows, shape=(end - begin, layout.slots))
-            verdicts.append(torch.stack((arrived.is_intact, is_expected), dim=1))
-            records.append(arrived.records)
+            first = last
+        arrived = layout.compare(tails, slots, rows)
+        every = zip(
+            shipment.group.records, arrived.records, shipment.expected, strict=True
+        )
+        wrong = [
+            _differs(words, self._upload(due), mask=records.identity_mask)
+            for records, words, due in every
+        ]
+        is_expected = ~_any_row(wrong, rows, shape=(len(units), layout.slots))
+        verdicts = torch.stack((arrived.is_intact, is_expected), dim=1)
         return Delivery(
             shipment=shipment,
             slots=slots,
-            records=[torch.cat(parts) for parts in zip(*records, strict=True)],
-            verdicts=self._to_host(torch.cat(verdicts)),
+            records=arrived.records,
+            verdicts=self._to_host(verdicts),
         )
 
     def _fetch(self, units: Sequence[Tensor], size: int) -> Tensor:

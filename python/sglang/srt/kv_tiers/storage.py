@@ -70,7 +70,7 @@ class Reading:
     Attributes:
         units: what was read so far, by group and key. damages: files that held
             something else.
-        is_done: whether nothing more comes.
+        left: units that were not looked at. is_done: whether nothing more comes.
         is_over: set when nobody wants more.
     """
 
@@ -78,8 +78,18 @@ class Reading:
     tokens: int
     units: dict[tuple[int, UnitKey], Tensor] = field(default_factory=dict)
     damages: list[Damage] = field(default_factory=list)
-    is_done: bool = False
+    left: int = 0
     is_over: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def is_done(self) -> bool:
+        return self.left == 0
+
+    def note_read(self) -> None:
+        """Count a unit that was looked at; any thread may do it."""
+        with self._lock:
+            self.left -= 1
 
 
 class Storage:
@@ -237,7 +247,9 @@ class Storage:
         due = [(0, unit) for unit in wanted]
         due += self._needed(wanted, is_known)
         due = [(group, unit) for group, unit in due if not is_known(group, unit.key)]
-        self._readers.submit(self._read, reading, due)
+        reading.left = len(due)
+        for group, unit in due:
+            self._readers.submit(self._read, reading, group, unit)
         return reading
 
     def _needed(
@@ -263,16 +275,14 @@ class Storage:
                 return needed
         return []
 
-    def _read(self, reading: Reading, due: Sequence[tuple[int, NamedUnit]]) -> None:
+    def _read(self, reading: Reading, group: int, unit: NamedUnit) -> None:
         try:
-            for group, unit in due:
-                if reading.is_over:
-                    return
+            if not reading.is_over:
                 self._read_one(reading, group, unit)
         except Exception:
             logger.exception("reading KV from %s failed", self._folder)
         finally:
-            reading.is_done = True
+            reading.note_read()
 
     def _read_one(self, reading: Reading, group: int, unit: NamedUnit) -> None:
         try:

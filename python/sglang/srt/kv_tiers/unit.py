@@ -215,9 +215,8 @@ class UnitLayout:
         [n]."""
         return _slot_sums(((t.words, slots) for t in self._every), like=slots)
 
-    def scatter(self, units: Tensor, slots: Tensor, rows: Tensor) -> Arrived:
-        """Copy units into slots, without their records, and compare sums with what
-        lies there afterwards.
+    def scatter(self, units: Tensor, slots: Tensor, rows: Tensor) -> None:
+        """Copy units into slots, without their records.
 
         Args:
             units: uint8 [n, bytes_per_unit] on the device.
@@ -225,27 +224,53 @@ class UnitLayout:
             rows: int64 [k] on the device, ascending: which of the n * self.slots rows
                 go there.
         """
-        places = []
         for number, tensor in enumerate(self.tensors):
             scatter_rows(tensor.words, slots, self.part(units, number), rows)
-            places.append((tensor.words, slots))
-        first = len(self.tensors)
+
+    def tails(self, units: Tensor) -> Tensor:
+        """Return what proves units [n, bytes_per_unit], their records and sums: a view
+        uint8 [n, tail_bytes]."""
+        return units[:, self._tail_begin : self.bytes_per_unit]
+
+    @property
+    def tail_bytes(self) -> int:
+        return self.bytes_per_unit - self._tail_begin
+
+    @property
+    def _tail_begin(self) -> int:
+        return self.offsets[len(self.tensors)]
+
+    def compare(self, tails: Tensor, slots: Tensor, rows: Tensor) -> Arrived:
+        """Compare the sums of units with what lies in the slots that they were copied
+        to.
+
+        Args:
+            tails: uint8 [n, tail_bytes] on the device, contiguous.
+            slots, rows: as in `scatter`.
+        """
+        places = [(tensor.words, slots) for tensor in self.tensors]
         records = [
-            self._rows(units, first + number, rows)
+            self._record_rows(tails, number, rows)
             for number in range(len(self.records))
         ]
         every = torch.arange(len(rows), device=rows.device)
         places += [(words, every) for words in records]
         found = _slot_sums(places, like=slots)
-        differs = torch.zeros_like(self.sums(units).reshape(-1))
-        differs[rows] = (found != self.sums(units).reshape(-1)[rows]).to(_SUM)
-        is_intact = differs.view(len(units), self.slots).sum(dim=1) == 0
+        begin = self.offsets[-1] - self._tail_begin
+        due = tails[:, begin:].view(_SUM).reshape(-1)
+        differs = torch.zeros_like(due)
+        differs[rows] = (found != due[rows]).to(_SUM)
+        is_intact = differs.view(len(tails), self.slots).sum(dim=1) == 0
         return Arrived(is_intact, [words[0] for words in records])
 
-    def _rows(self, units: Tensor, number: int, rows: Tensor) -> Tensor:
-        """Return some rows of tensor `number`, [layers, k, words]."""
-        part = self.part(units, number).transpose(0, 1)
-        return part.reshape(part.shape[0], -1, part.shape[3]).index_select(1, rows)
+    def _record_rows(self, tails: Tensor, number: int, rows: Tensor) -> Tensor:
+        """Return some rows of records `number`, [1, k, words]."""
+        tensor = self.records[number]
+        begin = self.offsets[len(self.tensors) + number] - self._tail_begin
+        size = tensor.bytes_per_slot * self.slots
+        words = tails[:, begin : begin + size].view(tensor.words.dtype)
+        width = tensor.words.shape[2]
+        return words.reshape(1, -1, width).index_select(1, rows)
 
 
 def _slot_sums(places: Iterable[tuple[Tensor, Tensor]], *, like: Tensor) -> Tensor:
