@@ -83,49 +83,35 @@ def scatter_kernel(
         tl.store(target + place, word, mask=inside)
 
 
-def _block(width: int) -> int:
-    size: int = triton.next_power_of_2(width)
-    return min(size, MOST_WORDS)
+def _sizes(rows: Tensor, words: Tensor) -> tuple[int, ...]:
+    """Return the values of `_NUMBERS`."""
+    return (rows.shape[2], words.shape[2], rows.stride(0), *words.stride()[:2])
+
+
+def _options(words: Tensor) -> dict[str, int]:
+    width = triton.next_power_of_2(words.shape[2])
+    return {"BLOCK": min(width, MOST_WORDS), "num_warps": 4}
 
 
 def gather_rows(
     rows: Tensor, sums: Tensor, words: Tensor, slots: Tensor, *, first_layer: int
 ) -> None:
     """`gather_rows` of `op.py`."""
-    layers, _, width = words.shape
-    if not len(slots):
-        return
-    gather_kernel[(len(slots), layers)](
-        rows,
-        sums,
-        words,
-        slots,
-        first_layer,
-        rows.shape[2],
-        width,
-        rows.stride(0),
-        words.stride(0),
-        words.stride(1),
-        BLOCK=_block(width),
-        num_warps=4,
-    )
+    if len(slots):
+        gather_kernel[(len(slots), len(words))](
+            rows,
+            sums,
+            words,
+            slots,
+            first_layer,
+            *_sizes(rows, words),
+            **_options(words),
+        )
 
 
 def scatter_rows(words: Tensor, slots: Tensor, rows: Tensor, numbers: Tensor) -> None:
     """`scatter_rows` of `op.py`."""
-    layers, _, width = words.shape
-    if not len(slots):
-        return
-    scatter_kernel[(len(slots), layers)](
-        words,
-        slots,
-        rows,
-        numbers,
-        rows.shape[2],
-        width,
-        rows.stride(0),
-        words.stride(0),
-        words.stride(1),
-        BLOCK=_block(width),
-        num_warps=4,
-    )
+    if len(slots):
+        scatter_kernel[(len(slots), len(words))](
+            words, slots, rows, numbers, *_sizes(rows, words), **_options(words)
+        )
