@@ -11,9 +11,9 @@ moves    copies of pinned memory alone, which are the floor; storing and loading
 hits     first token of a prompt of --input-len tokens: computed, from host memory, and
          from the device
 decode   --rows requests decode while units are stored as fast as an engine would
+files    first token of the prompt from files
 chat     --users talk in turns with three times as much KV as the device holds, with
          host memory and without
-files    first token of the prompt from files
 
 Medians of --repeats. The last line is one JSON document.
 """
@@ -42,7 +42,7 @@ from sglang.srt.managers.messages.io_struct import BatchOutput
 from sglang.test.harness import EngineHarness
 from sglang.test.tiny_models import write_tiny_model
 
-CASES = ("moves", "hits", "decode", "chat", "files")
+CASES = ("moves", "hits", "decode", "files", "chat")
 COPIED_BYTES = 1 << 29
 NEW_TOKENS = 1
 # Steps until all rows decode and nothing of their start is left.
@@ -401,10 +401,11 @@ def measure(args: argparse.Namespace, folder: Path) -> Json:
             report["decode_step_s"] = decode(engine)
         del engine
         free_memory()
-    if "chat" in args.case:
-        report["chat"] = chat(args, model)
     if "files" in args.case:
         report["files_s"] = files(Engine(args, model, folder / "kv"))
+        free_memory()
+    if "chat" in args.case:
+        report["chat"] = chat(args, model)
     return report
 
 

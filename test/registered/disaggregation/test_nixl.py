@@ -16,7 +16,6 @@ import torch
 
 from sglang.srt.arg_groups.tiers_hook import NIXL_MODULES
 from sglang.srt.disaggregation import nixl_transport
-from sglang.srt.disaggregation.landing import LandingMemory
 from sglang.srt.disaggregation.link import Pace
 from sglang.srt.disaggregation.messages import (
     PROTOCOL,
@@ -27,6 +26,7 @@ from sglang.srt.disaggregation.messages import (
 )
 from sglang.srt.disaggregation.nixl_transport import NixlInlet
 from sglang.srt.disaggregation.receiver import Address, Receiver
+from sglang.srt.kv_tiers.landing import LandingMemory
 from sglang.srt.kv_tiers.unit import SlotTensor, UnitLayout
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.engine_pairs import engine_pair, serve_random

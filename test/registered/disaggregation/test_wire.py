@@ -15,7 +15,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from sglang.srt.disaggregation.landing import LandingMemory
 from sglang.srt.disaggregation.link import Pace
 from sglang.srt.disaggregation.listener import MAX_ASKS, MAX_KEYS, Listener
 from sglang.srt.disaggregation.messages import (
@@ -37,6 +36,7 @@ from sglang.srt.disaggregation.messages import (
 )
 from sglang.srt.disaggregation.receiver import Address, Receiver
 from sglang.srt.disaggregation.transport import TcpInlet
+from sglang.srt.kv_tiers.landing import LandingMemory
 from sglang.srt.kv_tiers.unit import SlotTensor, UnitLayout
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count

@@ -15,6 +15,7 @@ from kv_canary.reporter import CanaryViolation
 from sglang.srt.kv_tiers import files as unit_files
 from sglang.srt.kv_tiers.damage import DamageKind
 from sglang.srt.kv_tiers.files import BadUnit, FileLimits, FileStore, open_folder
+from sglang.srt.kv_tiers.landing import LandingMemory
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
@@ -29,9 +30,11 @@ SIZE = 256
 ELEMENTS = np.arange(8, dtype=np.int64)
 
 
-def store(folder, *, max_bytes=1 << 20, max_age=None, identity=IDENTITY):
+def store(folder, *, max_bytes=1 << 20, max_age=None, identity=IDENTITY, landing=None):
     limits = FileLimits(max_bytes=max_bytes, max_age=max_age)
-    return FileStore(folder, identity=identity, size=SIZE, limits=limits)
+    return FileStore(
+        folder, identity=identity, size=SIZE, limits=limits, landing=landing
+    )
 
 
 def key_of(number):
@@ -69,6 +72,36 @@ def test_what_is_written_is_read_also_after_a_restart(tmp_path):
     again.drop([key_of(2)])
     assert read(files, 2) is None
     assert len(files) == 2
+
+
+def test_files_are_read_to_landing_memory_while_there_is_room(tmp_path):
+    landing = LandingMemory(1024, is_pinned=False)
+    files = store(tmp_path, landing=landing)
+    for number in (1, 2, 3):
+        write(files, number)
+    assert files.total_bytes > landing.size > files.total_bytes * 2 // 3
+
+    def unit(number):
+        where = {"position": 8 * number, "elements": ELEMENTS + number}
+        return files.read(key_of(number), **where)
+
+    units = [unit(number) for number in (1, 2, 3)]
+    begin = landing.memory.data_ptr()
+    inside = [0 <= one.data_ptr() - begin < landing.size for one in units]
+    assert inside == [True, True, False]
+    assert [one.numpy().tobytes() for one in units] == [content(n) for n in (1, 2, 3)]
+    assert landing.free_bytes < landing.size // 3
+    units.clear()
+    assert landing.is_whole
+    path = files.path(key_of(1))
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(BadUnit):
+        unit(1)
+    path = files.path(key_of(2))
+    path.write_bytes(path.read_bytes() + b"more")
+    with pytest.raises(BadUnit):
+        unit(2)
+    assert landing.is_whole
 
 
 def test_the_least_recently_used_go_first(tmp_path):

@@ -35,8 +35,8 @@ from sglang.srt.kv_tiers.damage import DamageKind
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from sglang.srt.disaggregation.landing import LandingMemory, Range
     from sglang.srt.disaggregation.transport import Inlet, Wire
+    from sglang.srt.kv_tiers.landing import LandingMemory, Range
     from sglang.srt.kv_tiers.unit import UnitKey, UnitLayout
 
 logger = logging.getLogger(__name__)

@@ -34,6 +34,7 @@ from sglang.srt.kv_tiers.damage import DamageKind
 from sglang.srt.kv_tiers.unit import KEY_BYTES, with_descendants
 
 if TYPE_CHECKING:
+    from sglang.srt.kv_tiers.landing import LandingMemory
     from sglang.srt.kv_tiers.unit import UnitKey
     from sglang.srt.mem_cache.page_ledger import IntArray
 
@@ -107,7 +108,7 @@ def encode_unit(
 
 
 def decode_unit(
-    data: bytearray,
+    data: bytearray | memoryview,
     identity: bytes,
     key: UnitKey,
     *,
@@ -150,14 +151,22 @@ class FileStore:
     Args:
         folder: folder of the group; made if there is none.
         size: bytes of a unit.
+        landing: memory to which files are read as long as there is room.
 
     Raises:
         OSError: the folder cannot be made or listed.
     """
 
     def __init__(
-        self, folder: Path, *, identity: bytes, size: int, limits: FileLimits
+        self,
+        folder: Path,
+        *,
+        identity: bytes,
+        size: int,
+        limits: FileLimits,
+        landing: LandingMemory | None = None,
     ) -> None:
+        self._landing = landing
         self._folder = folder
         self._identity = identity
         self._size = size
@@ -242,9 +251,35 @@ class FileStore:
         file = self._files.get(key)
         if file is None:
             return None
+        if self._landing is None:
+            return self._read(key, file, None, position=position, elements=elements)
+        place = self._landing.take(file.size)
+        if place is None:
+            return self._read(key, file, None, position=position, elements=elements)
+        unit = None
+        room = memoryview(self._landing.view(place).numpy())[: file.size]
+        try:
+            unit = self._read(key, file, room, position=position, elements=elements)
+        finally:
+            if unit is None:
+                self._landing.give(place)
+            else:
+                self._landing.lend_until(unit, place)
+        return unit
+
+    def _read(
+        self,
+        key: UnitKey,
+        file: UnitFile,
+        room: memoryview | None,
+        *,
+        position: int,
+        elements: IntArray,
+    ) -> torch.Tensor | None:
+        """As `read`, into `room` [file.size] if there is some."""
         path = self._path(key, file.parent)
         try:
-            data = _read_file(path, most=file.size)
+            data = _read_file(path, most=file.size, room=room)
         except FileNotFoundError:
             self._forget(key)
             return None
@@ -376,12 +411,15 @@ def _parse_name(name: str) -> tuple[UnitKey, UnitKey] | None:
         return None
 
 
-def _read_file(path: Path, *, most: int) -> bytearray:
-    """Return a file's bytes, at most one more than `most`, without following a link."""
+def _read_file(
+    path: Path, *, most: int, room: memoryview | None
+) -> bytearray | memoryview:
+    """Return a file's bytes, at most one more than `most`, without following a link: in
+    `room` [most] if they are as many."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     with os.fdopen(descriptor, "rb") as file:
         size = min(os.fstat(descriptor).st_size, most + 1)
-        data = bytearray(size)
+        data = bytearray(size) if room is None or size != most else room
         filled = file.readinto(data)
         return data[: filled or 0]
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from sglang.srt.kv_tiers.files import FileLimits
     from sglang.srt.kv_tiers.group import TierGroup
     from sglang.srt.kv_tiers.host_pool import HostPool
+    from sglang.srt.kv_tiers.landing import LandingMemory
     from sglang.srt.kv_tiers.unit import UnitKey
     from sglang.srt.mem_cache.page_ledger import IntArray
 
@@ -98,6 +99,7 @@ class Storage:
     Args:
         folder: the rank's folder.
         size: tokens of a unit.
+        landing: memory to which files are read as long as there is room.
     """
 
     def __init__(
@@ -108,6 +110,7 @@ class Storage:
         identity: bytes,
         size: int,
         limits: FileLimits,
+        landing: LandingMemory | None = None,
     ) -> None:
         self._folder = folder
         self._groups = list(groups)
@@ -118,6 +121,7 @@ class Storage:
                 identity=identity,
                 size=group.layout.bytes_per_unit,
                 limits=limits,
+                landing=landing,
             )
             for group in groups
         ]

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from sglang.srt.disaggregation.landing import LandingMemory
 from sglang.srt.disaggregation.link import Pace
 from sglang.srt.disaggregation.listener import Listener
 from sglang.srt.disaggregation.messages import PROTOCOL, EngineIdentity
@@ -18,6 +17,7 @@ from sglang.srt.disaggregation.receiver import Receiver
 from sglang.srt.disaggregation.sender import Sender
 from sglang.srt.disaggregation.transport import create_inlet, create_outlet
 from sglang.srt.environ import envs
+from sglang.srt.kv_tiers.landing import LandingMemory
 from sglang.srt.managers.scheduler.decode_side import DecodeSide
 from sglang.srt.managers.scheduler.handover import Handover
 from sglang.srt.managers.scheduler.model_digest import loading_flags

@@ -18,6 +18,7 @@ from sglang.srt.kv_canary.tier_records import create_tier_records
 from sglang.srt.kv_canary.tier_report import TierReporter
 from sglang.srt.kv_tiers.files import FileLimits, open_folder
 from sglang.srt.kv_tiers.group import TierGroup
+from sglang.srt.kv_tiers.landing import LandingMemory
 from sglang.srt.kv_tiers.mover import MOST_STORED_AT_ONCE, Mover
 from sglang.srt.kv_tiers.places import (
     Places,
@@ -54,6 +55,9 @@ logger = logging.getLogger(__name__)
 
 # Host memory that stays free for everything else.
 _KEPT_FREE = 1 << 30
+# Units of files that may be in pinned memory, and their bytes.
+_FILE_UNITS = 160
+_MOST_FILE_BYTES = 2 << 30
 # A prefill engine may have so many times more on its way to the host.
 _PREFILL_FACTOR = 4
 
@@ -107,7 +111,13 @@ def create_tier_loads(
         )
     config = storage_config(server_args)
     if server_args.hicache_storage_backend is not None:
-        storage = _open_storage(config, groups, cache, identity=identity)
+        storage = _open_storage(
+            config,
+            groups,
+            cache,
+            identity=identity,
+            landing=_file_landing(mover, groups, ranks=group.size),
+        )
     tiers = KVTiers(
         cache=cache,
         groups=groups,
@@ -306,6 +316,7 @@ def _open_storage(
     cache: RadixCache,
     *,
     identity: bytes,
+    landing: LandingMemory | None,
 ) -> Storage:
     """Open the rank's folder.
 
@@ -325,6 +336,7 @@ def _open_storage(
                 max_bytes=int(config.max_gb * 1e9),
                 max_age=None if days is None else days * 86_400,
             ),
+            landing=landing,
         )
     except OSError as error:
         raise ValueError(
@@ -338,6 +350,22 @@ def _open_storage(
         storage.total_bytes / 2**30,
     )
     return storage
+
+
+def _file_landing(
+    mover: Mover, groups: Sequence[TierGroup], *, ranks: int
+) -> LandingMemory | None:
+    """Return pinned memory for files on a GPU: the scheduler would wait for copies from
+    ordinary memory."""
+    if mover.device.type != "cuda":
+        return None
+    size = _FILE_UNITS * max(group.layout.bytes_per_unit for group in groups)
+    room = available_host_bytes() // ranks // 4
+    return LandingMemory(
+        min(size, _MOST_FILE_BYTES, room),
+        is_pinned=True,
+        advice="leave --hicache-storage-backend out",
+    )
 
 
 def _read_policy(name: str, config: StorageConfig) -> ReadPolicy:

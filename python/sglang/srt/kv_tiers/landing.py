@@ -1,4 +1,4 @@
-"""Host memory in which units of other engines arrive.
+"""Host memory in which units of other engines, or of files, arrive.
 
 A range is lent to one transfer. It is free again when the transfer's receiver has let
 it go and nothing can be written to it any more, whichever comes last.
@@ -6,7 +6,9 @@ it go and nothing can be written to it any more, whichever comes last.
 
 from __future__ import annotations
 
+import queue
 import threading
+import weakref
 from bisect import insort
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -31,6 +33,7 @@ class LandingMemory:
 
     Args:
         is_pinned: whether a GPU copies from it.
+        advice: what to change if it cannot be pinned.
 
     Attributes:
         memory: uint8 [size].
@@ -40,19 +43,27 @@ class LandingMemory:
         RuntimeError: the driver cannot pin it.
     """
 
-    def __init__(self, size: int, *, is_pinned: bool) -> None:
+    def __init__(
+        self,
+        size: int,
+        *,
+        is_pinned: bool,
+        advice: str = "use a smaller --disaggregation-landing-size",
+    ) -> None:
         self.size = size
         self.memory = host_bytes(
             size,
             pinned_for=self if is_pinned else None,
-            advice="use a smaller --disaggregation-landing-size",
+            advice=advice,
         )
         self._lock = threading.Lock()
         self._free = [Range(0, size)]
+        self._returned: queue.SimpleQueue[Range] = queue.SimpleQueue()
 
     @property
     def free_bytes(self) -> int:
         """Bytes that are lent to nobody."""
+        self._take_returned()
         with self._lock:
             return sum(free.end - free.begin for free in self._free)
 
@@ -63,6 +74,7 @@ class LandingMemory:
 
     def take(self, size: int) -> Range | None:
         """Lend `size` bytes, or return None if no free range has them."""
+        self._take_returned()
         size = -(-size // _ALIGNMENT) * _ALIGNMENT
         with self._lock:
             for number, free in enumerate(self._free):
@@ -96,6 +108,19 @@ class LandingMemory:
                     raise RuntimeError(f"{taken} of the landing memory is free already")
                 end, last = self._free[last].end, last + 1
             self._free[first:last] = [Range(begin, end)]
+
+    def lend_until(self, end_of: object, place: Range) -> None:
+        """Take a lent range back when an object is gone."""
+        # Objects go anywhere, also where the lock is held.
+        weakref.finalize(end_of, self._returned.put, place)
+
+    def _take_returned(self) -> None:
+        while True:
+            try:
+                place = self._returned.get_nowait()
+            except queue.Empty:
+                return
+            self.give(place)
 
     def view(self, place: Range) -> Tensor:
         """Return the bytes of a range: uint8 [n]."""
