@@ -138,7 +138,7 @@ def decode_unit(
         raise BadUnit(DamageKind.IDENTITY, "another unit")
     kept = bytes(data[_HEADER.size + _DIGEST_BYTES : begin])
     digest = blake2b(head + kept, digest_size=_DIGEST_BYTES).digest()
-    if digest != data[_HEADER.size : _HEADER.size + _DIGEST_BYTES]:
+    if digest != bytes(data[_HEADER.size : _HEADER.size + _DIGEST_BYTES]):
         raise BadUnit(DamageKind.BYTES, "its head changed")
     if kept != tokens:
         raise BadUnit(DamageKind.IDENTITY, "other tokens")
@@ -257,7 +257,7 @@ class FileStore:
         if place is None:
             return self._read(key, file, None, position=position, elements=elements)
         unit = None
-        room = memoryview(self._landing.view(place).numpy())[: file.size]
+        room = self._landing.view(place).numpy().data[: file.size]
         try:
             unit = self._read(key, file, room, position=position, elements=elements)
         finally:
