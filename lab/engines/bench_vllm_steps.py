@@ -31,6 +31,7 @@ def serve(args: argparse.Namespace) -> None:
             "cudagraph_mode": "FULL_DECODE_ONLY",
             "cudagraph_capture_sizes": args.batches,
         },
+        "kernel_config": {"enable_jit_warmup": False, "enable_cutedsl_warmup": False},
         "max_model_len": args.input_len + args.output_len + 32,
         "max_num_seqs": rows,
         "block_size": 16,

@@ -4,4 +4,8 @@ from __future__ import annotations
 
 from absent_packages import StandIns
 
-VLLM = StandIns(packages=frozenset({"llguidance", "openai_harmony", "uvloop"}))
+VLLM = StandIns(
+    packages=frozenset({"llguidance", "openai_harmony", "uvloop"}),
+    # Else its sampler imports it without a question.
+    switches={"flashinfer": ("VLLM_USE_FLASHINFER_SAMPLER", "0")},
+)

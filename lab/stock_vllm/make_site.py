@@ -19,7 +19,6 @@ sys.path.append(str(Path(__file__).parents[1] / "stock_sites"))
 
 from wheels import install, unpack
 
-VLLM = "vllm==0.33.0"
 _UNUSED = (
     "*.so",
     "vllm/vllm-rs*",
@@ -36,10 +35,10 @@ _STUBS = {
 imported and not called."""
 
 
-def make_site(folder: Path, python: str) -> None:
+def make_site(folder: Path, version: str, python: str) -> None:
     here = Path(__file__).parent
     install(folder, here / "packages.txt", python)
-    unpack(folder, VLLM, python, is_used)
+    unpack(folder, f"vllm=={version}", python, is_used)
     for name, source in _STUBS.items():
         stub = folder / "vllm" / name
         stub.write_text("") if source is None else shutil.copy(here / source, stub)
@@ -53,9 +52,10 @@ def is_used(name: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--version", default="0.33.0", help="of vLLM")
     parser.add_argument("--python", default="3.12")
     args = parser.parse_args()
-    make_site(args.folder, args.python)
+    make_site(args.folder, args.version, args.python)
 
 
 if __name__ == "__main__":

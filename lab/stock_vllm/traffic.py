@@ -28,6 +28,8 @@ _OPTIONS: dict[str, Any] = {
         "custom_ops": ["none"],
         "cudagraph_mode": "FULL_DECODE_ONLY",
     },
+    # Kernels of other models are warmed up by packages that are not here.
+    "kernel_config": {"enable_jit_warmup": False, "enable_cutedsl_warmup": False},
     "max_model_len": 1024,
     "max_num_seqs": 16,
     "max_num_batched_tokens": 128,
