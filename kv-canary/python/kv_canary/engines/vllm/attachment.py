@@ -91,8 +91,10 @@ class Attachment:
         return output
 
     def _note(self, output: Any, pending: Sequence[Pending]) -> None:
-        for findings in pending:
-            self.canary.collect(findings)
+        # In a thread of vLLM's for outputs; the records are tensors of inference mode.
+        with torch.inference_mode():
+            for findings in pending:
+                self.canary.collect(findings)
         tokens = getattr(output, "sampled_token_ids", None)
         if tokens:
             for rid, of_request in zip(output.req_ids, tokens, strict=False):
