@@ -89,10 +89,14 @@ class Served:
     """An engine in a separate process."""
 
     def __init__(self, mode: str, command: Sequence[str], log: Path) -> None:
-        """Args: mode: `off`, or a `KV_CANARY_REAL_DATA` under `raise`."""
+        """Args: mode: `off`, or a `KV_CANARY_REAL_DATA` under `raise`, which a
+        `KV_CANARY_SAMPLE` may follow: `partial@0.02`."""
         env = {k: v for k, v in os.environ.items() if not k.startswith("KV_CANARY")}
         if mode != "off":
-            env |= {"KV_CANARY": "raise", "KV_CANARY_REAL_DATA": mode}
+            real_data, _, sample = mode.partition("@")
+            env |= {"KV_CANARY": "raise", "KV_CANARY_REAL_DATA": real_data}
+            if sample:
+                env["KV_CANARY_SAMPLE"] = sample
         self.mode = mode
         self._log = log
         with log.open("wb") as errors:
@@ -160,7 +164,7 @@ def measured(
         turn = number % len(engines)
         for engine in (*engines[turn:], *engines[:turn]):
             found[engine.mode].append(engine.round())
-            print(f"{engine.mode:8} {found[engine.mode][-1]}", flush=True)
+            print(f"{engine.mode:12} {found[engine.mode][-1]}", flush=True)
         now = time.monotonic()
         if 2 * now - began > budget:
             break
