@@ -87,7 +87,9 @@ def test_each_class_of_fault_is_named(model: str) -> None:
 def test_clean_traffic_is_silent_and_unchanged(
     model: str, options: dict[str, Any]
 ) -> None:
-    arguments = [str(TRAFFIC), model, str(count(ci=24, full=192)), json.dumps(options)]
+    # Triton's interpreter is slow.
+    requests = count(ci=24, full=192) // (3 if model == "v2" else 1)
+    arguments = [str(TRAFFIC), model, str(requests), json.dumps(options)]
     plain = last_json(run(arguments))
     checked = last_json(run(arguments, KV_CANARY="raise", KV_CANARY_REAL_DATA="all"))
     assert checked["violations"] == 0 and checked["forwards"] > 0
