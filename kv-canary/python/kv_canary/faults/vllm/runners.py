@@ -57,6 +57,17 @@ def _all(steps: tuple[Undo, ...]) -> None:
         step()
 
 
+def _put(table: Any, place: tuple[int, int], block: int) -> Undo:
+    """Replace an entry of a table, which is an array or a tensor."""
+    before = int(table[place])
+    table[place] = block
+
+    def undo() -> None:
+        table[place] = before
+
+    return undo
+
+
 def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Undo:
     """Wrap a method of one object in a function, which gets the method first."""
     method = getattr(owner, name)
@@ -78,13 +89,7 @@ class V1Runner:
         batch = self._runner.input_batch
         row = batch.req_id_to_index[rid]
         table = batch.block_table[group].get_numpy_array()
-        before = int(table[row, index])
-        table[row, index] = block
-
-        def undo() -> None:
-            table[row, index] = before
-
-        return undo
+        return _put(table, (row, index), block)
 
     def with_inputs(self, rids: Rids, change: Change) -> Undo:
         runner = self._runner
@@ -155,13 +160,7 @@ class V2Runner:
     def point_to(self, group: int, rid: str, index: int, block: int) -> Undo:
         table = self._runner.block_tables.block_tables[group].gpu
         row = self._runner.req_states.req_id_to_index[rid]
-        before = int(table[row, index])
-        table[row, index] = block
-
-        def undo() -> None:
-            table[row, index] = before
-
-        return undo
+        return _put(table, (row, index), block)
 
     def with_inputs(self, rids: Rids, change: Change) -> Undo:
         def build(method: Any, *args: Any, **kwargs: Any) -> Any:
