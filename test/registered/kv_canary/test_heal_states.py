@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 from heal_world import is_exact
-from state_world import ENGINES, LENGTHS, ROWS, STATES, options, write_model
+from state_world import (
+    ENGINES,
+    LENGTHS,
+    ROWS,
+    STATES,
+    drafting,
+    options,
+    write_model,
+)
 
 from kv_canary.faults.catalogue import STATE_FAULTS
 from sglang.test.canary_traffic import WARM_STEPS, PlantTraffic, faults_of
@@ -40,6 +48,22 @@ def test_faults_in_states(model: Path, name: str) -> None:
             **options(*engine),
         )
         check_healed(harness, name, seed)
+
+
+@pytest.mark.parametrize("tree", [(1, 3, 4), (4, 3, 12)], ids=["chain", "tree"])
+def test_a_late_checkpoint_while_drafting(
+    model: Path, tmp_path: Path, tree: tuple[int, int, int]
+) -> None:
+    drafts = drafting(tmp_path, tree)
+    for seed in SEEDS:
+        harness = EngineHarness(
+            model,
+            kv_canary="heal",
+            kv_canary_heal_limit=0,
+            kv_canary_real_data="all",
+            **options((1, 4, 16)[seed % 3], bool(seed % 2), -1) | drafts,
+        )
+        check_healed(harness, "late_checkpoint", seed)
 
 
 def check_healed(harness: EngineHarness, name: str, seed: int) -> None:

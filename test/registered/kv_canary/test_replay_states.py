@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from state_world import ENGINES, LENGTHS, options, write_model
+from state_world import ENGINES, LENGTHS, drafting, options, write_model
 
 from kv_canary.faults.catalogue import STATE_FAULTS
 from kv_canary.faults.fault import Bound
 from sglang.srt.replay.playing.command import main
 from sglang.srt.replay.recording.record_file import read_record
-from sglang.test.canary_traffic import CONTEXT, VOCAB, plant
+from sglang.test.canary_traffic import plant
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.replay_traffic import (
     LONG_AGO,
@@ -24,7 +24,6 @@ from sglang.test.replay_traffic import (
     serve,
 )
 from sglang.test.scale import count, sampled
-from sglang.test.tiny_models import write_mock_draft
 
 register_cpu_ci(est_time=8, suite="cpu", full_time=200)
 
@@ -104,8 +103,7 @@ def test_a_clean_run_replays_clean(
 def test_a_run_with_drafts_replays_clean(
     model: Path, tmp_path: Path, tree: tuple[int, int, int]
 ) -> None:
-    sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
-    draft = write_mock_draft(tmp_path / "draft", kind="EAGLE", source="hidden", **sizes)
+    drafts = drafting(tmp_path, tree)
     for seed in range(count(ci=1, full=10)):
         harness = recorded_engine(
             model,
@@ -117,11 +115,7 @@ def test_a_run_with_drafts_replays_clean(
             mamba_track_interval=16,
             overlap=bool(seed % 2),
             disable_overlap_schedule=not seed % 2,
-            speculative_algorithm="EAGLE",
-            speculative_draft_model_path=str(draft),
-            speculative_eagle_topk=tree[0],
-            speculative_num_steps=tree[1],
-            speculative_num_draft_tokens=tree[2],
+            **drafts,
         )
         serve(harness, seed=seed, requests=30, steps=(70, 10_000)[seed // 2 % 2])
         record = record_of(harness)

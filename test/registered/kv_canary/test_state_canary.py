@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from state_world import ENGINES, LENGTHS, ROWS, options, write_model
+from state_world import ENGINES, LENGTHS, ROWS, drafting, options, write_model
 
 from kv_canary.checks import reason_labels
 from kv_canary.explain import explain
@@ -23,7 +23,6 @@ from kv_canary.records import Counter
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.layers.state.forward import StateForward
 from sglang.test.canary_traffic import (
-    CONTEXT,
     VOCAB,
     Lengths,
     Outcome,
@@ -36,7 +35,6 @@ from sglang.test.hybrid_models import write_hybrid_model
 from sglang.test.mock_oracle import next_tokens
 from sglang.test.mock_traffic import Traffic, check
 from sglang.test.scale import count, sampled
-from sglang.test.tiny_models import write_mock_draft
 
 register_cpu_ci(est_time=25, suite="cpu", full_time=1000)
 register_cuda_ci(est_time=120, suite="cuda")
@@ -176,19 +174,10 @@ def test_checkpoints_while_drafting(
     model: Path, tmp_path: Path, tree: tuple[int, int, int], overlap: bool
 ) -> None:
     """One that holds all that was accepted, where only a part of it is due."""
-    sizes = {"vocab_size": VOCAB, "max_position_embeddings": CONTEXT}
-    draft = write_mock_draft(tmp_path, kind="EAGLE", source="hidden", **sizes)
-    topk, steps, nodes = tree
-    drafting = {
-        "speculative_algorithm": "EAGLE",
-        "speculative_draft_model_path": str(draft),
-        "speculative_eagle_topk": topk,
-        "speculative_num_steps": steps,
-        "speculative_num_draft_tokens": nodes,
-    }
+    drafts = drafting(tmp_path, tree)
     for seed in SEEDS:
         page_size = (1, 4, 16)[seed % 3]
-        engine = options(page_size, overlap, -1) | drafting
+        engine = options(page_size, overlap, -1) | drafts
         outcome = plant_state(model, "late_checkpoint", seed, engine)
         check_outcome(outcome, "late_checkpoint")
 

@@ -11,7 +11,8 @@ from request_world import Req, RequestMachine, admit, make_cache
 
 from sglang.srt.managers.batch.state_plans import PrefillSpan, StatePlanner
 from sglang.srt.mem_cache.common import check_idle, extend_rows, release_req
-from sglang.srt.mem_cache.groups.state_slots import HeldCheckpoint, StateSlots
+from sglang.srt.mem_cache.groups.saved_states import HeldCheckpoint
+from sglang.srt.mem_cache.groups.state_slots import StateSlots
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 

@@ -49,17 +49,13 @@ class DueCheckpoints:
         lens = self.ends - prefix_lens[self.rows]
         return lens.where((lens > 0) & (lens <= accept_lens[self.rows]), 0)
 
-    def after_one_token(self, lens: Tensor, state_slots: Tensor) -> StateCopies:
-        """Return the copies after a step of one token per row; where it does not reach
-        a checkpoint, scratch is copied to itself.
-
-        Args:
-            lens: [R], tokens folded after the step. state_slots: [R], of the rows.
-        """
-        is_due = lens[self.rows] == self.ends
+    def copies(self, slots: Tensor, lens: Tensor) -> StateCopies:
+        """Return the copies from the rows' slots [R]; of scratch to itself where `lens`
+        [N], of `path_lens`, is 0."""
+        is_reached = lens > 0
         return StateCopies(
-            dst=self.slots.where(is_due, 0),
-            src=state_slots[self.rows].where(is_due, 0),
+            dst=self.slots.where(is_reached, 0),
+            src=slots[self.rows].where(is_reached, 0),
         )
 
 

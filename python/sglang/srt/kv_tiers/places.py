@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from sglang.srt.mem_cache.groups.state_slots import HeldCheckpoint, StateHold
+from sglang.srt.mem_cache.groups.saved_states import HeldCheckpoint
+from sglang.srt.mem_cache.groups.state_slots import StateHold
 
 if TYPE_CHECKING:
     from sglang.srt.mem_cache.groups.slots import GroupHold

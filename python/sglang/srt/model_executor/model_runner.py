@@ -18,7 +18,6 @@ from sglang.srt.forward.batch import CaptureHiddenMode, ForwardBatch
 from sglang.srt.forward.context import ForwardContext, forward_context
 from sglang.srt.forward.graph_capture import RehearsalBackend, SegmentBackend
 from sglang.srt.forward.scopes import ForwardScopes, NullScopes
-from sglang.srt.forward.state_plan import StateCopies
 from sglang.srt.layers.attention.attention_registry import (
     attention_needs,
     create_attention_backend,
@@ -525,13 +524,13 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         )
         commits = [commit]
         if due is not None:
-            # A checkpoint is a copy of the state before, with the path up to it. Where
-            # the path ends earlier, scratch is copied to itself.
+            # A checkpoint is a copy of the state before, with the path up to it.
             lens = due.path_lens(prefix_lens, path_lens)
-            dst = due.slots.where(lens > 0, 0)
-            pool.copy(StateCopies(dst=dst, src=slots[due.rows].where(lens > 0, 0)))
-            on_way = {"slots": dst, "path": path[due.rows], "path_lens": lens}
-            commits.append(dataclasses.replace(commit, **on_way))
+            copies, path = due.copies(slots, lens), path[due.rows]
+            pool.copy(copies)
+            commits.append(
+                dataclasses.replace(commit, slots=copies.dst, path=path, path_lens=lens)
+            )
         for layer in self._state_layers:
             for each in commits:
                 layer.commit(each)

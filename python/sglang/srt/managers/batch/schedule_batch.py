@@ -578,7 +578,8 @@ class ScheduleBatch:
         slots = self.env.cache.req_to_token_pool.req_to_token[rows, starts]
         self._out_cache_loc = slots.long()
         if self.state_plan is not None and self.state_plan.due is not None:
-            save = self.state_plan.due.after_one_token(self.seq_lens, rows)
+            due, one = self.state_plan.due, torch.ones_like(starts)
+            save = due.copies(rows, due.path_lens(starts, one))
             self.state_plan = StatePlan(save=save)
 
     def _decode_forward_batch(

@@ -16,7 +16,7 @@ import numpy as np
 
 from sglang.srt.forward.state_plan import DueCheckpoints, StateCopies, StatePlan
 from sglang.srt.layers.ops.state.shared.tracks import CHUNK
-from sglang.srt.mem_cache.groups.state_slots import HeldCheckpoint
+from sglang.srt.mem_cache.groups.saved_states import HeldCheckpoint
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
-Held = tuple[int, int]
-"""Position and slot of a `HeldCheckpoint`."""
+
+class HeldCheckpoint(NamedTuple):
+    """A checkpoint that a request took: its position, and the slot."""
+
+    position: int
+    slot: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,11 +32,11 @@ class SavedStates:
 class SavedHold:
     """The checkpoints of a request; fields as of `StateHold`."""
 
-    tracked: list[Held]
-    saved: Held | None
-    due: Held | None
+    tracked: list[HeldCheckpoint]
+    saved: HeldCheckpoint | None
+    due: HeldCheckpoint | None
 
     def slots(self) -> dict[int, int]:
         """Return the slot of each checkpoint that was taken, by position."""
         saved = [] if self.saved is None else [self.saved]
-        return dict([*self.tracked, *saved])
+        return {held.position: held.slot for held in (*self.tracked, *saved)}

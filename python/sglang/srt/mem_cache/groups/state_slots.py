@@ -15,12 +15,12 @@ to the next owner at once.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from sglang.srt.mem_cache.groups.saved_states import SavedHold
+from sglang.srt.mem_cache.groups.saved_states import HeldCheckpoint, SavedHold
 from sglang.srt.mem_cache.groups.slots import GroupHold, GroupSlots
 from sglang.srt.mem_cache.groups.state_runs import StateRuns
 
@@ -29,13 +29,6 @@ if TYPE_CHECKING:
 
     from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.mem_cache.radix_cache import RadixCache
-
-
-class HeldCheckpoint(NamedTuple):
-    """A checkpoint that a request took: its position, and the slot."""
-
-    position: int
-    slot: int
 
 
 class StateHold(GroupHold):
@@ -68,17 +61,12 @@ class StateHold(GroupHold):
         return slot
 
     def save(self) -> SavedHold:
-        return SavedHold(
-            tracked=[tuple(held) for held in self.tracked],
-            saved=self.saved and tuple(self.saved),
-            due=self.due and tuple(self.due),
-        )
+        return SavedHold(tracked=[*self.tracked], saved=self.saved, due=self.due)
 
     def load(self, saved: SavedHold) -> None:
         """Hold what was saved."""
-        self.tracked = [HeldCheckpoint(*held) for held in saved.tracked]
-        self.saved = saved.saved and HeldCheckpoint(*saved.saved)
-        self.due = saved.due and HeldCheckpoint(*saved.due)
+        self.tracked = [*saved.tracked]
+        self.saved, self.due = saved.saved, saved.due
 
     def take(self, position: int) -> int:
         """Give up the checkpoint at a position; return its slot, or 0 without one."""
