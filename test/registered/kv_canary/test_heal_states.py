@@ -3,6 +3,8 @@ requests as they are without it, and no checkpoint is lost."""
 
 from __future__ import annotations
 
+import itertools
+from operator import itemgetter
 from pathlib import Path
 
 import pytest
@@ -17,11 +19,12 @@ from state_world import (
     write_model,
 )
 
-from kv_canary.faults.catalogue import STATE_FAULTS
+from kv_canary.faults.catalogue import STATE_FAULTS, in_serving
+from kv_canary.faults.fault import Serving
 from sglang.test.canary_traffic import WARM_STEPS, PlantTraffic, faults_of
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
-from sglang.test.scale import count
+from sglang.test.scale import count, sampled
 
 register_cpu_ci(est_time=20, suite="cpu", full_time=400)
 register_cuda_ci(est_time=120, suite="cuda")
@@ -50,9 +53,19 @@ def test_faults_in_states(model: Path, name: str) -> None:
         check_healed(harness, name, seed)
 
 
-@pytest.mark.parametrize("tree", [(1, 3, 4), (4, 3, 12)], ids=["chain", "tree"])
-def test_a_late_checkpoint_while_drafting(
-    model: Path, tmp_path: Path, tree: tuple[int, int, int]
+@pytest.mark.parametrize(
+    ("tree", "name"),
+    sampled(
+        itertools.product(
+            [(1, 3, 4), (4, 3, 12)], in_serving(STATE_FAULTS, Serving.SPECULATION)
+        ),
+        key=itemgetter(0),
+        ci=1,
+    ),
+    ids=str,
+)
+def test_while_drafting(
+    model: Path, tmp_path: Path, tree: tuple[int, int, int], name: str
 ) -> None:
     drafts = drafting(tmp_path, tree)
     for seed in SEEDS:
@@ -63,7 +76,7 @@ def test_a_late_checkpoint_while_drafting(
             kv_canary_real_data="all",
             **options((1, 4, 16)[seed % 3], bool(seed % 2), -1) | drafts,
         )
-        check_healed(harness, "late_checkpoint", seed)
+        check_healed(harness, name, seed)
 
 
 def check_healed(harness: EngineHarness, name: str, seed: int) -> None:

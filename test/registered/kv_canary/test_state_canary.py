@@ -17,8 +17,8 @@ from state_world import ENGINES, LENGTHS, ROWS, drafting, options, write_model
 
 from kv_canary.checks import reason_labels
 from kv_canary.explain import explain
-from kv_canary.faults.catalogue import STATE_FAULTS
-from kv_canary.faults.fault import Bound
+from kv_canary.faults.catalogue import STATE_FAULTS, in_serving
+from kv_canary.faults.fault import Bound, Serving
 from kv_canary.records import Counter
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.layers.state.forward import StateForward
@@ -168,18 +168,27 @@ def test_layers_of_hybrid_models(tmp_path: Path, architecture: str, name: str) -
         check_report(plant_state(model, name, seed, engine), name)
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("tree", [(1, 3, 4), (4, 3, 12)], ids=["chain", "tree"])
-def test_checkpoints_while_drafting(
-    model: Path, tmp_path: Path, tree: tuple[int, int, int], overlap: bool
+@pytest.mark.parametrize(
+    ("tree", "name"),
+    sampled(
+        itertools.product(
+            [(1, 3, 4), (4, 3, 12)], in_serving(STATE_FAULTS, Serving.SPECULATION)
+        ),
+        key=lambda case: (case[0], case[1] == "late_checkpoint"),
+        ci=1,
+    ),
+    ids=str,
+)
+def test_while_drafting(
+    model: Path, tmp_path: Path, tree: tuple[int, int, int], name: str
 ) -> None:
-    """One that holds all that was accepted, where only a part of it is due."""
+    """A checkpoint that is late holds all that was accepted, where only a part of it is
+    due."""
     drafts = drafting(tmp_path, tree)
     for seed in SEEDS:
-        page_size = (1, 4, 16)[seed % 3]
+        page_size, overlap = (1, 4, 16)[seed % 3], bool(seed % 2)
         engine = options(page_size, overlap, -1) | drafts
-        outcome = plant_state(model, "late_checkpoint", seed, engine)
-        check_outcome(outcome, "late_checkpoint")
+        check_outcome(plant_state(model, name, seed, engine), name)
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,8 @@ def misplaced_checkpoint(scene: Scene) -> Damage | None:
         assert plan is not None and plan.track_lens is not None
         victim, length = track.victim, track.position + 1
         plan.track_lens[victim.batch_row, track.column] -= CHUNK
-        return at_hit(scene, first_tokens(scene, victim, length), victim)
+        tokens = first_tokens(scene, victim, length + 1)
+        return at_hit(scene, tokens, length, victim)
     return None
 
 
@@ -113,9 +114,8 @@ def late_checkpoint(scene: Scene) -> Damage | None:
         if len(found):
             length, dst = int(lengths[found[0]]), found[:1] + first
             states.pool.copy(_pair(dst, victim.req_row))
-            tokens = first_tokens(scene, victim, length + 1 - new)
-            follows = tokens[length:]
-            return at_hit(scene, tokens[:length], victim, follows=follows)
+            tokens = first_tokens(scene, victim, length + 1)
+            return at_hit(scene, tokens, length, victim)
     return None
 
 
@@ -127,7 +127,9 @@ def checkpoint_bytes(scene: Scene) -> Damage | None:
     slot, node = scene.rng.choice(found)
     flip_bit(scene, slot)
     # A sweep names the slot, a hit that of the row.
-    return replace(at_hit(scene, path_tokens(node)), slot=slot)
+    assert scene.cache is not None
+    tokens = path_tokens(node, bigram=scene.cache.bigram)
+    return replace(at_hit(scene, tokens, node.end), slot=slot)
 
 
 # -- copies --------------------------------------------------------------------------

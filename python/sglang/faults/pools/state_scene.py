@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
-from kv_canary.records import POISON_WORD, Record
+from kv_canary.records import POISON_WORD, TOKEN_MASK, Record
 from sglang.faults.pools.scene import Damage, Scene, Victim
 from sglang.faults.settings import FULL
 from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.layers.ops.state.shared.tracks import CHUNK
 from sglang.srt.layers.state.layer import StateLayer
+from sglang.srt.mem_cache.base_prefix_cache import element_tokens
 from sglang.srt.mem_cache.groups.state_runs import StateMark
 from sglang.srt.mem_cache.radix_cache import RadixCache
 
@@ -190,11 +191,20 @@ def first_tokens(scene: Scene, victim: Victim, length: int) -> list[int]:
     return known[:length]
 
 
-def path_tokens(node: TreeNode) -> list[int]:
-    """Return the tokens of a cached prefix, from the root on."""
-    before = [] if node.parent is None else path_tokens(node.parent)
-    own: list[int] = node.elements.tolist()
-    return before + own
+def path_tokens(node: TreeNode, *, bigram: bool) -> list[int]:
+    """Return the tokens of a cached prefix, from the root on, and in a cache of pairs
+    the one after them."""
+    last, elements = node, [node.elements]
+    while last.start:
+        assert last.parent is not None
+        last = last.parent
+        elements.insert(0, last.elements)
+    tokens = [
+        token
+        for part in elements
+        for token in element_tokens(part, bigram=bigram).tolist()
+    ]
+    return [*tokens, int(node.elements[-1]) & TOKEN_MASK] if bigram else tokens
 
 
 # -- damage --------------------------------------------------------------------------
@@ -249,19 +259,17 @@ def after_forward(
 
 
 def at_hit(
-    scene: Scene,
-    tokens: list[int],
-    victim: Victim | None = None,
-    *,
-    follows: Sequence[int] = (),
+    scene: Scene, tokens: list[int], length: int, victim: Victim | None = None
 ) -> Damage:
-    """Damage of the checkpoint after `tokens`, of `victim` if the cache does not have
-    it yet. The next request that begins with them meets it, in its own slot; `follows`
-    are tokens that it needs besides, for a cache of pairs."""
-    position = len(tokens) - 1
+    """Damage of the checkpoint after `length` of `tokens`, of `victim` if the cache
+    does not have it yet. The next request that begins with them meets it, in its own
+    slot. A cache of pairs is only hit with the token after them."""
+    cache, position = scene.cache, length - 1
+    assert cache is not None
+    tokens = tokens[: length + cache.bigram]
     return Damage(
         serial=0 if victim is None else victim.serial,
         position=position,
         places=frozenset({(-1, position)}),
-        prompt=[*tokens, *follows, scene.rng.randrange(scene.target.vocab_size)],
+        prompt=[*tokens, scene.rng.randrange(scene.target.vocab_size)],
     )
