@@ -29,6 +29,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
@@ -45,6 +46,7 @@ from sglang.srt.managers.messages.io_struct import AbortReq, BatchOutput, Genera
 from sglang.srt.managers.scheduler.draft_shapes import FixedShape
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_io import ListIO
+from sglang.srt.managers.scheduler.shape_chooser import ShapeChooser
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
@@ -142,11 +144,7 @@ def step_ms(
     torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     tokens = scheduler.stats_snapshot().generation_tokens_total - before
-    io.requests.append(AbortReq(abort_all=True, message="measured"))
-    while scheduler.has_work():
-        scheduler.step()
-    scheduler.cache.reset()
-    io.responses.clear()
+    drop_all(scheduler, io)
     return {
         "rows": rows,
         "ms_median": statistics.median(times) * 1e3,
@@ -181,9 +179,9 @@ def time_cycles(
     return results
 
 
-def cycle(args: argparse.Namespace) -> dict[str, Any]:
-    folder = Path(tempfile.mkdtemp())
-    common: dict[str, Any] = {
+def served_shape(folder: Path, args: argparse.Namespace) -> dict[str, Any]:
+    """Write the shape into `folder`, and return the flags that serve it."""
+    return {
         "model_path": str(write_shape(args.shape, folder / "target")),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
@@ -193,6 +191,11 @@ def cycle(args: argparse.Namespace) -> dict[str, Any]:
         "attention_backend": args.attention_backend,
         "device": "cuda",
     }
+
+
+def cycle(args: argparse.Namespace) -> dict[str, Any]:
+    folder = Path(tempfile.mkdtemp())
+    common = served_shape(folder, args)
     draft = common["model_path"]
     if args.algorithm != "NEXTN":
         draft = str(write_draft_shape(args.shape, folder / "draft"))
@@ -231,22 +234,24 @@ def cycle(args: argparse.Namespace) -> dict[str, Any]:
 
 def time_steps(
     scheduler: Scheduler, io: ListIO, *, rows: int, args: argparse.Namespace
-) -> float:
+) -> tuple[float, dict[str, int]]:
     """Return the tokens per second of `rows` requests that decode for `--seconds`,
-    after as long for settling."""
+    after `--settle` seconds, and the iterations of each shape."""
     submit_rows(scheduler, io, rows=rows, args=args)
-    found = []
+    speed, used = 0.0, Counter[str]()
     for seconds in (args.settle, args.seconds):
         torch.cuda.synchronize()
+        used.clear()
         before = scheduler.stats_snapshot().generation_tokens_total
         began = time.perf_counter()
         while time.perf_counter() - began < seconds:
             scheduler.step()
+            used[shape_name(scheduler.batches.shape)] += 1
         torch.cuda.synchronize()
         tokens = scheduler.stats_snapshot().generation_tokens_total - before
-        found.append(tokens / (time.perf_counter() - began))
+        speed = tokens / (time.perf_counter() - began)
     drop_all(scheduler, io)
-    return found[-1]
+    return speed, dict(used)
 
 
 def submit_rows(
@@ -276,15 +281,23 @@ def time_ladder(
     """Measure each shape, and the choice, for every rate and batch size."""
     shapes, results = scheduler.shapes, []
     chosen = shapes.policy
+    assert isinstance(chosen, ShapeChooser)
+    for rows in args.batch_size:
+        costs = [chosen.costs.measured(i, rows) for i in range(len(shapes.ladder))]
+        print(f"{rows:5d}  measured ms:", [round(1e3 * cost, 2) for cost in costs])
     for rows, rate in itertools.product(args.batch_size, args.rates):
         with envs.SGLANG_SIMULATE_ACC_RATE.override(rate):
             for index, shape in [*enumerate(shapes.ladder), (-1, None)]:
                 shapes.policy = chosen if index < 0 else FixedShape(index)
                 name = "adaptive" if index < 0 else shape_name(shape)
-                speed = time_steps(scheduler, io, rows=rows, args=args)
+                speed, used = time_steps(scheduler, io, rows=rows, args=args)
                 results.append({"rows": rows, "rate": rate, "shape": name})
-                results[-1]["tok_s"] = speed
-                print(f"{rows:5d}  {rate:4.2f}  {name:12}  {speed:8.1f}", flush=True)
+                results[-1] |= {"tok_s": speed, "used": used}
+                counts = used if index < 0 else ""
+                print(
+                    f"{rows:5d}  {rate:4.2f}  {name:12}  {speed:8.1f}  {counts}",
+                    flush=True,
+                )
     return results
 
 
@@ -296,16 +309,7 @@ def shape_name(shape: TreeShape | None) -> str:
 
 def adaptive(args: argparse.Namespace) -> dict[str, Any]:
     folder = Path(tempfile.mkdtemp())
-    common: dict[str, Any] = {
-        "model_path": str(write_shape(args.shape, folder / "target")),
-        "load_format": "dummy",
-        "skip_tokenizer_init": True,
-        "context_length": args.context_length,
-        "max_running_requests": max(args.batch_size),
-        "page_size": args.page_size,
-        "attention_backend": args.attention_backend,
-        "device": "cuda",
-    }
+    common = served_shape(folder, args)
     drafts = args.trees[0].flags() | {
         "speculative_algorithm": args.algorithm,
         "speculative_draft_model_path": str(
@@ -316,11 +320,11 @@ def adaptive(args: argparse.Namespace) -> dict[str, Any]:
 
     def plain(scheduler: Scheduler, io: ListIO) -> dict[int, float]:
         return {
-            rows: time_steps(scheduler, io, rows=rows, args=args)
+            rows: time_steps(scheduler, io, rows=rows, args=args)[0]
             for rows in args.batch_size
         }
 
-    speeds = in_scheduler(plain, **common)
+    speeds = {} if args.without_plain else in_scheduler(plain, **common)
     print("without speculation:", {n: round(v, 1) for n, v in speeds.items()})
     print(" rows  rate  shape            tok/s")
     began = time.perf_counter()
@@ -332,7 +336,8 @@ def adaptive(args: argparse.Namespace) -> dict[str, Any]:
         of_case = [r for r in results if (r["rows"], r["rate"]) == (rows, rate)]
         others = {r["shape"]: r["tok_s"] for r in of_case}
         own = others.pop("adaptive")
-        others["plain"] = speeds[rows]
+        if rows in speeds:
+            others["plain"] = speeds[rows]
         best = max(others, key=others.__getitem__)
         print(
             f"{rows:5d}  {rate:4.2f}  {own:8.1f}  {best:12} {others[best]:8.1f}  "
@@ -488,6 +493,7 @@ def main() -> None:
     chosen.add_argument("--context-length", type=int, default=8192)
     chosen.add_argument("--seconds", type=float, default=1.0)
     chosen.add_argument("--settle", type=float, default=0.7)
+    chosen.add_argument("--without-plain", action="store_true")
     chosen.add_argument("--trees", type=Tree.parse, nargs=1, default=[Tree(4, 5, 8)])
     chosen.set_defaults(run=adaptive, page_size=64)
     real = modes.add_parser("model")

@@ -41,16 +41,19 @@ class Machine:
     """Runs iterations of drafts whose best token is right with probability `rate`.
 
     Args:
-        costs: milliseconds as measured at start. really: factors by index, that they
-            take while it serves.
+        costs: milliseconds as measured at start, at batches of `sizes`. really: factors
+            by index, that they take while it serves.
     """
 
-    def __init__(self, costs, *, rate, seed=0, really=(1, 1, 1, 1), adds=True):
+    def __init__(
+        self, costs, *, rate, seed=0, really=(1, 1, 1, 1), adds=True, sizes=SIZES
+    ):
         self.rate, self.rng = rate, random.Random(seed)
         measured = {n: [t / 1e3 for t in costs[n]] for n in costs}
         self.true = StepCosts(measured, adds=adds)
         self.really = really
-        self.chooser = ShapeChooser(LADDER, StepCosts(measured, adds=adds))
+        known = {n: measured[n] for n in sizes}
+        self.chooser = ShapeChooser(LADDER, StepCosts(known, adds=adds))
         self.counts = [0] * len(LADDER)
 
     def seconds(self, index, rows):
@@ -82,6 +85,14 @@ class Machine:
             self.chooser.observe(index, accepted, rows=rows, seconds=noisy)
         return tokens / spent
 
+    def share(self, rows, seconds):
+        """Run, and return the expected speed of the shapes chosen over the best's."""
+        self.counts = [0] * len(LADDER)
+        self.run(rows, seconds)
+        spent = sum(n * self.seconds(i, rows) for i, n in enumerate(self.counts))
+        gained = sum(n * self.gain(LADDER[i]) for i, n in enumerate(self.counts))
+        return gained / spent / self.best(rows)
+
     def best(self, rows):
         """Return the greatest tokens per second and request of a fixed shape."""
         return max(
@@ -104,12 +115,7 @@ def test_at_most_three_percent_slower_than_the_best(costs, rate, rows):
     machine = Machine(costs, rate=rate, seed=rows)
     settle = 300 * machine.seconds(PLAIN, rows)
     machine.run(rows, settle)
-    # The expected gain, not the lucky one.
-    machine.counts = [0] * len(LADDER)
-    machine.run(rows, count(ci=3, full=20) * settle)
-    spent = sum(n * machine.seconds(i, rows) for i, n in enumerate(machine.counts))
-    gained = sum(n * machine.gain(LADDER[i]) for i, n in enumerate(machine.counts))
-    assert gained / spent > 0.97 * machine.best(rows), machine.counts
+    assert machine.share(rows, count(ci=3, full=20) * settle) > 0.97, machine.counts
 
 
 @pytest.mark.parametrize(("before", "after"), [(0.1, 0.9), (0.9, 0.1)])
@@ -119,22 +125,26 @@ def test_another_text_is_noticed(before, after, rows):
     machine.run(rows, 10.0)
     machine.rate = after
     machine.run(rows, 20.0)
-    machine.counts = [0] * len(LADDER)
-    machine.run(rows, 10.0)
-    spent = sum(n * machine.seconds(i, rows) for i, n in enumerate(machine.counts))
-    gained = sum(n * machine.gain(LADDER[i]) for i, n in enumerate(machine.counts))
-    assert gained / spent > 0.96 * machine.best(rows), machine.counts
+    assert machine.share(rows, 10.0) > 0.96, machine.counts
 
 
 @pytest.mark.parametrize("really", [(1, 1.5, 1.5, 1.5), (1, 1, 1, 0.6)])
 def test_costs_that_were_measured_badly_are_corrected(really):
     machine = Machine(GPU, rate=0.6, really=really)
     machine.run(16, 8.0)
-    machine.counts = [0] * len(LADDER)
-    machine.run(16, 8.0)
-    spent = sum(n * machine.seconds(i, 16) for i, n in enumerate(machine.counts))
-    gained = sum(n * machine.gain(LADDER[i]) for i, n in enumerate(machine.counts))
-    assert gained / spent > 0.96 * machine.best(16), machine.counts
+    assert machine.share(16, 8.0) > 0.96, machine.counts
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.8])
+@pytest.mark.parametrize("sizes", [(1,), (1, 4), (1, 4, 16)])
+def test_sizes_that_were_not_measured_are_learned(sizes, rate):
+    machine = Machine(GPU, rate=rate, sizes=sizes)
+    machine.run(16, 4.0)
+    machine.rate = 0.8
+    machine.run(4, 4.0)
+    machine.rate = rate
+    machine.run(64, 8.0)
+    assert machine.share(64, 8.0) > 0.97, machine.counts
 
 
 def test_a_chain_tells_about_a_tree_and_back():

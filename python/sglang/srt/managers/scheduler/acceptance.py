@@ -22,7 +22,7 @@ MEMORY = 300.0
 """Drafts of a shape after which an older one counts 1/e."""
 MEMORY_OF_ITERATIONS = 600.0
 """Iterations, with drafts of any shape or without, after which it does too."""
-TRUSTED = 24.0
+TRUSTED = 12.0
 """Drafts of a shape that count as much as what follows from other shapes."""
 FIRST_RATE = 0.6
 """Rate of a draft of which nothing is known."""

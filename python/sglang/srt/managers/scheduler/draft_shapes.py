@@ -12,15 +12,24 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from sglang.srt.arg_groups.adaptive_hook import draft_ladder
+from sglang.srt.configs.draft_layout import CATCH_UP_TOKENS
 from sglang.srt.managers.scheduler.shape_chooser import PLAIN, ShapeChooser
 from sglang.srt.managers.scheduler.step_costs import StepCosts
+from sglang.srt.managers.scheduler.warm_up_scenes import decoding_scenes, long_scenes
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from sglang.srt.configs.draft_layout import TreeShape
     from sglang.srt.managers.batch.forward_result import GenerationBatchResult
     from sglang.srt.managers.batch.req import Req
     from sglang.srt.managers.batch.schedule_batch import LaunchRecord
+    from sglang.srt.managers.messages.io_struct import GenerateReq
+    from sglang.srt.managers.scheduler.warm_up_scenes import SceneLimits
     from sglang.srt.server_args import ServerArgs
+
+# Writes the requests of a rehearsal.
+Scenes = Callable[["SceneLimits"], "Iterator[list[GenerateReq]]"]
 
 
 class ShapePolicy(Protocol):
@@ -69,6 +78,17 @@ class ShapesInTurn:
         return next(self._indices)
 
 
+class DraftsAfterPauses:
+    """One draft after each of these numbers of plain iterations, in turn."""
+
+    def __init__(self, pauses: Sequence[int]) -> None:
+        turns = [index for n in pauses for index in (*(PLAIN,) * n, 1)]
+        self._indices = itertools.cycle(turns)
+
+    def choose(self, rows: int, behind: Callable[[], int]) -> int:
+        return next(self._indices)
+
+
 class RunningBatches(Protocol):
     """The batches of a scheduler: `BatchSelector`."""
 
@@ -95,6 +115,7 @@ class DraftShapes:
         self.policy: ShapePolicy = FixedShape(PLAIN)
         if server_args.speculative_algorithm is None:
             return
+        self._lead = server_args.draft_lead
         found = draft_ladder(server_args)
         self.ladder = (None, *found.shapes)
         self._indices = {shape: i for i, shape in enumerate(self.ladder)}
@@ -104,13 +125,21 @@ class DraftShapes:
         else:
             self.policy = FixedShape(len(found.shapes))
 
-    def rehearsals(self) -> list[ShapePolicy]:
-        """Return policies that an engine tries before it is ready, besides its own:
-        every shape, and changes between them."""
-        count = len(self.ladder)
+    def rehearsals(self) -> list[tuple[ShapePolicy, Scenes]]:
+        """Return policies that an engine tries before it is ready, besides its own, and
+        with which requests: every shape, changes between them, and pauses after which
+        each number of tokens is caught up at once."""
         if not self.is_adaptive:
             return []
-        return [*map(FixedShape, range(count)), ShapesInTurn(count)]
+        # Until costs are measured, the policy is the last shape.
+        count, untried = len(self.ladder), len(self.ladder) - self.measures
+        widths = [shape.accept_width for shape in self.ladder if shape is not None]
+        pauses = [width - self._lead for width in (*widths, CATCH_UP_TOKENS)]
+        return [
+            *((FixedShape(index), decoding_scenes) for index in range(untried)),
+            (ShapesInTurn(count), decoding_scenes),
+            (DraftsAfterPauses(pauses), long_scenes),
+        ]
 
     @property
     def measures(self) -> bool:

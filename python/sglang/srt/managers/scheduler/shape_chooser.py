@@ -26,7 +26,9 @@ CLEARLY = 1.015
 """Speed-up for which the shape changes."""
 TRYING = 0.004
 """Share of the time that may be lost by trying shapes."""
-TRIAL_ITERATIONS, TRIAL_DRAFTS = 4, 16
+FIRST_SAVED = 1.0
+"""Iterations whose time may be lost by the first trials at a batch size."""
+TRIAL_ITERATIONS, TRIAL_DRAFTS = 4, 32
 """Iterations of a trial, and drafts of all requests together, at least."""
 TIMED_TOGETHER = 2
 """Iterations whose mean time is learned at once."""
@@ -85,7 +87,7 @@ class ShapeChooser:
         """As `ShapePolicy.choose`."""
         standing = self._standings.get(size_class(rows))
         if standing is None:
-            standing = self._standings[size_class(rows)] = _Standing(index=self._before)
+            standing = self._new_standing(rows)
         if standing.left:
             standing.left -= 1
             if not standing.left:
@@ -98,6 +100,13 @@ class ShapeChooser:
         self._decide(standing, rows, behind())
         self._before = standing.index
         return standing.trial if standing.left else standing.index
+
+    def _new_standing(self, rows: int) -> _Standing:
+        """Begin with the last choice, and with time for a first trial."""
+        saved = FIRST_SAVED * self.costs.expected(self._before, rows)
+        standing = _Standing(index=self._before, saved=saved)
+        self._standings[size_class(rows)] = standing
+        return standing
 
     def observe(
         self, index: int, accepted: Sequence[int], *, rows: int, seconds: float | None
@@ -152,25 +161,34 @@ class ShapeChooser:
     def _try_another(
         self, standing: _Standing, rows: int, speeds: Sequence[float], late: float
     ) -> None:
-        """Begin a trial if enough time was saved for it. What plain decoding would gain
-        is known, and so is what chains would, while a chain runs."""
-        index = standing.index
-        shape = self._ladder[index]
-        iterations = max(TRIAL_ITERATIONS, TRIAL_DRAFTS // max(rows, 1))
-        prices = {}
-        for other, other_shape in enumerate(self._ladder):
-            if other == index or other_shape is None or _tells(shape, other_shape):
+        """Begin a trial if enough time was saved for it."""
+        index, prices = standing.index, {}
+        for other in range(len(self._ladder)):
+            if other == index or self._is_known(index, other, rows):
                 continue
             slower = max(1.0 - speeds[other] / speeds[index], 0.01)
-            seconds = iterations * self.costs.expected(other, rows) * slower + late
-            prices[other] = seconds * standing.patience.get(other, 1.0)
+            lost = slower * self._trial(other, rows) * self.costs.expected(other, rows)
+            patience = standing.patience.get(other, 1.0)
+            prices[other] = patience * (lost + (0.0 if other == PLAIN else late))
         if not prices:
             return
         trial = min(prices, key=prices.__getitem__)
         standing.saved = min(standing.saved, 2.0 * max(prices.values()))
         if standing.saved >= prices[trial]:
             standing.saved -= prices[trial]
-            standing.trial, standing.left = trial, iterations
+            standing.trial, standing.left = trial, self._trial(trial, rows)
+
+    @staticmethod
+    def _trial(index: int, rows: int) -> int:
+        """Return the iterations of a trial: without drafts it is about costs alone."""
+        drafts = 0 if index == PLAIN else TRIAL_DRAFTS // max(rows, 1)
+        return max(TRIAL_ITERATIONS, drafts)
+
+    def _is_known(self, index: int, other: int, rows: int) -> bool:
+        """Whether the speed of `other` is known while `index` runs."""
+        return self.costs.is_known(other, rows) and _tells(
+            self._ladder[index], self._ladder[other]
+        )
 
     def _catch_up_seconds(self, rows: int, behind: int) -> float:
         """Return what catching up takes: a token no longer than it takes as one more
@@ -181,9 +199,11 @@ class ShapeChooser:
         return behind * max(more, 0.0) / (rows * smallest.accept_width)
 
 
-def _tells(shape: TreeShape | None, other: TreeShape) -> bool:
-    """Whether drafts of `shape` show what drafts of `other` would gain: a chain is the
-    beginning of a longer one."""
+def _tells(shape: TreeShape | None, other: TreeShape | None) -> bool:
+    """Whether drafts of `shape` show what `other` gains: a chain is the beginning of a
+    longer one, and plain decoding gains one token."""
+    if other is None:
+        return True
     if shape is None or shape.topk > 1 or other.topk > 1:
         return False
     return other.num_steps <= shape.num_steps

@@ -1,24 +1,55 @@
 """Seconds of an iteration by shape and batch size: measured before the engine is ready,
-corrected by what is seen while it serves.
+then observed while it serves.
 """
 
 from __future__ import annotations
 
 import bisect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 SETTLING = 4
 """Observations after a change that tell what a shape costs beside the others; later
-ones tell what has changed for all, such as longer contexts."""
-OWN_WEIGHT, COMMON_WEIGHT = 0.1, 0.05
-FORGET = 1e-3
-"""Share of a shape's own correction that is forgotten at an observation: without this,
-noise would move those of the shapes that are seen away from the others."""
+ones tell what changes for all, such as longer contexts."""
+SETTLING_WEIGHT, LATER_WEIGHT = 0.3, 0.05
+STALE = 4000
+"""Observations in a size class after which a shape's own are out of date."""
 
 
 def size_class(rows: int) -> int:
     """Return the class of batch sizes that `rows` belongs to: powers of two."""
     return max(rows, 1).bit_length()
+
+
+@dataclass(slots=True, kw_only=True)
+class _Observed:
+    """What a shape costs more than was measured.
+
+    Fields:
+        more: seconds, or a factor. drift: of the size class at that time.
+        at: number of that observation in its size class.
+    """
+
+    more: float
+    drift: float
+    at: int
+
+
+@dataclass(slots=True, kw_only=True)
+class _SizeClass:
+    """The observations of batches of similar sizes.
+
+    Fields:
+        shapes: by index. drift: what has changed for all of them.
+        current, in_a_row: the newest index, and how often it was observed since the
+            last change. count: of all observations.
+    """
+
+    drift: float
+    shapes: dict[int, _Observed] = field(default_factory=dict)
+    current: int = -1
+    in_a_row: int = 0
+    count: int = 0
 
 
 class StepCosts:
@@ -35,53 +66,79 @@ class StepCosts:
         self._sizes = sorted(measured)
         self._measured = [list(measured[size]) for size in self._sizes]
         self._adds = adds
-        # By size class: common correction; by (index, size class): own factor.
-        self._common: dict[int, float] = {}
-        self._own: dict[tuple[int, int], float] = {}
-        self._current: tuple[int, int] | None = None
-        self._seen = 0
+        self._classes: dict[int, _SizeClass] = {}
 
     def measured(self, index: int, rows: int) -> float:
         """Return what was measured, interpolated or extended between batch sizes."""
         sizes, costs = self._sizes, [each[index] for each in self._measured]
         if len(sizes) == 1:
-            return costs[0] * max(rows / sizes[0], 1.0)
+            return costs[0]
         at = min(max(bisect.bisect_left(sizes, rows), 1), len(sizes) - 1)
         left, right = sizes[at - 1], sizes[at]
         slope = (costs[at] - costs[at - 1]) / (right - left)
         return max(costs[at - 1] + slope * (rows - left), costs[0] / 2)
 
+    def is_known(self, index: int, rows: int) -> bool:
+        """Whether this shape was lately observed at such a batch size."""
+        of_class = self._classes.get(size_class(rows))
+        own = None if of_class is None else of_class.shapes.get(index)
+        return (
+            own is not None and of_class is not None and own.at + STALE > of_class.count
+        )
+
     def expected(self, index: int, rows: int) -> float:
         """Return the seconds that an iteration will take."""
-        size = size_class(rows)
-        base = self.measured(index, rows) * self._own.get((index, size), 1.0)
-        common = self._common.get(size)
-        if common is None:
-            return base
-        return max(base + common, base / 4) if self._adds else base * common
+        measured = self.measured(index, rows)
+        of_class = self._classes.get(size_class(rows))
+        if of_class is None:
+            return measured
+        return self._with(measured, self._more(of_class, index))
 
     def observe(self, index: int, rows: int, seconds: float) -> None:
-        """Correct the costs: iterations took `seconds` each."""
-        size = size_class(rows)
-        due = self.expected(index, rows)
-        # A pause of the machine says nothing about a shape.
-        seconds = min(max(seconds, due / 2), due * 2)
-        if self._current != (index, size):
-            self._current, self._seen = (index, size), 0
-        self._seen += 1
-        for each in self._own:
-            if each[1] == size:
-                self._own[each] += FORGET * (1.0 - self._own[each])
-        measured = self.measured(index, rows)
-        own = self._own.get((index, size), 1.0)
-        neutral = 0.0 if self._adds else 1.0
-        common = self._common.get(size, neutral)
-        if size in self._common and self._seen <= SETTLING:
-            target = (seconds - common if self._adds else seconds / common) / measured
-            own += OWN_WEIGHT * (min(max(target, 0.5), 2.0) - own)
-            self._own[index, size] = own
-            return
-        base = measured * own
-        target = seconds - base if self._adds else seconds / base
-        weight = COMMON_WEIGHT if size in self._common else 1.0
-        self._common[size] = common + weight * (target - common)
+        """Learn that iterations took `seconds` each."""
+        size, neutral = size_class(rows), 0.0 if self._adds else 1.0
+        if size not in self._classes:
+            self._classes[size] = _SizeClass(drift=neutral)
+        of_class = self._classes[size]
+        due, measured = self.expected(index, rows), self.measured(index, rows)
+        if of_class.count:
+            # A pause of the machine says nothing about a shape.
+            seconds = min(max(seconds, due / 2), due * 2)
+        if of_class.current != index:
+            of_class.current, of_class.in_a_row = index, 0
+        of_class.in_a_row += 1
+        of_class.count += 1
+        more = seconds - measured if self._adds else seconds / measured
+        before, is_new = self._more(of_class, index), index not in of_class.shapes
+        is_settling = is_new or of_class.in_a_row <= SETTLING
+        weight = SETTLING_WEIGHT if is_settling else LATER_WEIGHT
+        now = before + (1.0 if is_new else weight) * (more - before)
+        if not is_settling:
+            of_class.drift += (
+                now - before if self._adds else of_class.drift * (now / before - 1.0)
+            )
+        of_class.shapes[index] = _Observed(
+            more=now, drift=of_class.drift, at=of_class.count
+        )
+
+    def _more(self, of_class: _SizeClass, index: int) -> float:
+        """Return what a shape costs more now. If it was not observed, as much as the
+        others do on average."""
+        found = [
+            each.more + of_class.drift - each.drift
+            if self._adds
+            else each.more * of_class.drift / each.drift
+            for each in (
+                [of_class.shapes[index]]
+                if index in of_class.shapes
+                else of_class.shapes.values()
+            )
+        ]
+        if not found:
+            return 0.0 if self._adds else 1.0
+        return sum(found) / len(found)
+
+    def _with(self, measured: float, more: float) -> float:
+        if not self._adds:
+            return measured * more
+        return max(measured + more, measured / 4)

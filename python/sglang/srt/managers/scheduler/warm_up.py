@@ -23,11 +23,7 @@ from sglang.srt.managers.scheduler.draft_shapes import DraftShapes
 from sglang.srt.managers.scheduler.measure_shapes import measure_shapes
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_io import ListIO
-from sglang.srt.managers.scheduler.warm_up_scenes import (
-    SceneLimits,
-    decoding_scenes,
-    scenes,
-)
+from sglang.srt.managers.scheduler.warm_up_scenes import SceneLimits, scenes
 from sglang.srt.mem_cache.ops.move_kv.op import MOVE_SIZES
 from sglang.srt.utils.kernels_ahead import compiled_ahead
 
@@ -153,9 +149,9 @@ def _serve_all(
         for requests in scenes(limits):
             _serve(scheduler, io, requests)
             count += len(requests)
-        for policy in scheduler.shapes.rehearsals():
+        for policy, scene in scheduler.shapes.rehearsals():
             scheduler.shapes.policy = policy
-            for requests in decoding_scenes(limits):
+            for requests in scene(limits):
                 _serve(scheduler, io, requests)
                 count += len(requests)
         for manager in worker.canary_managers():

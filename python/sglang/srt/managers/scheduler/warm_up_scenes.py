@@ -59,6 +59,8 @@ LOGPROBS: tuple[dict[str, Any], ...] = (
     {"return_logprob": True, "top_logprobs_num": 3, "logprob_start_len": 0},
 )
 SCORE = LOGPROBS[-1]
+# An output with pauses between drafts of all lengths.
+LONG_OUTPUT = 64
 # The prefill yields the first token, and one step the second.
 STEPS = 2
 
@@ -106,6 +108,13 @@ def decoding_scenes(limits: SceneLimits) -> Iterator[list[GenerateReq]]:
     writer = _Writer(limits)
     if not writer.is_too_small:
         yield from writer.decoding()
+
+
+def long_scenes(limits: SceneLimits) -> Iterator[list[GenerateReq]]:
+    """Yield a request with more tokens than any draft catches up at once."""
+    writer = _Writer(limits)
+    if not writer.is_too_small:
+        yield writer.long_request()
 
 
 class _Writer:
@@ -266,6 +275,11 @@ class _Writer:
                 self._request(self._tokens(length), 1 + sum(row < n for n in steps))
                 for row in range(rows)
             ]
+
+    def long_request(self) -> list[GenerateReq]:
+        prompt = self._tokens(STEPS)
+        most = min(self._limits.context, self._longest) - len(prompt)
+        return [self._request(prompt, min(LONG_OUTPUT, most))]
 
     def _batch(
         self, rows: int, options: dict[str, Any], params: dict[str, Any]
