@@ -7,6 +7,7 @@ the input of each step. A record keeps the indices, so that a replay repeats the
 from __future__ import annotations
 
 import itertools
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from sglang.srt.managers.messages.io_struct import GenerateReq
     from sglang.srt.managers.scheduler.warm_up_scenes import SceneLimits
     from sglang.srt.server_args import ServerArgs
+
+logger = logging.getLogger(__name__)
 
 # Writes the requests of a rehearsal.
 Scenes = Callable[["SceneLimits"], "Iterator[list[GenerateReq]]"]
@@ -109,6 +112,9 @@ class DraftShapes:
         self.ladder: tuple[TreeShape | None, ...] = (None,)
         self._indices: dict[TreeShape | None, int] = {None: PLAIN}
         self.is_adaptive = server_args.speculative_adaptive
+        self._decodes = (
+            self.is_adaptive and server_args.disaggregation_mode != "prefill"
+        )
         self._chooser: ShapeChooser | None = None
         # When the last result was processed, if that was a decode step's.
         self._decoded_at: float | None = None
@@ -145,13 +151,21 @@ class DraftShapes:
     def measures(self) -> bool:
         """Whether the choice depends on costs, which are measured before the engine is
         ready (`learn`)."""
-        return self.is_adaptive and not isinstance(self.policy, ShapeTable)
+        return self._decodes and not isinstance(self.policy, ShapeTable)
 
     def learn(self, costs: Mapping[int, Sequence[float]], *, device: str) -> None:
-        """Choose by these costs from now on: seconds of each index by batch size."""
+        """Choose by these costs from now on: seconds of each index by batch size.
+        Without any, the shape stays that of the flags."""
         if costs:
             chooser = ShapeChooser(self.ladder, StepCosts(costs, adds=device != "cpu"))
             self.policy = self._chooser = chooser
+        elif self.measures:
+            logger.warning(
+                "--speculative-adaptive: no costs were measured (--skip-server-warmup, "
+                "or too few KV slots or too short a context for some iterations), so "
+                "every iteration has the shape of the flags; a table in "
+                "--speculative-adaptive-config needs none"
+            )
 
     def choose(self, batches: RunningBatches) -> int:
         """Return the index for the next iteration."""
