@@ -5,20 +5,27 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 
 import pytest
 
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.configs.draft_layout import TreeShape
 from sglang.srt.managers.scheduler.draft_shapes import DraftShapes
-from sglang.srt.managers.scheduler.shape_chooser import PLAIN
+from sglang.srt.managers.scheduler.shape_chooser import PLAIN, ShapeChooser
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import is_full
 from sglang.test.spec_adaptive import run_in_turn
 from sglang.test.spec_matrix import SpecConfig, whole_matrix
-from sglang.test.spec_world import ModelFolders, References, spec_engine
+from sglang.test.spec_parity import check_no_leak
+from sglang.test.spec_world import (
+    ModelFolders,
+    References,
+    plain_engine,
+    spec_engine,
+)
 
 register_cpu_ci(est_time=12, suite="cpu", full_time=600)
 
@@ -131,6 +138,43 @@ def test_what_a_draft_lacks_is_not_cached(folders):
     )
     assert again.cached_tokens <= len(prompt)
     assert again.cached_tokens >= len(prompt) - 4
+
+
+def test_costs_are_measured_before_the_engine_is_ready(folders):
+    """And leave no trace: no tokens are cached or counted, and all rows are free."""
+    wanted = config("EAGLE3", 2, 3, "min", 4, "mock", overlap=False)
+    engine = spec_engine(
+        folders,
+        wanted,
+        speculative_adaptive=True,
+        kv_canary="raise",
+        max_total_tokens=16384,
+    )
+    scheduler = engine.scheduler
+    chooser = scheduler.shapes.policy
+    assert isinstance(chooser, ShapeChooser)
+    for index in range(len(scheduler.shapes.ladder)):
+        for rows in (1, 4):
+            assert 0 < chooser.costs.measured(index, rows) < 10
+    stats = scheduler.stats_snapshot()
+    assert stats.num_requests_total == stats.generation_tokens_total == 0
+    assert scheduler.cache.total_size() == 0
+    check_no_leak(engine)
+    prompt = list(range(100, 130))
+    plain = plain_engine(folders.target("mock"))
+    options = {"max_new_tokens": 60, "ignore_eos": True}
+    due = plain.generate(prompt, **options).output_ids
+    assert engine.generate(prompt, **options).output_ids == due
+    assert chooser.costs.is_known(scheduler.shapes._indices[scheduler.batches.shape], 1)
+
+
+def test_without_costs_the_shape_is_that_of_the_flags(folders, caplog):
+    wanted = config("EAGLE3", 2, 3, "min", 4, "mock", overlap=False)
+    with caplog.at_level(logging.WARNING):
+        engine = spec_engine(folders, wanted, **ADAPTIVE)
+    assert "--skip-server-warmup" in caplog.text
+    shapes = engine.scheduler.shapes
+    assert {shapes.policy.choose(n, int) for n in (1, 99)} == {len(shapes.ladder) - 1}
 
 
 FLAGS = {
