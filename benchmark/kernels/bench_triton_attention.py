@@ -1,7 +1,8 @@
 """Speed of the Triton attention kernels, next to the GPU's copy and matrix rates.
 
 python benchmark/kernels/bench_triton_attention.py [--only decode,checked,extend]
-    [--sweep]
+    [--kv-cache-dtype bf16,fp8_e4m3] [--sweep]
+
 Prints tables, and as the last line one JSON object with every measurement. `checked` is
 decode that compares the bytes it loads, beside decode that does not. `--sweep` times
 other tile sizes too: the tables in the launchers come from it.
@@ -30,6 +31,7 @@ from sglang.srt.layers.ops.attention.extend import table as extend_tables
 from sglang.srt.layers.ops.attention.extend_dense import launch as dense
 from sglang.srt.layers.ops.attention.extend_split.launch import extend_workspace
 from sglang.srt.layers.ops.attention.shared.args import ByteCheck, Compares
+from sglang.srt.mem_cache.kv_dtype import KV_DTYPES, to_stored
 
 Row = dict[str, Any]
 
@@ -105,17 +107,21 @@ def make_tables(rows: int, length: int, page_size: int) -> Tensor:
     return table.view(rows, -1)
 
 
-def make_cache(slots: int) -> Tensor:
+def make_cache(slots: int, kv: str = "bf16") -> Tensor:
     shape = (slots, KV_HEADS, HEAD_DIM)
-    return torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    values = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    return values if kv == "bf16" else to_stored(values, KV_DTYPES[kv], 1.0)
 
 
 class DecodeProblem:
     """Queries and pages of rows that decode; pools of K and V, `pools` at most, that
     together do not fit the L2 cache."""
 
-    def __init__(self, rows: int, context: int, page_size: int, *, pools: int) -> None:
-        self.kv_bytes = 2 * rows * context * KV_HEADS * HEAD_DIM * 2
+    def __init__(
+        self, rows: int, context: int, page_size: int, kv: str, *, pools: int
+    ) -> None:
+        itemsize = 2 if kv == "bf16" else 1
+        self.kv_bytes = 2 * rows * context * KV_HEADS * HEAD_DIM * itemsize
         self.pools = min(max(-(-COLD_BYTES // self.kv_bytes), 2), pools)
         self.read_lens = torch.full((rows,), context, device="cuda")
         q = torch.randn(rows, Q_HEADS, HEAD_DIM, device="cuda", dtype=torch.bfloat16)
@@ -144,17 +150,20 @@ class DecodeProblem:
         return partial(self._attend, k_cache=k, v_cache=v, compared=compared)
 
 
-def decode_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Row:
+def decode_row(
+    rows: int, context: int, page_size: int, copy_gb_s: float, kv: str = "bf16"
+) -> Row:
     """Measure one shape: time, bytes of K and V over time, share of the copy rate."""
-    problem = DecodeProblem(rows, context, page_size, pools=64)
+    problem = DecodeProblem(rows, context, page_size, kv, pools=64)
     caches = [
-        (make_cache(rows * context), make_cache(rows * context))
+        (make_cache(rows * context, kv), make_cache(rows * context, kv))
         for _ in range(problem.pools)
     ]
     us = graph_us([problem.launch(k, v) for k, v in caches])
     rate = problem.kv_bytes / us / 1e3
     return {
         "op": "decode",
+        "kv": kv,
         "rows": rows,
         "context": context,
         "page_size": page_size,
@@ -173,8 +182,8 @@ class CheckedCache(NamedTuple):
     sums: Tensor
 
 
-def make_checked_cache(slots: int) -> CheckedCache:
-    k, v = make_cache(slots), make_cache(slots)
+def make_checked_cache(slots: int, kv: str) -> CheckedCache:
+    k, v = make_cache(slots, kv), make_cache(slots, kv)
     sums = torch.empty(slots, 1, KV_HEADS, dtype=torch.int32, device="cuda")
     for begin in range(0, slots, SUMMED_AT_ONCE):
         run = slice(begin, begin + SUMMED_AT_ONCE)
@@ -182,10 +191,12 @@ def make_checked_cache(slots: int) -> CheckedCache:
     return CheckedCache(k, v, sums)
 
 
-def checked_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Row:
+def checked_row(
+    rows: int, context: int, page_size: int, copy_gb_s: float, kv: str
+) -> Row:
     """Measure decode alone, with all bytes compared, and where layers take turns: in
     the layer whose turn it is, and in another."""
-    problem = DecodeProblem(rows, context, page_size, pools=32)
+    problem = DecodeProblem(rows, context, page_size, kv, pools=32)
     state = create_state(
         num_slots=rows * context,
         req_rows=rows + 1,
@@ -216,7 +227,7 @@ def checked_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Ro
             compared = decode.ComparedLayer(check=check, layer=0, compares=compares)
         return problem.launch(cache.k, cache.v, compared)
 
-    caches = [make_checked_cache(rows * context) for _ in range(problem.pools)]
+    caches = [make_checked_cache(rows * context, kv) for _ in range(problem.pools)]
     state.clock.fill_(8)
     kinds = {"alone": None, "all": 0, "in_turn": 4, "out_of_turn": 3, "again": None}
     us = {
@@ -226,6 +237,7 @@ def checked_row(rows: int, context: int, page_size: int, copy_gb_s: float) -> Ro
     assert int(state.ring_count) == 0, "bytes that did not change were reported"
     return {
         "op": "checked",
+        "kv": kv,
         "rows": rows,
         "context": context,
         "page_size": page_size,
@@ -346,6 +358,7 @@ def sweep_extend(matrix_tflop_s: float) -> list[Row]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="decode,extend")
+    parser.add_argument("--kv-cache-dtype", default="bf16")
     parser.add_argument("--sweep", action="store_true")
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -354,13 +367,13 @@ def main() -> None:
     print(torch.cuda.get_device_name(), {k: round(v) for k, v in ceiling.items()})
     copy_gb_s, matrix_tflop_s = ceiling["copy_gb_s"], ceiling["matrix_tflop_s"]
     rows: list[Row] = []
+    stored = args.kv_cache_dtype.split(",")
     for page_size in (1, 16):
-        if "decode" in ops:
-            for shape in DECODE_SHAPES:
-                rows.append(show(decode_row(*shape, page_size, copy_gb_s)))
-        if "checked" in ops:
-            for shape in DECODE_SHAPES:
-                rows.append(show(checked_row(*shape, page_size, copy_gb_s)))
+        for kv, shape in product(stored, DECODE_SHAPES):
+            if "decode" in ops:
+                rows.append(show(decode_row(*shape, page_size, copy_gb_s, kv)))
+            if "checked" in ops:
+                rows.append(show(checked_row(*shape, page_size, copy_gb_s, kv)))
         if "extend" in ops:
             for case in EXTEND_SHAPES:
                 rows.append(show(extend_row(*case, page_size, matrix_tflop_s)))

@@ -5,6 +5,7 @@ without a graph launch every variant of attention on Hopper."""
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -296,7 +297,8 @@ def decoded(graph_rows: int, rows: int) -> set[int]:
 
 
 def decode_variants(rows: int, heads: tuple[int, int, int]) -> list[str]:
-    """Compile-time parameters of decode attention, one for each of `Compares`."""
+    """Compile-time parameters of decode attention, for each of `Compares` over K and V
+    of 16 bits and of 8."""
     q_heads, kv_heads, head_dim = heads
     programs = kv_heads * -(-q_heads // kv_heads // QUERIES)
     splits = decode_splits(rows=rows, programs_per_row=programs, max_context=CONTEXT)
@@ -306,11 +308,12 @@ def decode_variants(rows: int, heads: tuple[int, int, int]) -> list[str]:
             q_heads=q_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
+            itemsize=itemsize,
             page_size=1,
             splits=splits_that_fit(splits, rows * programs),
             compares=compares,
         )
-        for compares in Compares
+        for compares, itemsize in itertools.product(Compares, (2, 1))
     )
     return [str(launch.options()) for launch in launches]
 

@@ -27,6 +27,7 @@ from sglang.srt.layers.ops.attention.op import (
     decode_attention_ref,
     extend_attention_ref,
 )
+from sglang.srt.mem_cache.kv_dtype import to_stored
 from sglang.test.scale import is_full
 
 ON_GPU = torch.cuda.is_available()
@@ -70,6 +71,14 @@ class Problem:
     sm_scale: float
     k_new: Tensor | None = None
     v_new: Tensor | None = None
+
+    def stored_as(self, kv: torch.dtype) -> Problem:
+        """The same with K and V of 8 bits."""
+        return replace(
+            self,
+            k_cache=to_stored(self.k_cache, kv, 1.0),
+            v_cache=to_stored(self.v_cache, kv, 1.0),
+        )
 
     @property
     def qo_indptr(self) -> Tensor:
@@ -150,11 +159,10 @@ class Problem:
         workspace.lse.fill_(NAN)
         return workspace
 
-    def with_new_kv(self) -> Problem:
-        """The same, with new K and V as a model leaves them: views into one tensor,
-        NaN after the last token. Of the new tokens the pool holds NaN.
-        """
-        slots = torch.tensor(
+    @property
+    def new_slots(self) -> Tensor:
+        """int64 [tokens], slots of the new tokens."""
+        return torch.tensor(
             [
                 self.slot(row, element)
                 for row, new in enumerate(self.new_lens.tolist())
@@ -164,6 +172,12 @@ class Problem:
             dtype=torch.long,
             device=DEVICE,
         )
+
+    def with_new_kv(self) -> Problem:
+        """The same, with new K and V as a model leaves them: views into one tensor,
+        NaN after the last token. Of the new tokens the pool holds NaN.
+        """
+        slots = self.new_slots
         rows, heads = self.q.shape[0], self.k_cache.shape[1]
         packed = self.k_cache.new_full((rows, 3 * heads, self.q.shape[2]), NAN)
         packed[: len(slots), heads : 2 * heads] = self.k_cache[slots]

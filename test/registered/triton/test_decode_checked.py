@@ -45,7 +45,7 @@ from sglang.srt.layers.ops.attention.decode.launch import (
     decode_attention,
 )
 from sglang.srt.layers.ops.attention.decode_hopper import launch as decode_hopper
-from sglang.srt.layers.ops.attention.decode_hopper.launch import HopperTile
+from sglang.srt.layers.ops.attention.decode_hopper.launch import HopperTile, StoredHead
 from sglang.srt.layers.ops.attention.op import decode_attention_ref
 from sglang.srt.layers.ops.attention.shared.args import ByteCheck, Compares
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -54,6 +54,8 @@ from sglang.test.scale import count, sampled
 register_cpu_ci(est_time=30, suite="cpu", full_time=200)
 register_cuda_ci(est_time=60, suite="cuda")
 
+# Dtype of queries; type of stored K and V, or None for the same.
+STORED = [(dtype, None) for dtype in DTYPES] + [(DTYPES[-1], torch.float8_e4m3fn)]
 LAYERS, LAYER = 3, 1
 SERIAL = 70
 TAG = ring_tag(Launch.ATTENTION, 255, 3)
@@ -196,7 +198,7 @@ def test_whole_bytes_find_nothing(
 def test_a_flipped_bit_is_named(heads: tuple[int, int], head_dim: int) -> None:
     """Any bit of any head of any element, with the layer, the head and both sums."""
     rng = random.Random(head_dim * heads[0])
-    for dtype in DTYPES:
+    for dtype, kv in STORED:
         problem = make_problem(
             prefix_lens=[69, 2, 33],
             new_lens=[1] * 3,
@@ -205,18 +207,19 @@ def test_a_flipped_bit_is_named(heads: tuple[int, int], head_dim: int) -> None:
             dtype=dtype,
             page_size=4,
         )
+        problem = problem if kv is None else problem.stored_as(kv)
         checked = make_checked(problem)
         caches = (problem.k_cache, problem.v_cache)
         for _ in range(count(ci=6 if ON_GPU else 2, full=12)):
             row = rng.randrange(3)
             flip = {
                 "element": rng.randrange(int(problem.prefix_lens[row])),
-                "bit": rng.randrange(8 * head_dim * dtype.itemsize),
+                "bit": rng.randrange(8 * head_dim * problem.k_cache.itemsize),
                 "head": rng.randrange(heads[1]),
                 "is_k": rng.random() < 0.5,
             }
             slot = checked.flip(row, **flip)
-            if not bool(torch.stack(caches)[:, slot].isfinite().all()):
+            if not bool(torch.stack(caches)[:, slot].float().isfinite().all()):
                 checked.flip(row, **flip)
                 continue
             checked.decode(max_context=rng.choice([1, 256]))
@@ -247,17 +250,20 @@ def test_a_flipped_bit_is_named(heads: tuple[int, int], head_dim: int) -> None:
 
 
 HOPPER_TILES = [
-    (compares, head_dim, tile)
+    (compares, head, tile)
     for compares in (Compares.ALWAYS, Compares.IN_TURN)
-    for head_dim, tiles in decode_hopper.TILES[compares].items()
+    for head, tiles in decode_hopper.TILES[compares].items()
     for tile in tiles
 ]
 
 
 @on_hopper
-@pytest.mark.parametrize(("compares", "head_dim", "tile"), HOPPER_TILES)
+@pytest.mark.parametrize(("compares", "head", "tile"), HOPPER_TILES)
 def test_every_tile_compares_all_bytes(
-    monkeypatch: pytest.MonkeyPatch, compares: Compares, head_dim: int, tile: HopperTile
+    monkeypatch: pytest.MonkeyPatch,
+    compares: Compares,
+    head: StoredHead,
+    tile: HopperTile,
 ) -> None:
     """Each is what some number of rows gets; here few rows get it, in one split and in
     some."""
@@ -266,9 +272,11 @@ def test_every_tile_compares_all_bytes(
         prefix_lens=[200, 65, 31],
         new_lens=[1] * 3,
         heads=(8, 2),
-        head_dim=head_dim,
+        head_dim=head.head_dim,
         dtype=torch.bfloat16,
     )
+    if head.itemsize == 1:
+        problem = problem.stored_as(torch.float8_e4m3fn)
     checked = make_checked(problem)
     checked.state.clock.fill_(LAYER)
     for max_context in (1, 256):

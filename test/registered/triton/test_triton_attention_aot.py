@@ -32,7 +32,10 @@ from sglang.srt.layers.ops.attention.decode_hopper.kernels import decode_hopper_
 from sglang.srt.layers.ops.attention.decode_hopper.launch import (
     TILES as DECODE_HOPPER_TILES,
 )
-from sglang.srt.layers.ops.attention.decode_hopper.launch import decode_hopper_launch
+from sglang.srt.layers.ops.attention.decode_hopper.launch import (
+    StoredHead,
+    decode_hopper_launch,
+)
 from sglang.srt.layers.ops.attention.extend.kernels import extend_kernel
 from sglang.srt.layers.ops.attention.extend.table import (
     FLOAT_TILES,
@@ -357,10 +360,15 @@ def paged_variants(
             splits=8, itemsize=itemsize, page_size=page_size, compares=compares, **heads
         )
         yield Variant(decode_split_kernel, compared, itemsize, has_window)
-    if itemsize == 2 and head_dim in DECODE_HOPPER_TILES[Compares.NEVER]:
+    if StoredHead(head_dim, itemsize) in DECODE_HOPPER_TILES[Compares.NEVER]:
         for compares in Compares:
             hopper = decode_hopper_launch(
-                rows=8, splits=8, page_size=page_size, compares=compares, **heads
+                rows=8,
+                splits=8,
+                itemsize=itemsize,
+                page_size=page_size,
+                compares=compares,
+                **heads,
             )
             yield Variant(decode_hopper_kernel, hopper, itemsize, has_window)
     combine = combine_launch(split)

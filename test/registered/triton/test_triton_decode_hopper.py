@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -22,6 +23,7 @@ from sglang.srt.layers.ops.attention.decode_hopper.launch import (
     QUERIES,
     TILES,
     HopperTile,
+    StoredHead,
     added_splits,
     choose_tile,
     decode_hopper_launch,
@@ -45,27 +47,31 @@ HEADS = [
     ((16, 1), 128),
 ]
 EVERY_TILE = [
-    (compares, head_dim, tile)
-    for compares, by_size in TILES.items()
-    for head_dim, tiles in by_size.items()
+    (compares, head, tile)
+    for compares, by_head in TILES.items()
+    for head, tiles in by_head.items()
     for tile in tiles
 ]
 # Rows of no elements, one, a tile, one more, and of some and many splits.
 LENS = [0, 1, 33, 64, 200, 1000, 2049]
+# Of stored K and V; None is the type of the queries.
+STORED = [None, torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 def decode(
     heads: tuple[int, int], head_dim: int, lens: list[int], **options: Any
 ) -> torch.Tensor:
-    page_size = options.pop("page_size", 1)
-    return make_problem(
+    kv = options.pop("kv", None)
+    problem = make_problem(
         prefix_lens=lens,
         new_lens=[1] * len(lens),
         heads=heads,
         head_dim=head_dim,
-        page_size=page_size,
+        page_size=options.pop("page_size", 1),
         dtype=options.pop("dtype", torch.bfloat16),
-    ).decode(**options)
+    )
+    problem = problem if kv is None else problem.stored_as(kv)
+    return problem.decode(**options)
 
 
 # -- what is read at once --------------------------------------------------------------
@@ -73,7 +79,7 @@ def decode(
 
 @pytest.mark.parametrize(
     ("head_dim", "warps"),
-    sorted({(head_dim, tile.warps) for _, head_dim, tile in EVERY_TILE}),
+    sorted({(head.head_dim, tile.warps) for _, head, tile in EVERY_TILE}),
 )
 def test_threads_share_out_what_is_read_at_once(head_dim: int, warps: int) -> None:
     from sglang.srt.layers.ops.attention.decode_hopper.results import (
@@ -122,12 +128,12 @@ def test_all_programs_of_a_launch_run_at_once() -> None:
 # -- tiles -----------------------------------------------------------------------------
 
 
-def rows_of(compares: Compares, head_dim: int, tile: HopperTile) -> int:
+def rows_of(compares: Compares, head: StoredHead, tile: HopperTile) -> int:
     """The fewest rows of eight KV heads that are computed in this tile."""
     return next(
         rows
         for rows in range(1, 1024)
-        if choose_tile(head_dim=head_dim, compares=compares, programs=8 * rows) == tile
+        if choose_tile(head=head, compares=compares, programs=8 * rows) == tile
     )
 
 
@@ -154,27 +160,26 @@ def rows_of(compares: Compares, head_dim: int, tile: HopperTile) -> int:
 def test_the_fullest_waves_win(
     compares: Compares, head_dim: int, rows: int, expected: tuple[int, int]
 ) -> None:
-    tile = choose_tile(head_dim=head_dim, compares=compares, programs=8 * rows)
+    head = StoredHead(head_dim, 2)
+    tile = choose_tile(head=head, compares=compares, programs=8 * rows)
     assert (tile.block_n, tile.warps) == expected
 
 
 def test_every_tile_serves_some_batch() -> None:
-    for compares, head_dim, tile in EVERY_TILE:
-        assert rows_of(compares, head_dim, tile) <= 256
+    for compares, head, tile in EVERY_TILE:
+        assert rows_of(compares, head, tile) <= 256
 
 
 def test_launches_in_splits_take_the_largest_tile() -> None:
     """So that the programs that add up splits have its warps."""
-    for compares, by_size in TILES.items():
-        for (head_dim, tiles), programs in product(by_size.items(), range(1, 529)):
-            chosen = choose_tile(
-                head_dim=head_dim, compares=compares, programs=programs
-            )
+    for compares, by_head in TILES.items():
+        for (head, tiles), programs in product(by_head.items(), range(1, 529)):
+            chosen = choose_tile(head=head, compares=compares, programs=programs)
             assert chosen == tiles[0]
 
 
 def test_the_next_kernel_starts_early_where_its_weights_are_many() -> None:
-    sizes = {"kv_heads": 8, "page_size": 1, "splits": 1}
+    sizes = {"kv_heads": 8, "itemsize": 2, "page_size": 1, "splits": 1}
     for rows, q_heads, head_dim, expected in (
         (1, 32, 64, False),
         (1, 32, 128, True),
@@ -191,7 +196,7 @@ def test_the_next_kernel_starts_early_where_its_weights_are_many() -> None:
 # Of a multiprocessor of compute capability 9.0; the driver takes some for a program.
 REGISTERS, SHARED_BYTES, DRIVER_BYTES = 65536, 233472, 1024
 # Those of the variants below that come first: without and with splits.
-ADDING = [(head_dim, splits) for head_dim in (64, 128) for splits in (1, 8)]
+ADDING = [(head, splits) for head in TILES[Compares.NEVER] for splits in (1, 8)]
 
 
 def compile_added() -> list[dict[str, Any]]:
@@ -213,22 +218,25 @@ def compile_added() -> list[dict[str, Any]]:
         return kernel
 
     triton.compile = compile_and_keep
-    variants = [(Compares.NEVER, d, TILES[Compares.NEVER][d][0], s) for d, s in ADDING]
+    never = Compares.NEVER
+    variants = [(never, head, TILES[never][head][0], s) for head, s in ADDING]
     kinds = sampled(EVERY_TILE, key=lambda kind: kind[:2], ci=2)
     variants += [(*kind, 1) for kind in kinds]
-    for compares, head_dim, tile, splits in variants:
-        rows = rows_of(compares, head_dim, tile)
+    for compares, head, tile, splits in variants:
+        rows = rows_of(compares, head, tile)
         launch = decode_hopper_launch(
             rows=rows,
             q_heads=32,
             kv_heads=8,
-            head_dim=head_dim,
+            head_dim=head.head_dim,
+            itemsize=head.itemsize,
             page_size=1,
             splits=splits,
             compares=compares,
         )
         assert launch.num_warps == tile.warps
-        report = compile_kernel(Variant(decode_hopper_kernel, launch, 2))
+        kv = "*fp8e4nv" if head.itemsize == 1 else None
+        report = compile_kernel(Variant(decode_hopper_kernel, launch, 2, kv=kv))
         report |= {"added": launch.constants["ADDED"], "order": order_of(texts[-1])}
         report |= {"compares": int(compares), "resident": tile.resident}
         report["byte_products"] = texts[-1].count(".s32.s8.s8.s32")
@@ -284,7 +292,10 @@ def test_the_next_kernel_is_let_start() -> None:
 @on_hopper
 @pytest.mark.parametrize(("heads", "head_dim"), HEADS)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_heads(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("kv", STORED)
+def test_heads(
+    heads: tuple[int, int], head_dim: int, dtype: torch.dtype, kv: torch.dtype | None
+) -> None:
     sinks = make_sinks(heads[0], dtype=dtype)
     for options in (
         {"max_context": 64},
@@ -293,23 +304,66 @@ def test_heads(heads: tuple[int, int], head_dim: int, dtype: torch.dtype) -> Non
         {"max_context": 4096, "sinks": sinks, "window": 700, "page_size": 16},
         {"max_context": 1024, "logit_cap": 5.0},
     ):
-        decode(heads, head_dim, LENS, dtype=dtype, **options)
+        decode(heads, head_dim, LENS, dtype=dtype, kv=kv, **options)
+
+
+@on_hopper
+@pytest.mark.parametrize("kv", STORED[1:])
+def test_queries_of_any_size_over_8_bits(kv: torch.dtype) -> None:
+    """Products run in float16, which would not hold these queries. Rows of infinity,
+    NaN and zeros, too."""
+    problem = make_problem(
+        prefix_lens=[300] * 9,
+        new_lens=[1] * 9,
+        heads=(8, 2),
+        head_dim=128,
+        dtype=torch.bfloat16,
+    ).stored_as(kv)
+    sizes = (1e-38, 1e-30, 1e-6, 1.0, 1e6, 0.0)
+    for row, size in enumerate(sizes):
+        problem.q[row] *= size
+        # One channel alone is large.
+        problem.q[row, :, 5] *= 1e4 if size < 1e4 else 1.0
+    problem.q[6, 0, 3], problem.q[7, 0, 3] = NAN, float("inf")
+    for size in sizes:
+        # Scores of about one, and of very many.
+        for scale in (1.0, min(1 / max(size, 1e-30), 1e30)):
+            replace(problem, sm_scale=scale * 128**-0.5).decode()
+
+
+@on_hopper
+@pytest.mark.parametrize("kv", STORED[1:])
+def test_every_code_of_8_bits(kv: torch.dtype) -> None:
+    """A row attends one element, so its result is V: every code, NaN and infinity."""
+    problem = make_problem(
+        prefix_lens=[0, 0], new_lens=[1, 1], heads=(4, 1), head_dim=128,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    problem = problem.stored_as(kv)
+    codes = torch.arange(256, dtype=torch.uint8, device=problem.q.device).view(kv)
+    for row in range(2):
+        slot = problem.slot(row, 0)
+        problem.k_cache[slot] = torch.zeros_like(problem.k_cache[slot])
+        problem.v_cache[slot, 0] = codes.view(2, 128)[row]
+    found = problem.decode().float()
+    expected = codes.float().view(2, 1, 128).expand(2, 4, 128)
+    assert torch.equal(found.isnan(), expected.isnan())
+    assert torch.equal(found.nan_to_num(), expected.nan_to_num())
 
 
 @on_hopper
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize(
-    ("head_dim", "tile"),
-    sorted(
-        {(d, tile) for compares, d, tile in EVERY_TILE if compares is Compares.NEVER}
-    ),
+    ("head", "tile"),
+    sorted({(h, tile) for compares, h, tile in EVERY_TILE if not compares}),
 )
-def test_tiles_of_many_rows(head_dim: int, tile: HopperTile, page_size: int) -> None:
-    rows = rows_of(Compares.NEVER, head_dim, tile)
+def test_tiles_of_many_rows(head: StoredHead, tile: HopperTile, page_size: int) -> None:
+    rows = rows_of(Compares.NEVER, head, tile)
+    kv = STORED[1] if head.itemsize == 1 else None
     lens = [LENS[i % len(LENS)] // (1 + i % 3) for i in range(rows)]
     sinks = make_sinks(32, dtype=torch.bfloat16)
     for options in ({}, {"sinks": sinks, "window": 150}):
-        decode((32, 8), head_dim, lens, page_size=page_size, **options)
+        decode((32, 8), head.head_dim, lens, page_size=page_size, kv=kv, **options)
 
 
 @on_hopper
@@ -336,8 +390,11 @@ def test_launches_of_other_rows_and_splits_share_a_workspace() -> None:
 
 
 @on_hopper
+@pytest.mark.parametrize("kv", STORED)
 @pytest.mark.parametrize("lens", [[1087], [1087] * 16, [30_000, 5, 800, 2000]])
-def test_results_are_the_same_bits_whoever_is_last(lens: list[int]) -> None:
+def test_results_are_the_same_bits_whoever_is_last(
+    lens: list[int], kv: torch.dtype | None
+) -> None:
     problem = make_problem(
         prefix_lens=lens,
         new_lens=[1] * len(lens),
@@ -345,6 +402,7 @@ def test_results_are_the_same_bits_whoever_is_last(lens: list[int]) -> None:
         head_dim=128,
         dtype=torch.bfloat16,
     )
+    problem = problem if kv is None else problem.stored_as(kv)
     workspace = problem.decode_workspace(32_768)
     first = problem.decode(workspace=workspace)
     for _ in range(20):
@@ -359,7 +417,13 @@ def test_both_ways_of_adding_agree(monkeypatch: pytest.MonkeyPatch) -> None:
     added = decode((32, 8), 128, LENS)
     monkeypatch.setattr(decode_hopper, "MAX_READS", 0)
     launch = decode_hopper_launch(
-        rows=len(LENS), q_heads=32, kv_heads=8, head_dim=128, page_size=1, splits=8
+        rows=len(LENS),
+        q_heads=32,
+        kv_heads=8,
+        head_dim=128,
+        itemsize=2,
+        page_size=1,
+        splits=8,
     )
     assert launch.constants["ADDED"] == 0
     torch.testing.assert_close(decode((32, 8), 128, LENS), added, rtol=8e-3, atol=8e-3)

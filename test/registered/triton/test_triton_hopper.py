@@ -24,7 +24,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang.srt.layers.ops.attention.extend.launch import extend_attention
-from sglang.srt.layers.ops.attention.extend_hopper.launch import STAGES, serves
+from sglang.srt.layers.ops.attention.extend_hopper.launch import (
+    STAGES,
+    gather,
+    serves,
+)
 from sglang.srt.layers.ops.attention.extend_hopper.plan import (
     BLOCK,
     ExtendPlan,
@@ -37,6 +41,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 register_cpu_ci(est_time=12, suite="cpu")
 register_cuda_ci(est_time=40, suite="cuda")
 
+KV = [torch.float8_e4m3fn, torch.float8_e5m2]
 LENS = st.lists(
     st.tuples(st.integers(0, 300), st.integers(0, 300)), min_size=1, max_size=6
 )
@@ -49,6 +54,7 @@ def plan_of(problem: Problem) -> ExtendPlan:
         page_size=problem.page_size,
         qo_indptr=problem.qo_indptr,
         prefix_lens=problem.prefix_lens,
+        new_slots=problem.new_slots if problem.k_cache.itemsize == 1 else None,
         size=plan_size(problem.prefix_lens.tolist(), problem.new_lens.tolist()),
     )
 
@@ -120,13 +126,15 @@ def compare(
     *,
     sinks: torch.Tensor | None = None,
     k_scale: float = 1.0,
+    kv: torch.dtype | None = None,
     **options: Any,
 ) -> None:
-    """One launch and the reference; NaN in every slot and row that is not attended."""
+    """One launch and the reference; NaN in every slot and row that is not attended.
+    `kv`: a type of 8 bits that K and V are stored in."""
     options = {"heads": (8, 2), "head_dim": 128, "dtype": torch.bfloat16} | options
     problem = make_problem(prefix_lens=prefix_lens, new_lens=new_lens, **options)
     problem.k_cache.mul_(k_scale)
-    problem = problem.with_new_kv()
+    problem = problem.with_new_kv() if kv is None else problem.stored_as(kv)
     expected = torch.full_like(problem.q, 7)
     caches = (problem.k_cache, problem.v_cache)
     inputs = inputs_of(problem, sinks=sinks)
@@ -166,6 +174,27 @@ def test_kernel(
 def test_heads_of_the_kernel(heads: tuple[int, int]) -> None:
     """Programs have one tile, and many."""
     compare([0, 70], [700, 2000], heads=heads, has_row_index=False)
+
+
+@on_hopper
+@pytest.mark.parametrize("kv", KV)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_stored_in_8_bits(dtype: torch.dtype, kv: torch.dtype) -> None:
+    """New tokens attend what the pool holds of them."""
+    compare([0, 130, 64, 5, 0], [37, 3, 150, 1, 257], kv=kv, dtype=dtype, page_size=16)
+    compare([0], [300], kv=kv, dtype=dtype)
+
+
+@pytest.mark.parametrize("kv", KV)
+def test_gathered_codes_are_exact(kv: torch.dtype) -> None:
+    codes = torch.arange(256, dtype=torch.uint8, device=DEVICE).view(kv)
+    cache = codes.view(8, 2, 16)
+    slots = torch.tensor([7, 0, 3, 3], device=DEVICE)
+    found = gather(cache, slots, torch.bfloat16)
+    expected = cache.float()[slots].flatten(1)
+    torch.testing.assert_close(
+        found.float(), expected, rtol=0.0, atol=0.0, equal_nan=True
+    )
 
 
 @on_hopper

@@ -23,7 +23,6 @@ from attention_problem import (
     DTYPES,
     NAN,
     ON_GPU,
-    Problem,
     make_problem,
     make_sinks,
     random_trees,
@@ -56,14 +55,6 @@ SCALES = KVScales(k=0.5, v=0.25)
 MOST_DIFFERENT = 2**-10
 
 
-def of_8_bits(problem: Problem, kv: torch.dtype) -> Problem:
-    return replace(
-        problem,
-        k_cache=to_stored(problem.k_cache, kv, 1.0),
-        v_cache=to_stored(problem.v_cache, kv, 1.0),
-    )
-
-
 def bits(stored: Tensor) -> Tensor:
     return stored.view(torch.uint8)
 
@@ -79,7 +70,7 @@ def test_decode(kv: torch.dtype, dtype: torch.dtype) -> None:
         (512, {"window": 70}),
         (128, {"logit_cap": 2.0, "sinks": make_sinks(4)}),
     ):
-        of_8_bits(problem, kv).decode(max_context=max_context, **options)
+        problem.stored_as(kv).decode(max_context=max_context, **options)
 
 
 @pytest.mark.parametrize("kv", KV, ids=str)
@@ -88,18 +79,18 @@ def test_extend_and_trees(kv: torch.dtype) -> None:
     dtype = DTYPES[-1]
     wide: dict[str, Any] = {"heads": (6, 2), "head_dim": 80, "dtype": dtype}
     problem = make_problem(prefix_lens=[0, 130], new_lens=[40, 3], **wide)
-    of_8_bits(problem, kv).extend()
-    of_8_bits(problem, kv).extend(window=50, sinks=make_sinks(6))
+    problem.stored_as(kv).extend()
+    problem.stored_as(kv).extend(window=50, sinks=make_sinks(6))
     nodes = 7
     tree = make_problem(prefix_lens=[90, 5], new_lens=[nodes] * 2, page_size=4, **wide)
     mask = random_trees(2, nodes, seed=1)
-    of_8_bits(tree, kv).extend(tree_mask=mask)
-    of_8_bits(tree, kv).extend(tree_mask=mask, window=20, max_context=512)
+    tree.stored_as(kv).extend(tree_mask=mask)
+    tree.stored_as(kv).extend(tree_mask=mask, window=20, max_context=512)
     tile = extend_table.choose_tile(
-        of_8_bits(tree, kv).extend_inputs(torch.empty_like(tree.q)).shape(),
+        tree.stored_as(kv).extend_inputs(torch.empty_like(tree.q)).shape(),
         itemsize=tree.q.element_size(),
     )
-    of_8_bits(tree, kv).split(tile, 3, tree_mask=mask)
+    tree.stored_as(kv).split(tile, 3, tree_mask=mask)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="the interpreter reads NaN of 8 bits as numbers")
@@ -107,7 +98,7 @@ def test_extend_and_trees(kv: torch.dtype) -> None:
 def test_nan_reaches_those_who_attend_it_and_nobody_else(kv: torch.dtype) -> None:
     problem = make_problem(prefix_lens=[40], new_lens=[9], dtype=DTYPES[-1])
     problem.v_cache[problem.slot(0, 44)] = NAN
-    of_8_bits(problem, kv).extend(tree_mask=random_trees(1, 9, seed=1))
+    problem.stored_as(kv).extend(tree_mask=random_trees(1, 9, seed=1))
 
 
 @pytest.mark.parametrize("kv", KV, ids=str)

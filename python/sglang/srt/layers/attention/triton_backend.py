@@ -112,6 +112,7 @@ class TritonPlan(AttentionPlan):
             page_size=view.page_size,
             qo_indptr=batch.qo_indptr,
             prefix_lens=batch.prefix_lens,
+            new_slots=batch.out_cache_loc if self._backend.has_8_bits else None,
             size=size,
         )
 
@@ -142,16 +143,18 @@ class TritonAttnBackend(PagedAttnBackend):
         self._workspaces: dict[tuple[int, int, int], DecodeWorkspace] = {}
         # All layers have one head size.
         self._extend_workspace: ExtendWorkspace | None = None
-        # Kernels of new K and V, and those for Hopper, read one dtype.
-        self._has_8_bits = kv_pool.dtype.itemsize == 1
-        if self._has_8_bits:
+        # New tokens attend what is stored of them.
+        self.has_8_bits = kv_pool.dtype.itemsize == 1
+        if self.has_8_bits and self._is_latent:
             logger.warning(
-                "--kv-cache-dtype %s: attention runs on the general kernels, not on "
-                "those for Hopper and for long prefills, which read 16 bits",
+                "--kv-cache-dtype %s: long prefills attend latents without expanding "
+                "them, which is slower than with auto",
                 kv_dtype_name(kv_pool.dtype),
             )
-        self.plans_prefills = not self._has_8_bits and hopper_serves(
-            head_dim=self._head_dim, dtype=kv_pool.dtype, device=k_cache.device
+        # What queries have then is not known here; float32 takes the slower kernels.
+        dtype = torch.bfloat16 if self.has_8_bits else kv_pool.dtype
+        self.plans_prefills = not self._is_latent and hopper_serves(
+            head_dim=self._head_dim, dtype=dtype, device=k_cache.device
         )
 
     @property
@@ -161,8 +164,7 @@ class TritonAttnBackend(PagedAttnBackend):
         interpreted."""
         known = super().capabilities
         is_cheap = self.plans_prefills or torch.device(self._device).type != "cuda"
-        is_known = not self._is_latent and not self._has_8_bits
-        return replace(known, compares_bytes=is_cheap and is_known)
+        return replace(known, compares_bytes=is_cheap and not self._is_latent)
 
     def compare_bytes(self, groups: Mapping[str, AttendedBytes]) -> None:
         if self._is_latent:
@@ -185,7 +187,7 @@ class TritonAttnBackend(PagedAttnBackend):
     def expands(self, latent: LatentConfig, forward_batch: ForwardBatch) -> bool:
         lens = forward_batch.lens_cpu
         is_prefill = forward_batch.forward_mode is ForwardMode.EXTEND
-        if self._has_8_bits or not is_prefill or lens is None:
+        if self.has_8_bits or not is_prefill or lens is None:
             return False
         sizes = {"nope": latent.nope_dim, "value": latent.value_dim}
         is_served = serves(rope=latent.rope_dim, **sizes)
@@ -250,13 +252,17 @@ class TritonAttnBackend(PagedAttnBackend):
                 prefix=self._get_triton_plan(forward_batch).prefix,
             )
             return self.expanded_op, {"expansion": expansion}
-        if self._reads_new(forward_batch):
+        options: dict[str, Any] = {"workspace": self._shared_workspace()}
+        reads_new = self._reads_new(forward_batch)
+        if reads_new:
             # The store left k as the pool holds it.
-            options: dict[str, Any] = {"k_new": k, "v_new": v}
-            if layer.window <= 0 and layer.logit_cap == 0:
-                options["plan"] = self._get_triton_plan(forward_batch).extend
-            return self.extend_op, options
-        return self.extend_op, {"workspace": self._shared_workspace()}
+            options = {"k_new": k, "v_new": v}
+        is_half = k.dtype.itemsize == 2
+        if (reads_new or (self.has_8_bits and is_half)) and (
+            layer.window <= 0 and layer.logit_cap == 0
+        ):
+            options["plan"] = self._get_triton_plan(forward_batch).extend
+        return self.extend_op, options
 
     def _make_plan(self, forward_batch: ForwardBatch) -> TritonPlan:
         return TritonPlan(self, forward_batch)
@@ -278,7 +284,7 @@ class TritonAttnBackend(PagedAttnBackend):
 
     def _reads_new(self, forward_batch: ForwardBatch) -> bool:
         is_decode = forward_batch.forward_mode.is_decode
-        if self._is_latent or self._has_8_bits or is_decode:
+        if self._is_latent or self.has_8_bits or is_decode:
             return False
         return reads_new(
             tokens=forward_batch.num_tokens,

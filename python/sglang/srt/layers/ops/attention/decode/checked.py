@@ -32,6 +32,7 @@ from kv_canary.kernels.triton.sums import (
 )
 from sglang.srt.layers.ops.attention.shared.attend import Sums, weights_of_read
 from sglang.srt.layers.ops.attention.shared.elements import page_at, page_to_slots
+from sglang.srt.layers.ops.stored_kv import read_value
 
 # Words of a tile that each thread adds up: one 16-byte load.
 LANE_WORDS = tl.constexpr(4)
@@ -62,10 +63,19 @@ def as_words(tile):
         return tile.to(tl.uint32, bitcast=True)
     else:
         # The compiler finds that these are the registers that hold the loaded tile.
-        halves = tile.to(tl.uint16, bitcast=True)
-        pairs = tl.reshape(halves, (tile.shape[0], tile.shape[1] // 2, 2))
-        low, high = tl.split(pairs)
-        return low.to(tl.uint32) | (high.to(tl.uint32) << 16)
+        if tile.dtype.primitive_bitwidth == 8:
+            halves = _joined(tile.to(tl.uint8, bitcast=True), tl.uint16)
+        else:
+            halves = tile.to(tl.uint16, bitcast=True)
+        return _joined(halves, tl.uint32)
+
+
+@triton.jit
+def _joined(parts, dtype: tl.constexpr):
+    """Return pairs of neighbouring columns, the low halves first, as `dtype`."""
+    pairs = tl.reshape(parts, (parts.shape[0], parts.shape[1] // 2, 2))
+    low, high = tl.split(pairs)
+    return low.to(dtype) | (high.to(dtype) << parts.dtype.primitive_bitwidth)
 
 
 @triton.jit
@@ -224,9 +234,11 @@ def attend_checked(
         kept += factor * load_kept(
             check, number, layer, kv_head, is_kept, SHAPE.kv_heads
         )
+        k = read_value(k, query.dtype)
         weight, shrink, top = weights_of_read(query, k, is_read, top, scale)
         total = total * shrink + tl.sum(weight, 1)
         acc = acc * shrink[:, None]
+        v = read_value(v, query.dtype)
         acc = tl.dot(weight.to(v.dtype), v, acc, input_precision="ieee")
     # Reload through all warps, because they have to take the same branch.
     is_first = (tl.arange(0, BLOCK_W // LANE_WORDS) == 0)[None, :]

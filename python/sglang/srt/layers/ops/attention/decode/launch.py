@@ -243,7 +243,7 @@ def decode_attention(
         return
     group = q_heads // kv_heads
     programs_per_row = kv_heads * _head_blocks(group)
-    on_hopper = k_cache.dtype == q.dtype and serves_decode(
+    on_hopper = serves_decode(
         group=group, head_dim=head_dim, dtype=q.dtype, device=q.device
     )
     splits = decode_splits(
@@ -267,7 +267,9 @@ def decode_attention(
     counters: tuple[Tensor, ...] = ()
     if on_hopper:
         kernel = decode_hopper_kernel
-        launch = decode_hopper_launch(**wanted, rows=rows)
+        launch = decode_hopper_launch(
+            **wanted, rows=rows, itemsize=k_cache.element_size()
+        )
         counters = (workspace.counters,)
     else:
         launch = decode_launch(**wanted, itemsize=q.element_size())

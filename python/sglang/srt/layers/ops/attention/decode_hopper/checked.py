@@ -35,6 +35,7 @@ from sglang.srt.layers.ops.attention.decode.checked import (
     WORD3,
     passing_finding,
 )
+from sglang.srt.layers.ops.attention.decode_hopper.operands import tile_layout
 from sglang.srt.layers.ops.attention.decode_hopper.reads import load_slots
 
 # Digits of one factor, and of the factors of K and V together.
@@ -82,10 +83,12 @@ def factor_digits(BYTES: gl.constexpr, LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def start_watch(reads, begin, of, SHAPE: gl.constexpr, N: gl.constexpr):
-    """Return the `Watch` before the first tile, which begins at element `begin`."""
+def start_watch(
+    reads, begin, of, SHAPE: gl.constexpr, WORDS: gl.constexpr, N: gl.constexpr
+):
+    """Return the `Watch` before the first tile, which begins at element `begin`.
+    WORDS: of 16 bits, of a head."""
     SUMS: gl.constexpr = sums_layout(gl.num_warps())
-    ITEMSIZE: gl.constexpr = reads.k.dtype.element_ty.primitive_bitwidth // 8
     check, row, _, _ = of
     prefix = gl.load(check.prefix_lens + row).to(gl.int32)
     # A padded row has no prefix.
@@ -94,9 +97,7 @@ def start_watch(reads, begin, of, SHAPE: gl.constexpr, N: gl.constexpr):
     element = tile_elements(begin, N)
     slot = load_slots(reads, element, SHAPE.page_size)
     return Watch(
-        digits=factor_digits(
-            SHAPE.head_dim * ITEMSIZE, gl.DotOperandLayout(1, SUMS, 4)
-        ),
+        digits=factor_digits(2 * WORDS, gl.DotOperandLayout(1, SUMS, 4)),
         limit=limit,
         kept=load_kept(slot, element < limit, of, SHAPE),
         changed=gl.zeros([N], gl.uint32, gl.SliceLayout(1, SUMS)),
@@ -125,7 +126,7 @@ def byte_products(place, digits):
     N: gl.constexpr = place.shape[0]
     BYTES: gl.constexpr = digits.shape[0]
     SUMS: gl.constexpr = digits.type.layout.parent
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(16, 1, 8, [1, 0])
+    SHARED: gl.constexpr = tile_layout(BYTES // 2, 1)
     data = place._reinterpret(gl.int8, [N, BYTES], SHARED)
     data = data.load(gl.DotOperandLayout(0, SUMS, 4))
     return mma_v2(data, digits, gl.zeros([N, _COLUMNS], gl.int32, SUMS))
@@ -151,7 +152,15 @@ def watch_tile(watch, keys, values, begin, next_slot, of, SHAPE: gl.constexpr):
 
 
 @gluon.jit
-def end_watch(watch, reads, begin, of, SHAPE: gl.constexpr, IN_TURN: gl.constexpr):
+def end_watch(
+    watch,
+    reads,
+    begin,
+    of,
+    SHAPE: gl.constexpr,
+    WORDS: gl.constexpr,
+    IN_TURN: gl.constexpr,
+):
     """Count the elements that were compared, and look again if any sum differed. All
     warps take the same branch. IN_TURN: no other layer of the forward compares."""
     count = gl.maximum(watch.limit - begin, 0)
@@ -159,7 +168,7 @@ def end_watch(watch, reads, begin, of, SHAPE: gl.constexpr, IN_TURN: gl.constexp
     if (gl.program_id(0) == 0) & (IN_TURN | (of.layer == 0)):
         gl.atomic_add(of.check.state.counters + REHASHED, count.to(gl.int64))
     if gl.max((watch.changed != 0).to(gl.int32), 0) != 0:
-        report_changed(reads, begin, watch.limit, of, SHAPE)
+        report_changed(reads, begin, watch.limit, of, SHAPE, WORDS // 2)
 
 
 @gluon.jit
@@ -169,9 +178,9 @@ def agreed(at, lane):
 
 
 @gluon.jit
-def report_changed(reads, begin, limit, of, SHAPE: gl.constexpr):
-    """`decode_checked.report_changed`, one element at a time."""
-    WORDS: gl.constexpr = SHAPE.head_dim // 2
+def report_changed(reads, begin, limit, of, SHAPE: gl.constexpr, WORDS: gl.constexpr):
+    """`decode_checked.report_changed`, one element at a time. WORDS: of 32 bits, of a
+    head."""
     # At least as many lanes as threads, so that no two warps load the same word.
     LANES: gl.constexpr = max(WORDS, 32 * gl.num_warps())
     LINE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])

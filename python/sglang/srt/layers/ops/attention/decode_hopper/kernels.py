@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.ampere import async_copy, mma_v2
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.language.extra.cuda import gdc_launch_dependents
 
 from sglang.srt.layers.ops.attention.decode.checked import Compared
@@ -27,9 +27,23 @@ from sglang.srt.layers.ops.attention.decode_hopper.checked import (
     tile_elements,
     watch_tile,
 )
-from sglang.srt.layers.ops.attention.decode_hopper.reads import TileReads, load_slots
+from sglang.srt.layers.ops.attention.decode_hopper.operands import (
+    HEADROOM,
+    add_values,
+    empty_results,
+    multiply,
+    operands,
+    query_operands,
+    tile_layout,
+    whole_results,
+    words_of,
+)
+from sglang.srt.layers.ops.attention.decode_hopper.reads import (
+    load_slots,
+    make_reads,
+)
 from sglang.srt.layers.ops.attention.decode_hopper.results import put_result
-from sglang.srt.layers.ops.attention.shared.args import Compares
+from sglang.srt.layers.ops.attention.shared.args import Compares, Scale
 from sglang.srt.layers.ops.attention.shared.attend import Sums
 
 _LOG2_E = gl.constexpr(1.4426950408889634)
@@ -37,23 +51,6 @@ _LOG2_E = gl.constexpr(1.4426950408889634)
 _QUERIES = gl.constexpr(16)
 _NEVER = gl.constexpr(int(Compares.NEVER))
 _IN_TURN = gl.constexpr(int(Compares.IN_TURN))
-
-
-@gluon.jit
-def make_reads(pool, pages, row, kv_head, end):
-    """Return the `TileReads` of a row up to element `end`."""
-    table_row = row
-    if pages.row_index is not None:
-        table_row = gl.load(pages.row_index + row)
-    return TileReads(
-        pool.k + kv_head.to(gl.int64) * pool.k_head_stride,
-        pool.v + kv_head.to(gl.int64) * pool.v_head_stride,
-        pool.k_slot_stride,
-        pool.v_slot_stride,
-        pages.table + table_row * pages.row_stride,
-        pages.column_stride,
-        end,
-    )
 
 
 @gluon.jit
@@ -93,7 +90,7 @@ def start_copies(
 
 @gluon.jit
 def to_scores(product, scale):
-    """`attend.to_scores`."""
+    """`attend.to_scores`. The factor may be one for each head, [heads, 1]."""
     score = product * scale.factor
     if scale.cap is not None:
         power = gl.exp2(gl.abs(score) * (-2.0 * _LOG2_E))
@@ -103,18 +100,21 @@ def to_scores(product, scale):
 
 
 @gluon.jit
-def fold(score, top, total):
+def fold(score, top, total, ROOM: gl.constexpr):
     """Fold one more tile into the softmax: return (weights, factor on earlier results,
-    largest score, sum of weights)."""
-    new_top = gl.maximum(top, gl.max(score, 1))
+    power of a weight of one, sum of weights). The largest weight is 2 ** ROOM."""
+    most = gl.max(score, 1)
+    if ROOM > 0:
+        most -= ROOM
+    new_top = gl.maximum(top, most)
     shrink = gl.exp2(top - new_top)
     weight = gl.exp2(score - gl.expand_dims(new_top, 1))
     return weight, shrink, new_top, total * shrink + gl.sum(weight, 1)
 
 
 @gluon.jit
-def load_queries(q, row, head, is_member, D: gl.constexpr, LAYOUT: gl.constexpr):
-    """Load a row's queries as an operand of LAYOUT's parent: [heads, channels]."""
+def load_queries(q, row, head, is_member, D: gl.constexpr):
+    """Load a row's queries: [heads, channels]."""
     WARPS: gl.constexpr = gl.num_warps()
     ROWS: gl.constexpr = gl.BlockedLayout(
         [1, 8], [32 * 8 // D, D // 8], [WARPS, 1], [1, 0]
@@ -123,8 +123,7 @@ def load_queries(q, row, head, is_member, D: gl.constexpr, LAYOUT: gl.constexpr)
     head = gl.convert_layout(head, gl.SliceLayout(1, ROWS))
     is_member = gl.convert_layout(is_member, gl.SliceLayout(1, ROWS))
     cells = gl.expand_dims(row * q.stride + head * D, 1) + gl.expand_dims(channel, 0)
-    query = gl.load(q.at + cells, mask=gl.expand_dims(is_member, 1), other=0.0)
-    return gl.convert_layout(query, LAYOUT)
+    return gl.load(q.at + cells, mask=gl.expand_dims(is_member, 1), other=0.0)
 
 
 @gluon.jit
@@ -145,10 +144,10 @@ class DecodeWork(NamedTuple):
     """A split of one row's elements whose first copies have started.
 
     Fields:
-        query: operand of the products. reads: `TileReads`. keys, values: tiles in
-            shared memory [stages, elements, channels].
+        query: operands of the products. reads: `TileReads`. keys, values: tiles in
+            shared memory [stages, elements, words].
         slot, element: of the tile whose copy starts next. begin, tiles: first element
-            and number of tiles of the split. scale: `args.Scale`.
+            and number of tiles of the split. scale: `args.Scale` for these operands.
     """
 
     query: Any
@@ -167,6 +166,7 @@ def attend_tiles(
     work,
     of,
     SHAPE: gl.constexpr,
+    STORED: gl.constexpr,
     MMA: gl.constexpr,
     COPY: gl.constexpr,
     COMPARES: gl.constexpr,
@@ -174,20 +174,21 @@ def attend_tiles(
     """Compute the softmax and result of a split, as a `Sums`.
 
     Args:
+        STORED: the type of stored K and V.
         of: the `Compared` to compare, unless COMPARES is NEVER.
     """
     query, reads, keys, values, slot, element, begin, tiles, scale = work
     STAGES: gl.constexpr = keys.shape[0]
     N: gl.constexpr = keys.shape[1]
-    D: gl.constexpr = keys.shape[2]
+    ROOM: gl.constexpr = 0 if STORED.primitive_bitwidth == 16 else HEADROOM
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
     if COMPARES != _NEVER:
-        watch = start_watch(reads, begin, of, SHAPE, N)
+        watch = start_watch(reads, begin, of, SHAPE, keys.shape[2], N)
     column = gl.arange(0, N, layout=gl.SliceLayout(0, MMA))
     top = gl.full([_QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     total = gl.zeros([_QUERIES], gl.float32, gl.SliceLayout(1, MMA))
-    acc = gl.zeros([_QUERIES, D], gl.float32, MMA)
+    acc = empty_results(_QUERIES, SHAPE.head_dim, MMA, STORED)
     for tile in range(0, tiles):
         async_copy.wait_group(STAGES - 2)
         if COMPARES != _NEVER:
@@ -211,20 +212,19 @@ def attend_tiles(
                 of,
                 SHAPE,
             )
-        key = keys.index(tile % STAGES).permute((1, 0)).load(RIGHT)
-        product = mma_v2(query, key, gl.zeros([_QUERIES, N], gl.float32, MMA))
+        key = operands(keys.index(tile % STAGES).permute((1, 0)), RIGHT, STORED)
+        product = multiply(query, key, gl.zeros([_QUERIES, N], gl.float32, MMA))
         is_read = begin + tile * N + column < reads.end
         score = gl.where(
             gl.expand_dims(is_read, 0), to_scores(product, scale), float("-inf")
         )
-        weight, shrink, top, total = fold(score, top, total)
-        acc = acc * gl.expand_dims(shrink, 1)
-        value = values.index(tile % STAGES).load(RIGHT)
-        acc = mma_v2(gl.convert_layout(weight.to(value.dtype), LEFT), value, acc)
+        weight, shrink, top, total = fold(score, top, total, ROOM)
+        value = values.index(tile % STAGES)
+        acc = add_values(acc, shrink, weight, value, LEFT, RIGHT, STORED)
     async_copy.wait_group(0)
     if COMPARES != _NEVER:
-        end_watch(watch, reads, begin, of, SHAPE, COMPARES == _IN_TURN)
-    return Sums(acc, top, total)
+        end_watch(watch, reads, begin, of, SHAPE, keys.shape[2], COMPARES == _IN_TURN)
+    return Sums(whole_results(acc, MMA), top, total)
 
 
 @gluon.jit(do_not_specialize=["window", "layer"])
@@ -248,8 +248,9 @@ def decode_hopper_kernel(
     ADDED: gl.constexpr,
     LETS_NEXT_START: gl.constexpr,
 ):
-    """`decode_split_kernel` for half precision. Grid, arguments and results are the
-    same, except that its programs can add up splits themselves.
+    """`decode_split_kernel` for queries in half precision, over K and V of their type
+    or of 8 bits. Grid, arguments and results are the same, except that its programs
+    can add up splits themselves.
 
     Args:
         counters: int32 [rows * programs of a row and split], zero before and after.
@@ -267,13 +268,14 @@ def decode_hopper_kernel(
     D: gl.constexpr = SHAPE.head_dim
     N: gl.constexpr = TILE.block_n
     PAGE: gl.constexpr = SHAPE.page_size
+    STORED: gl.constexpr = pool.k.dtype.element_ty
+    W: gl.constexpr = words_of(D, STORED)
     COPY: gl.constexpr = gl.BlockedLayout(
-        [1, 8], [32 * 8 // D, D // 8], [WARPS, 1], [1, 0]
+        [1, 8], [32 * 8 // W, W // 8], [WARPS, 1], [1, 0]
     )
-    SHARED: gl.constexpr = gl.SwizzledSharedLayout(8, 1, 8, [1, 0])
+    SHARED: gl.constexpr = tile_layout(W, 2)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    dtype: gl.constexpr = pool.k.dtype.element_ty
 
     HEAD_BLOCKS: gl.constexpr = (SHAPE.group + _QUERIES - 1) // _QUERIES
     kv_head = gl.program_id(0) // HEAD_BLOCKS
@@ -288,8 +290,9 @@ def decode_hopper_kernel(
     tiles = (end - begin + N - 1) // N
 
     reads = make_reads(pool, pages, row, kv_head, end)
-    keys = gl.allocate_shared_memory(dtype, [STAGES, N, D], SHARED)
-    values = gl.allocate_shared_memory(dtype, [STAGES, N, D], SHARED)
+    word: gl.constexpr = reads.k.dtype.element_ty
+    keys = gl.allocate_shared_memory(word, [STAGES, N, W], SHARED)
+    values = gl.allocate_shared_memory(word, [STAGES, N, W], SHARED)
     element = begin + gl.arange(0, N, layout=gl.SliceLayout(1, COPY))
     element, slot = start_copies(reads, element, keys, values, PAGE, COPY)
 
@@ -297,16 +300,18 @@ def decode_hopper_kernel(
     member += gl.arange(0, _QUERIES, layout=gl.SliceLayout(1, MMA))
     is_member = member < SHAPE.group
     head = kv_head * SHAPE.group + member
-    query = load_queries(q, row, head, is_member, D, LEFT)
+    query = load_queries(q, row, head, is_member, D)
+    query, factor = query_operands(query, scale.factor, LEFT, STORED)
+    scale = Scale(factor, scale.cap)
     of = Compared(check=check, row=row, layer=layer, kv_head=kv_head)
     work = DecodeWork(query, reads, keys, values, slot, element, begin, tiles, scale)
     if COMPARES == _IN_TURN:
         if gl.load(check.state.clock) % check.layers == layer:
-            sums = attend_tiles(work, of, SHAPE, MMA, COPY, COMPARES)
+            sums = attend_tiles(work, of, SHAPE, STORED, MMA, COPY, COMPARES)
         else:
-            sums = attend_tiles(work, of, SHAPE, MMA, COPY, _NEVER)
+            sums = attend_tiles(work, of, SHAPE, STORED, MMA, COPY, _NEVER)
     else:
-        sums = attend_tiles(work, of, SHAPE, MMA, COPY, COMPARES)
+        sums = attend_tiles(work, of, SHAPE, STORED, MMA, COPY, COMPARES)
 
     put_result(
         out,

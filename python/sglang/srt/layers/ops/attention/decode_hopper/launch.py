@@ -35,27 +35,56 @@ class HopperTile(NamedTuple):
     resident: int
 
 
+class StoredHead(NamedTuple):
+    """Channels of a head, and bytes of a stored channel."""
+
+    head_dim: int
+    itemsize: int
+
+
 _NARROW_IN_TURN = (HopperTile(64, 2, 6), HopperTile(32, 2, 8))
-# By head size, in order of preference. Smaller tiles are slower, but more of their
+# In order of preference. Smaller tiles are slower, but more of their
 # programs run at once. For heads of 128 channels that every launch compares, a warp has
 # 16 elements, so that its threads have room for the digits of factors.
-TILES: dict[Compares, dict[int, tuple[HopperTile, ...]]] = {
+TILES: dict[Compares, dict[StoredHead, tuple[HopperTile, ...]]] = {
     Compares.NEVER: {
-        64: (HopperTile(64, 2, 6), HopperTile(32, 2, 9), HopperTile(32, 1, 12)),
-        128: (
+        StoredHead(64, 2): (
+            HopperTile(64, 2, 6),
+            HopperTile(32, 2, 9),
+            HopperTile(32, 1, 12),
+        ),
+        StoredHead(128, 2): (
             HopperTile(32, 4, 4),
             HopperTile(32, 2, 6),
             HopperTile(16, 2, 8),
             HopperTile(16, 1, 12),
         ),
+        StoredHead(64, 1): (
+            HopperTile(64, 2, 8),
+            HopperTile(32, 2, 10),
+            HopperTile(16, 2, 12),
+        ),
+        StoredHead(128, 1): (
+            HopperTile(64, 2, 5),
+            HopperTile(32, 2, 6),
+            HopperTile(32, 1, 12),
+        ),
     },
     Compares.IN_TURN: {
-        64: _NARROW_IN_TURN,
-        128: (HopperTile(32, 4, 4), HopperTile(16, 2, 6), HopperTile(16, 1, 8)),
+        StoredHead(64, 2): _NARROW_IN_TURN,
+        StoredHead(128, 2): (
+            HopperTile(32, 4, 4),
+            HopperTile(16, 2, 6),
+            HopperTile(16, 1, 8),
+        ),
+        StoredHead(64, 1): (HopperTile(64, 2, 8), HopperTile(32, 1, 15)),
+        StoredHead(128, 1): (HopperTile(64, 2, 5), HopperTile(32, 1, 8)),
     },
     Compares.ALWAYS: {
-        64: (*_NARROW_IN_TURN, HopperTile(32, 1, 12)),
-        128: (HopperTile(32, 2, 4), HopperTile(16, 1, 8)),
+        StoredHead(64, 2): (*_NARROW_IN_TURN, HopperTile(32, 1, 12)),
+        StoredHead(128, 2): (HopperTile(32, 2, 4), HopperTile(16, 1, 8)),
+        StoredHead(64, 1): (HopperTile(64, 2, 8), HopperTile(32, 1, 16)),
+        StoredHead(128, 1): (HopperTile(64, 2, 4), HopperTile(32, 1, 8)),
     },
 }
 STAGES = 2
@@ -84,10 +113,10 @@ def splits_that_fit(splits: int, programs: int) -> int:
 
 
 @functools.cache
-def choose_tile(*, head_dim: int, compares: Compares, programs: int) -> HopperTile:
+def choose_tile(*, head: StoredHead, compares: Compares, programs: int) -> HopperTile:
     """Choose the tile that fills the device best. A last wave of few programs takes as
     long as a full one. Among equals, the tile with the fewest waves wins."""
-    tiles = TILES[compares][head_dim]
+    tiles = TILES[compares][head]
 
     def fill(tile: HopperTile) -> tuple[float, int]:
         places = MULTIPROCESSORS * tile.resident
@@ -112,7 +141,7 @@ def added_splits(*, group: int, head_dim: int, warps: int, splits: int) -> int:
 def serves_decode(
     *, group: int, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
-    """Whether the kernel computes these heads on this device."""
+    """Whether the kernel computes these heads on this device; `dtype` is of queries."""
     return group <= QUERIES and serves(head_dim=head_dim, dtype=dtype, device=device)
 
 
@@ -122,14 +151,17 @@ def decode_hopper_launch(
     q_heads: int,
     kv_heads: int,
     head_dim: int,
+    itemsize: int,
     page_size: int,
     splits: int,
     compares: Compares = Compares.NEVER,
 ) -> KernelLaunch:
-    """Compile-time parameters of the kernel, chosen from shapes alone."""
+    """Compile-time parameters of the kernel, chosen from shapes alone. `itemsize` is of
+    stored K and V."""
     shape = shape_args(q_heads, kv_heads, head_dim, page_size)
     programs = rows * splits * kv_heads * -(-shape.group // QUERIES)
-    tile = choose_tile(head_dim=head_dim, compares=compares, programs=programs)
+    head = StoredHead(head_dim, itemsize)
+    tile = choose_tile(head=head, compares=compares, programs=programs)
     added = added_splits(
         group=shape.group, head_dim=head_dim, warps=tile.warps, splits=splits
     )

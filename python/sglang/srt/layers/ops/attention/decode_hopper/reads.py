@@ -13,7 +13,8 @@ class TileReads(NamedTuple):
     """K and V of one KV head as one row reads them from the pool.
 
     Fields:
-        k, v: pointers to the first channel of slot 0, and the strides between slots.
+        k, v: pointers to the first word of slot 0, and the strides between slots, in
+            words of 16 bits (`operands`).
         table, column_stride: the row's pages. end: first element past the row.
     """
 
@@ -24,6 +25,30 @@ class TileReads(NamedTuple):
     table: Any
     column_stride: Any
     end: Any
+
+
+@gluon.jit
+def make_reads(pool, pages, row, kv_head, end):
+    """Return the `TileReads` of a row up to element `end`."""
+    table_row = row
+    if pages.row_index is not None:
+        table_row = gl.load(pages.row_index + row)
+    k = pool.k + kv_head.to(gl.int64) * pool.k_head_stride
+    v = pool.v + kv_head.to(gl.int64) * pool.v_head_stride
+    k_stride, v_stride = pool.k_slot_stride, pool.v_slot_stride
+    if pool.k.dtype.element_ty.primitive_bitwidth == 8:
+        k = k.to(gl.pointer_type(gl.int16), bitcast=True)
+        v = v.to(gl.pointer_type(gl.int16), bitcast=True)
+        k_stride, v_stride = k_stride // 2, v_stride // 2
+    return TileReads(
+        k,
+        v,
+        k_stride,
+        v_stride,
+        pages.table + table_row * pages.row_stride,
+        pages.column_stride,
+        end,
+    )
 
 
 @gluon.jit

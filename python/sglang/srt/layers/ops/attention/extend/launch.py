@@ -70,7 +70,8 @@ def extend_attention(
             out: as in `layers.ops.attention.op.extend_attention`; page_size a
             power of two, k_new and v_new aligned to 16 bytes.
         workspace: from `extend_workspace` for this head size.
-        plan: plan of this forward, with k_new and v_new; `extend_hopper` then runs.
+        plan: plan of this forward, with k_new and v_new unless it has the slots of the
+            new tokens; `extend_hopper` then runs.
 
     Raises:
         ValueError: a plan with a window, a cap or a tree mask, a window and a tree mask
@@ -99,8 +100,8 @@ def extend_attention(
     shape = inputs.shape()
     if shape.tokens == 0 or shape.rows == 0:
         return
-    if plan is not None and k_new is not None and v_new is not None:
-        extend_hopper(inputs, k_new, v_new, plan)
+    if plan is not None:
+        extend_hopper(inputs, plan, k_new=k_new, v_new=v_new)
         return
     if (
         k_new is not None

@@ -1,7 +1,8 @@
 """Causal extend attention on Hopper: launcher of `extend_hopper_kernel`.
 
 New K and V are read from the model's output. Prefixes are gathered from the pool first,
-so that the copy engine can fetch whole blocks.
+so that the copy engine can fetch whole blocks. K and V of 8 bits become half precision
+on the way, those of new tokens, too.
 """
 
 from __future__ import annotations
@@ -43,7 +44,11 @@ def serves(*, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
 
 
 def extend_hopper(
-    inputs: ExtendInputs, k_new: Tensor, v_new: Tensor, plan: ExtendPlan
+    inputs: ExtendInputs,
+    plan: ExtendPlan,
+    *,
+    k_new: Tensor | None,
+    v_new: Tensor | None,
 ) -> None:
     """`extend_attention` without a window, cap or tree mask, if `serves` allows it.
 
@@ -51,8 +56,9 @@ def extend_hopper(
     never another request.
 
     Args:
-        k_new, v_new: as in `extend_attention`, rows aligned to 16 bytes.
         plan: plan for the lengths of this forward.
+        k_new, v_new: as in `extend_attention`, rows aligned to 16 bytes. Not read if
+            the plan has slots of new tokens.
 
     Raises:
         ValueError: a window, a cap or a tree mask.
@@ -66,14 +72,16 @@ def extend_hopper(
         )
     q, out = inputs.q, inputs.out
     tokens, q_heads, head_dim = q.shape
-    kv_heads = k_new.shape[1]
-    new = [rows_of_heads(tensor[:tokens]) for tensor in (k_new, v_new)]
+    kv_heads = inputs.k_cache.shape[1]
+    caches = (inputs.k_cache, inputs.v_cache)
+    if plan.new_slots is not None:
+        new = [gather(cache, plan.new_slots[:tokens], q.dtype) for cache in caches]
+    else:
+        assert k_new is not None and v_new is not None
+        new = [rows_of_heads(tensor[:tokens]) for tensor in (k_new, v_new)]
     prefix = new
     if plan.prefix_slots is not None:
-        caches = (inputs.k_cache, inputs.v_cache)
-        prefix = [
-            rows_of_heads(cache.index_select(0, plan.prefix_slots)) for cache in caches
-        ]
+        prefix = [gather(cache, plan.prefix_slots, q.dtype) for cache in caches]
     items = len(plan.tiles) * q_heads
     programs = min(items, multiprocessors(q.device.index or 0))
     extend_hopper_kernel[(programs,)](
@@ -94,6 +102,15 @@ def extend_hopper(
         num_warps=4,
         launch_pdl=True,
     )
+
+
+def gather(cache: Tensor, slots: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return K or V of slots in `dtype`, as `rows_of_heads`."""
+    if cache.dtype == dtype:
+        return rows_of_heads(cache.index_select(0, slots))
+    # torch does not index numbers of 8 bits on every device.
+    codes = cache.view(torch.uint8).index_select(0, slots)
+    return rows_of_heads(codes.view(cache.dtype).to(dtype))
 
 
 def rows_of_heads(tensor: Tensor) -> Tensor:

@@ -29,10 +29,13 @@ class ExtendPlan(NamedTuple):
             prefix begins in `prefix_slots`.
         prefix_slots: [elements], row after row, each padded to a whole block with its
             last slot; None if no row has a prefix.
+        new_slots: [tokens], slots of the new tokens if their K and V are gathered, too,
+            as they are stored; None if they come from the model.
     """
 
     tiles: Tensor
     prefix_slots: Tensor | None
+    new_slots: Tensor | None
 
 
 class PlanSize(NamedTuple):
@@ -63,6 +66,7 @@ def plan_extend(
     page_size: int,
     qo_indptr: Tensor,
     prefix_lens: Tensor,
+    new_slots: Tensor | None = None,
     size: PlanSize,
 ) -> ExtendPlan:
     """Plan a forward. The device's lengths are used, as elsewhere in attention; the
@@ -71,6 +75,7 @@ def plan_extend(
     Args:
         page_table, row_index, page_size, qo_indptr, prefix_lens: as in
             `extend_attention`.
+        new_slots: as in `ExtendPlan`.
         size: `plan_size` of these lengths.
     """
     padded = -(-prefix_lens // BLOCK) * BLOCK
@@ -78,14 +83,14 @@ def plan_extend(
     prefix_rows = prefix_ends - padded
     tiles = _tiles(qo_indptr, prefix_lens, prefix_rows, count=size.tiles)
     if size.elements == 0:
-        return ExtendPlan(tiles, None)
+        return ExtendPlan(tiles, None, new_slots)
     number = torch.arange(size.elements, device=padded.device)
     row = _owning_rows(number, prefix_ends)
     element = torch.minimum(number - prefix_rows[row], prefix_lens[row] - 1)
     element = element.clamp(min=0)
     table_row = row if row_index is None else row_index[row]
     pages = page_table[table_row, element // page_size]
-    return ExtendPlan(tiles, pages + element % page_size)
+    return ExtendPlan(tiles, pages + element % page_size, new_slots)
 
 
 def _tiles(
