@@ -21,7 +21,11 @@ from cuda_timing import bandwidths, copies_for, graph_us, weights
 from torch import Tensor
 
 from sglang.srt.layers.ops.linear.op import linear
-from sglang.srt.layers.ops.linear.quantized import QuantizedWeight, quantize_rows
+from sglang.srt.layers.ops.linear.quantized import (
+    QuantizedWeight,
+    in_runs,
+    quantize_rows,
+)
 
 # The products of Llama-3.1-8B; gate and up are one.
 SHAPES = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336))
@@ -59,7 +63,7 @@ def of_4_bits(weight: Tensor) -> QuantizedWeight:
     """Random codes with zeros, in groups of 128: only speed is measured."""
     n, k = weight.shape
     shape = (n, k // BLOCK)
-    return QuantizedWeight(
+    weight = QuantizedWeight(
         format="int4",
         codes=torch.randint(256, (n, k // 2), dtype=torch.uint8, device="cuda"),
         scales=torch.rand(shape, device="cuda") / 64,
@@ -67,6 +71,7 @@ def of_4_bits(weight: Tensor) -> QuantizedWeight:
         group_rows=1,
         group_columns=BLOCK,
     )
+    return in_runs(weight)
 
 
 SCHEMES = {"row": by_row, "block": by_block, "int4": of_4_bits}

@@ -24,6 +24,7 @@ from sglang.srt.layers.ops.linear.quantized import (
     E4M3_MAX,
     QuantizedWeight,
     dequantize,
+    in_runs,
     quantize_rows,
 )
 from sglang.srt.layers.ops.linear.triton_table import GemmConfig
@@ -82,7 +83,7 @@ def quantized(
         scales = torch.randint(117, 125, shape, dtype=torch.uint8)
     if form == "int4-zeros":
         form, zeros = "int4", torch.randint(-8, 9, shape, dtype=torch.int8).to(DEVICE)
-    return QuantizedWeight(
+    weight = QuantizedWeight(
         format=form,  # type: ignore[arg-type]
         codes=codes.to(DEVICE),
         scales=scales.to(DEVICE),
@@ -91,6 +92,8 @@ def quantized(
         group_columns=columns or k,
         **fields,
     )
+    # Symmetric ones stay as checkpoints have them.
+    return weight if form == "int4" and zeros is None else in_runs(weight)
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from sglang.srt.layers.ops.linear.quantized import FORMATS, QuantizedWeight
+from sglang.srt.layers.ops.linear.quantized import FORMATS, QuantizedWeight, in_runs
 
 if TYPE_CHECKING:
     from sglang.srt.configs.quantization_config import WeightScheme
@@ -154,7 +154,8 @@ def quantized_parameters(model: nn.Module) -> Iterator[tuple[nn.Module, str, str
 
 
 def quantized_weight(module: nn.Module, name: str) -> QuantizedWeight | None:
-    """Return a loaded weight as the operations read it, or None if it is plain."""
+    """Return a loaded weight as the operations read it, or None if it is plain. Takes
+    the parameter's data, and is called once."""
     parameter: LoadableParameter = getattr(module, name)
     if parameter.quantizes is None:
         return None
@@ -167,7 +168,7 @@ def quantized_weight(module: nn.Module, name: str) -> QuantizedWeight | None:
         order = getattr(module, name + COLUMNS).data
         if torch.equal(order, torch.arange(columns, device=order.device)):
             order = None
-    return QuantizedWeight(
+    weight = QuantizedWeight(
         format=scheme.format,
         codes=parameter.data,
         scales=scales if shared is None else shared,
@@ -177,6 +178,7 @@ def quantized_weight(module: nn.Module, name: str) -> QuantizedWeight | None:
         zeros=None if zeros is None else zeros.data,
         columns=order,
     )
+    return weight if parameter.is_cpu else in_runs(weight)
 
 
 def forget_parts(module: nn.Module, name: str) -> None:

@@ -90,13 +90,16 @@ class QuantizedWeight:
 
     Fields:
         format: key of `FORMATS`.
-        codes: [..., N, K / per_item], contiguous.
+        codes: [..., N, K / per_item], contiguous. The halves of byte b of a row are
+            its columns c and c + run, with c = b // run * 2 * run + b % run.
         scales: [..., ceil(N / group_rows), ceil(K / group_columns)], contiguous.
         zeros: int8 like `scales`, or None for zeros; `group_rows` is then 1.
         columns: int64 [K], the input that column k multiplies, or None for k.
         group_rows, group_columns: rows and columns that share a scale;
             `group_columns` K means all of a row.
         quantizes_inputs: products of many rows may round their inputs to 8 bits.
+        run: columns between the halves of a byte; 1 as in checkpoints. Kernels read
+            the inputs of a run at once.
     """
 
     format: WeightFormat
@@ -107,6 +110,7 @@ class QuantizedWeight:
     quantizes_inputs: bool = False
     zeros: Tensor | None = None
     columns: Tensor | None = None
+    run: int = 1
 
     @property
     def shape(self) -> torch.Size:
@@ -149,6 +153,9 @@ def dequantize(weight: QuantizedWeight | QuantizedPanels) -> Tensor:
             .flatten(0, 1)[: weight.n]
         )
     values = FORMATS[weight.format].decode(weight.codes)
+    if weight.run > 1:
+        pairs = values.unflatten(-1, (-1, weight.run, 2))
+        values = pairs.transpose(-1, -2).flatten(-3)
     if weight.zeros is not None:
         values = values - _spread(weight, weight.zeros)
     scales = weight.scales
@@ -167,10 +174,33 @@ def _spread(weight: QuantizedWeight, of_groups: Tensor) -> Tensor:
     return of_groups.repeat_interleave(weight.group_columns, dim=-1)[..., :k]
 
 
-def pack_nibbles(codes: Tensor) -> Tensor:
-    """Pack codes [..., K] of 4 bits, uint8, in bytes: [..., K / 2]."""
-    pairs: Tensor = codes.unflatten(-1, (-1, 2))
-    return pairs[..., 0] | (pairs[..., 1] << 4)
+def pack_nibbles(codes: Tensor, run: int = 1) -> Tensor:
+    """Pack codes [..., K] of 4 bits, uint8, in bytes: [..., K / 2]. The halves of a
+    byte are `run` columns apart; twice that divides K."""
+    runs: Tensor = codes.unflatten(-1, (-1, 2, run))
+    return (runs[..., 0, :] | (runs[..., 1, :] << 4)).flatten(-2)
+
+
+def unpack_nibbles(packed: Tensor, run: int = 1) -> Tensor:
+    """Undo `pack_nibbles`."""
+    runs = packed.unflatten(-1, (-1, 1, run))
+    return torch.cat((runs & 15, runs >> 4), dim=-2).flatten(-3)
+
+
+MOST_RUN = 16
+"""Inputs of 16 bits that a kernel reads at once from one place: 32 bytes. The smallest
+groups that it multiplies have twice as many columns."""
+
+
+def in_runs(weight: QuantizedWeight) -> QuantizedWeight:
+    """Return the weight in longer runs of columns, if a byte holds two codes. The codes
+    are rewritten in place."""
+    run = math.gcd(weight.shape[-1] // 2, MOST_RUN)
+    if FORMATS[weight.format].per_item == 1 or weight.run == run:
+        return weight
+    for codes in weight.codes.view(-1, *weight.codes.shape[-2:]):
+        codes.copy_(pack_nibbles(unpack_nibbles(codes, weight.run), run))
+    return dataclasses.replace(weight, run=run)
 
 
 def quantize_rows(
@@ -232,7 +262,7 @@ class QuantizedPanels:
         two = FORMATS[weight.format].per_item == 2
         codes = weight.codes.view(torch.uint8)
         if two:
-            codes = torch.stack((codes & 15, codes >> 4), dim=-1).flatten(-2)
+            codes = unpack_nibbles(codes, weight.run)
         panels = _to_panels(codes)
         scales = weight.scales
         if scales.dtype == torch.uint8:

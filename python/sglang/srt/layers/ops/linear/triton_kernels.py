@@ -42,6 +42,8 @@ class Product(NamedTuple):
         group_rows, group_columns: rows and columns that share a scale.
         groups: scales of a row.
         has_zeros: groups have zeros, too.
+        run: columns between the halves of a byte (`QuantizedWeight`).
+        row_blocks: blocks of block_m rows.
     """
 
     k: int
@@ -57,6 +59,8 @@ class Product(NamedTuple):
     group_columns: int = 1
     groups: int = 1
     has_zeros: bool = False
+    run: int = 1
+    row_blocks: int = 1
 
 
 @triton.jit
@@ -75,17 +79,34 @@ def decode(codes, like, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def decode_half(nibble, like, FORMAT: tl.constexpr):
-    """Return codes of 4 bits, uint8, as values of the dtype of the tensor `like`,
-    exactly."""
+def decode_half(nibble, zero, dtype: tl.constexpr, FORMAT: tl.constexpr):
+    """Return codes of 4 bits, uint8, less their zeros as values of `dtype`, exactly.
+    Half precision needs no conversion: the codes become mantissas.
+
+    zero: from `zero_of`, broadcastable to the codes.
+    """
     wide = nibble.to(tl.uint16)
     if FORMAT == INT4:
-        return (wide.to(tl.int16) - 8).to(like.dtype.element_ty)
+        if dtype == tl.bfloat16:
+            value = (wide | 0x4300).to(tl.bfloat16, bitcast=True)  # 128 + code
+        else:
+            value = (wide | 0x6400).to(tl.float16, bitcast=True)  # 1024 + code
+        return (value - zero.to(value.dtype)).to(dtype)
     else:
         # The bits are those of a float16 / 2 ** 14.
         half = ((wide & 8) << 12) | ((wide & 7) << 9)
         value = half.to(tl.float16, bitcast=True) * 16384.0
-        return value.to(like.dtype.element_ty)
+        return value.to(dtype)
+
+
+@triton.jit
+def zero_of(zeros, place, dtype: tl.constexpr, PRODUCT: tl.constexpr):
+    """Return what `decode_half` subtracts for groups, by their place in `zeros`."""
+    offset = 136 if dtype == tl.bfloat16 else 1032
+    if PRODUCT.has_zeros:
+        return tl.load(zeros + place).to(tl.int32) + offset
+    else:
+        return place.to(tl.int32) * 0 + offset
 
 
 @triton.jit
@@ -101,8 +122,7 @@ def as_scale(stored, FORMAT: tl.constexpr):
 @triton.jit
 def packed_product(
     codes,
-    zeros,
-    row,
+    zero,
     x_start,
     column,
     x_mask,
@@ -113,21 +133,21 @@ def packed_product(
     """Multiply codes of 4 bits, bytes [block_n, block_k / 2], with x: float32 [block_n,
     block_m], without their scale. They begin at `column`, and all have one group.
 
-    x_start: pointers [block_m, 1] to the rows of x. x_mask: of the rows that exist.
+    zero: of each weight row, from `zero_of`. x_start: pointers [block_m, 1] to the rows
+    of x. x_mask: of the rows that exist.
     """
     K: tl.constexpr = PRODUCT.k
-    even = column + 2 * tl.arange(0, PRODUCT.block_k // 2)[None, :]
-    low = decode_half(codes & 15, x, FORMAT)
-    high = decode_half(codes >> 4, x, FORMAT)
-    if PRODUCT.has_zeros:
-        group = (row // PRODUCT.group_rows) * PRODUCT.groups
-        zero = tl.load(zeros + group + column // PRODUCT.group_columns)
-        zero = zero.to(tl.int16).to(x.dtype.element_ty)
-        low -= zero[:, None]
-        high -= zero[:, None]
-    x_tile = tl.load(x_start + even, mask=x_mask & (even < K), other=0.0)
+    RUN: tl.constexpr = PRODUCT.run
+    dtype: tl.constexpr = x.dtype.element_ty
+    byte = tl.arange(0, PRODUCT.block_k // 2)[None, :]
+    first = column + byte // RUN * (2 * RUN) + byte % RUN
+    if K % PRODUCT.block_k != 0:
+        x_mask = x_mask & (first < K)
+    low = decode_half(codes & 15, zero[:, None], dtype, FORMAT)
+    high = decode_half(codes >> 4, zero[:, None], dtype, FORMAT)
+    x_tile = tl.load(x_start + first, mask=x_mask, other=0.0)
     total = tl.dot(low, tl.trans(x_tile), input_precision="ieee")
-    x_tile = tl.load(x_start + even + 1, mask=x_mask & (even < K), other=0.0)
+    x_tile = tl.load(x_start + first + RUN, mask=x_mask, other=0.0)
     return tl.dot(high, tl.trans(x_tile), total, input_precision="ieee")
 
 
@@ -138,16 +158,18 @@ def row_scales(scales, row, PRODUCT: tl.constexpr):
 
 
 @triton.jit
-def group_scales(scales, row, first, PRODUCT: tl.constexpr):
-    """Return the scale of each weight row (int64) in the group of column `first`."""
-    start = scales + (row // PRODUCT.group_rows) * PRODUCT.groups
-    scale = tl.load(start + first // PRODUCT.group_columns)
-    return as_scale(scale, PRODUCT.format)
+def load_groups(scales, zeros, row, column, dtype: tl.constexpr, PRODUCT: tl.constexpr):
+    """Return (scale, zero of `zero_of`) of each weight row (int64) in the group of a
+    column, or in the last one."""
+    group = tl.minimum(column // PRODUCT.group_columns, PRODUCT.groups - 1)
+    place = (row // PRODUCT.group_rows) * PRODUCT.groups + group
+    scale = as_scale(tl.load(scales + place), PRODUCT.format)
+    return scale, zero_of(zeros, place, dtype, PRODUCT)
 
 
 @triton.jit
 def _add_stored(
-    total, start, scales, zeros, row, x_start, block, is_row, x, PRODUCT: tl.constexpr
+    total, start, scale, zero, x_start, block, is_row, x, PRODUCT: tl.constexpr
 ):
     """Add a step of the sum over K of codes, scaled if its columns have a scale of
     their own."""
@@ -156,9 +178,12 @@ def _add_stored(
     first = block * BLOCK_K
     if PRODUCT.format >= INT4:
         item = block * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)[None, :]
-        codes = tl.load(start + item, mask=item < K // 2, other=0)
+        if K % BLOCK_K == 0:
+            codes = tl.load(start + item)
+        else:
+            codes = tl.load(start + item, mask=item < K // 2, other=0)
         part = packed_product(
-            codes, zeros, row, x_start, first, is_row, x, PRODUCT.format, PRODUCT
+            codes, zero, x_start, first, is_row, x, PRODUCT.format, PRODUCT
         )
     else:
         k = first + tl.arange(0, BLOCK_K)[None, :]
@@ -170,7 +195,7 @@ def _add_stored(
             x_tile = tl.load(x_start + k, mask=is_row & (k < K), other=0.0)
         part = tl.dot(decode(w_tile, x, PRODUCT.format), tl.trans(x_tile))
     if PRODUCT.groups > 1:
-        part *= group_scales(scales, row, first, PRODUCT)[:, None]
+        part *= scale[:, None]
     return total + part
 
 
@@ -218,6 +243,7 @@ def prefetch_items(start, first, ITEMS: tl.constexpr, BLOCK: tl.constexpr):
 def _finish(
     total,
     tile,
+    first_row,
     scales,
     bias,
     residual,
@@ -228,13 +254,14 @@ def _finish(
     out_stride,
     PRODUCT: tl.constexpr,
 ):
-    """Run the epilogue and store a tile of sums, [block_n, block_m] float32."""
+    """Run the epilogue and store a tile of sums, [block_n, block_m] float32, whose rows
+    begin at `first_row`."""
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     if PRODUCT.format != PLAIN and PRODUCT.groups == 1:
         row = _weight_rows(tile, outputs, PRODUCT)
         total *= row_scales(scales, row, PRODUCT)[:, None]
-    m = tl.arange(0, BLOCK_M)[None, :]
+    m = first_row + tl.arange(0, BLOCK_M)[None, :]
     if PRODUCT.gated:
         pairs = total.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1)
         gate, up = tl.split(pairs)
@@ -290,6 +317,7 @@ def gemv_kernel(
     _finish(
         tl.sum(total, axis=1)[:, None],
         tile,
+        0,
         scales,
         bias,
         residual,
@@ -324,8 +352,8 @@ def gemm_kernel(
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply up to block_m rows of x on the matrix units, with the weight as the tall
-    operand.
+    """Multiply rows of x, block_m at once, on the matrix units, with the weight as the
+    tall operand. Programs of one tile of the weight are neighbours.
 
     K is split over SPLIT_K programs. The last one to arrive adds the partial sums in
     the order of the splits, so that the result does not depend on which program is
@@ -335,7 +363,9 @@ def gemm_kernel(
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     BLOCK_K: tl.constexpr = PRODUCT.block_k
-    tile = tl.program_id(0)
+    place = tl.program_id(0)
+    tile = place // PRODUCT.row_blocks
+    first_row = place % PRODUCT.row_blocks * BLOCK_M
     split = tl.program_id(1)
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first = BLOCKS * split // SPLIT_K
@@ -350,15 +380,25 @@ def gemm_kernel(
             prefetch_items(start, (first + ahead) * ITEMS, K // PER_ITEM, ITEMS)
     wait_for_inputs(PDL)
     k = tl.arange(0, BLOCK_K)[None, :]
-    m = tl.arange(0, BLOCK_M)[:, None]
+    m = first_row + tl.arange(0, BLOCK_M)[:, None]
     x_start = x + m * x_stride
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
+    dtype: tl.constexpr = x.dtype.element_ty
+    if PRODUCT.format != PLAIN:
+        scale, zero = load_groups(scales, zeros, row, first * BLOCK_K, dtype, PRODUCT)
     for block in tl.range(first, last, num_stages=STAGES):
         here = block * BLOCK_K + k
         if PRODUCT.format != PLAIN:
+            later, later_zero = scale, zero
+            if PRODUCT.groups > 1:
+                # The next step's arrive during the products of this one.
+                later, later_zero = load_groups(
+                    scales, zeros, row, (block + 1) * BLOCK_K, dtype, PRODUCT
+                )
             total = _add_stored(
-                total, start, scales, zeros, row, x_start, block, m < rows, x, PRODUCT
+                total, start, scale, zero, x_start, block, m < rows, x, PRODUCT
             )
+            scale, zero = later, later_zero
         else:
             if K % BLOCK_K == 0:
                 w_tile = tl.load(start + here)
@@ -372,25 +412,26 @@ def gemm_kernel(
     if SPLIT_K > 1:
         n = tl.arange(0, BLOCK_N)[:, None]
         column = tl.arange(0, BLOCK_M)[None, :]
-        mine = partial + (tile * SPLIT_K) * (BLOCK_M * BLOCK_N) + column * BLOCK_N + n
-        inside = (column < rows) & (n < BLOCK_N)
+        mine = partial + (place * SPLIT_K) * (BLOCK_M * BLOCK_N) + column * BLOCK_N + n
+        inside = (first_row + column < rows) & (n < BLOCK_N)
         tl.store(mine + split * (BLOCK_M * BLOCK_N), total, mask=inside)
         # All threads store before one thread announces it.
         tl.debug_barrier()
-        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(counters + place, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLIT_K - 1:
-            tl.store(counters + tile, 0)
+            tl.store(counters + place, 0)
             total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
             for other in tl.static_range(SPLIT_K):
                 total += tl.load(
                     mine + other * (BLOCK_M * BLOCK_N),
-                    mask=(column < rows) & (n < BLOCK_N),
+                    mask=inside,
                     other=0.0,
                     cache_modifier=".cg",
                 )
             _finish(
                 total,
                 tile,
+                first_row,
                 scales,
                 bias,
                 residual,
@@ -405,6 +446,7 @@ def gemm_kernel(
         _finish(
             total,
             tile,
+            first_row,
             scales,
             bias,
             residual,

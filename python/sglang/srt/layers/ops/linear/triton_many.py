@@ -59,6 +59,7 @@ def stored_weight(weight: Tensor | QuantizedWeight) -> StoredWeight:
         "group_columns": weight.group_columns,
         "groups": weight.scales.shape[-1],
         "has_zeros": weight.zeros is not None,
+        "run": weight.run,
     }
     zeros = weight.scales if weight.zeros is None else weight.zeros
     return StoredWeight(codes, weight.scales, zeros, constants)
@@ -175,12 +176,13 @@ def round_rows(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
     by its largest magnitude / 448 and rounded to e4m3.
 
     Returns:
-        codes [T, K] float8_e4m3fn; scales [T, ceil(K / group)] float32.
+        codes [T, K] float8_e4m3fn; scales [T, ceil(K / group)] float32, those of a
+        group side by side in memory.
     """
     count, k = rows.shape
     groups = triton.cdiv(k, group)
     codes = torch.empty(count, k, dtype=torch.float8_e4m3fn, device=rows.device)
-    scales = torch.empty(count, groups, dtype=torch.float32, device=rows.device)
+    scales = torch.empty(groups, count, dtype=torch.float32, device=rows.device)
     round_rows_kernel[(count, groups)](
         rows,
         codes,
@@ -192,7 +194,7 @@ def round_rows(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
         MOST=E4M3_MAX,
         **launch_options(rows.device),
     )
-    return codes, scales
+    return codes, scales.t()
 
 
 def dequantize_to(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:

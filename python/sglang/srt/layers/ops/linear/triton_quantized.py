@@ -12,6 +12,7 @@ from sglang.srt.layers.ops.linear.triton_kernels import (
     as_scale,
     decode,
     decode_half,
+    zero_of,
 )
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
@@ -29,6 +30,7 @@ def round_rows_kernel(
     PDL: tl.constexpr,
 ):
     """Round one group of columns of one row [K] to e4m3. A group of zeros has scale 1.
+    The scales of a group are neighbours: [groups, rows].
 
     The columns are read twice, the second time from the cache.
     """
@@ -45,7 +47,7 @@ def round_rows_kernel(
         value = tl.load(source + k, mask=k < stop, other=0.0).to(tl.float32)
         largest = tl.maximum(largest, tl.max(tl.abs(value), axis=0))
     scale = tl.where(largest > 0.0, tl.maximum(largest / MOST, 1e-30), 1.0)
-    tl.store(scales + row * tl.num_programs(1) + group, scale)
+    tl.store(scales + group * tl.num_programs(0) + row, scale)
     for first in range(0, GROUP, BLOCK):
         k = start + first + tl.arange(0, BLOCK)
         value = tl.load(source + k, mask=k < stop, other=0.0).to(tl.float32) / scale
@@ -75,14 +77,15 @@ def dequantize_kernel(
     group = (row // PRODUCT.group_rows) * PRODUCT.groups + k // PRODUCT.group_columns
     scale = as_scale(tl.load(scales + group, mask=inside, other=0), FORMAT)
     if FORMAT >= INT4:
-        byte = tl.load(codes + row * (K // 2) + k // 2, mask=inside, other=0)
-        nibble = tl.where(k % 2 == 0, byte & 15, byte >> 4)
-        value = decode_half(nibble, plain, FORMAT).to(tl.float32)
+        RUN: tl.constexpr = PRODUCT.run
+        at = row * (K // 2) + k // (2 * RUN) * RUN + k % RUN
+        byte = tl.load(codes + at, mask=inside, other=0)
+        nibble = tl.where(k % (2 * RUN) < RUN, byte & 15, byte >> 4)
+        zero = zero_of(zeros, tl.where(inside, group, 0), tl.float16, PRODUCT)
+        value = decode_half(nibble, zero, tl.float16, FORMAT).to(tl.float32)
     else:
         code = tl.load(codes + row * K + k, mask=inside, other=0.0)
         value = decode(code, plain, FORMAT).to(tl.float32)
-    if PRODUCT.has_zeros:
-        value -= tl.load(zeros + group, mask=inside, other=0).to(tl.float32)
     wait_for_inputs(PDL)
     value *= scale
     tl.store(plain + row * K + k, value.to(plain.dtype.element_ty), mask=inside)
@@ -106,8 +109,9 @@ def block_product_kernel(
     HAS_BIAS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """A tile of out [rows, outputs] from e4m3 x [rows, K], with scales [rows,
-    ceil(K / BLOCK)], and e4m3 weights [outputs, K], with a scale per BLOCK x BLOCK.
+    """A tile of out [rows, outputs] from e4m3 x [rows, K], with scales
+    [ceil(K / BLOCK), rows], and e4m3 weights [outputs, K], with a scale per
+    BLOCK x BLOCK.
 
     TILE_N is at most BLOCK, so a tile has one scale of the weight per step. Neighbours
     in the order of programs share their weights.
@@ -126,7 +130,12 @@ def block_product_kernel(
     w_start = weight + column[None, :] * K + k[:, None]
     w_scale = weight_scales + ((pid // tiles_m) * TILE_N // BLOCK).to(tl.int64) * GROUPS
     total = tl.zeros([TILE_M, TILE_N], dtype=tl.float32)
+    scale = tl.load(x_scales + row) * tl.load(w_scale)
     for group in range(0, GROUPS):
+        # The next group's arrive during the products of this one.
+        next_group = tl.minimum(group + 1, GROUPS - 1)
+        later = tl.load(x_scales + next_group * rows + row)
+        later *= tl.load(w_scale + next_group)
         first = group * BLOCK
         if K % BLOCK == 0:
             x_tile = tl.load(x_start + first)
@@ -134,8 +143,8 @@ def block_product_kernel(
         else:
             x_tile = tl.load(x_start + first, mask=(first + k < K)[None, :], other=0.0)
             w_tile = tl.load(w_start + first, mask=(first + k < K)[:, None], other=0.0)
-        scale = tl.load(x_scales + row * GROUPS + group) * tl.load(w_scale + group)
         total += tl.dot(x_tile, w_tile) * scale[:, None]
+        scale = later
     if HAS_BIAS:
         total += tl.load(bias + column)[None, :].to(tl.float32)
     tl.store(

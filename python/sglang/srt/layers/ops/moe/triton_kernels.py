@@ -19,6 +19,7 @@ from sglang.srt.layers.ops.linear.triton_kernels import (
     PLAIN,
     as_scale,
     decode,
+    load_groups,
     packed_product,
 )
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
@@ -39,7 +40,7 @@ class GroupedProduct(NamedTuple):
         direct: block i is assignment i, without a list of rows; there is one token.
         addends: products of the one token, which the last program of a tile to arrive
             adds; 0 if none does.
-        format, group_rows, group_columns, groups, has_zeros: of the weight, as in
+        format, group_rows, group_columns, groups, has_zeros, run: of the weight, as in
             `Product`.
     """
 
@@ -60,6 +61,7 @@ class GroupedProduct(NamedTuple):
     group_columns: int = 1
     groups: int = 1
     has_zeros: bool = False
+    run: int = 1
 
 
 @triton.jit
@@ -107,10 +109,12 @@ def _add_packed(
     """`_add_product` of codes of 4 bits."""
     item = first // 2 + tl.arange(0, PRODUCT.block_k // 2)[None, :]
     codes = tl.load(w_start + item, mask=item < PRODUCT.k // 2, other=0)
+    dtype: tl.constexpr = x.dtype.element_ty
+    row = tl.reshape(row, (PRODUCT.block_n,))
+    scale, zero = load_groups(scales, zeros, row, first, dtype, PRODUCT)
     part = packed_product(
         codes,
-        zeros,
-        tl.reshape(row, (PRODUCT.block_n,)),
+        zero,
         x_start,
         first,
         is_row,
@@ -119,7 +123,7 @@ def _add_packed(
         PRODUCT,
     )
     if PRODUCT.groups > 1:
-        part *= expert_scales(scales, row, first, PRODUCT)
+        part *= scale[:, None]
     return total + part
 
 
