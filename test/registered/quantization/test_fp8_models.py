@@ -252,6 +252,11 @@ def scale_of(value: float) -> Edit:
     return edit(DOWN + "_scale_inv", lambda scales: scales.fill_(value))
 
 
+def with_code(codes: torch.Tensor, code: int) -> torch.Tensor:
+    codes.view(torch.uint8)[-1, -1] = code
+    return codes
+
+
 BAD: dict[str, tuple[Edit, str]] = {
     "no scales": (
         edit(DOWN + "_scale_inv", lambda scales: None),
@@ -263,6 +268,10 @@ BAD: dict[str, tuple[Edit, str]] = {
     ),
     "zero": (scale_of(0.0), "down_proj.weight_scale_inv holds a scale of 0.0"),
     "nan": (scale_of(float("nan")), "down_proj.weight_scale_inv holds a scale of nan"),
+    "nan code": (
+        edit(DOWN, lambda codes: with_code(codes, 0xFF)),
+        f"tensor {DOWN} holds NaN; weights must be finite",
+    ),
     "infinite": (scale_of(float("inf")), "holds a scale of inf"),
     "negative": (scale_of(-1.0), "holds a scale of -1.0"),
     "other type": (
@@ -315,6 +324,17 @@ def test_what_is_refused(case: str, blocks: Path, tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(ValueError, match=message):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("-inf")])
+def test_values_that_have_no_code(value: float, tmp_path: Path) -> None:
+    """A plain checkpoint that is quantised while it is read."""
+    folder = write_tiny_model(tmp_path / "plain", "LlamaForCausalLM")
+    tensors = load_file(folder / "model.safetensors")
+    tensors[DOWN][3, 4] = value
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=f"tensor {DOWN} holds NaN"):
+        load(folder, "fp8")
 
 
 def test_modules_that_are_excluded_rightly(blocks: Path, tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from sglang.srt.model_loader.quantized_layouts import (
     Canonical,
     Found,
     Layout,
+    check_codes,
     layout_of,
     names_of,
     per_item,
@@ -188,7 +189,11 @@ def quantized_online(
     weights: Weights, readers: Readers
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield all `weights` of a plain checkpoint, those that are kept as codes and
-    scales by row (`CHANNELS`)."""
+    scales by row (`CHANNELS`).
+
+    Raises:
+        ValueError: one of those holds NaN or infinity. The message names the tensor.
+    """
     assert CHANNELS.group_columns is None
     for name, tensor in weights:
         if not readers.is_kept(name):
@@ -196,9 +201,10 @@ def quantized_online(
             continue
         turned = tensor.dim() == 3 and readers.is_transposed(name)
         matrix = tensor.transpose(-1, -2) if turned else tensor
-        for ending, made in zip(
-            ("", SCALE), quantize_rows(matrix.to(readers.device)), strict=True
-        ):
+        codes, scales = quantize_rows(matrix.to(readers.device))
+        # Infinity over its scale is NaN as well.
+        check_codes(name, codes)
+        for ending, made in ("", codes), (SCALE, scales):
             yield name + ending, made.transpose(-1, -2) if turned else made
 
 

@@ -105,8 +105,19 @@ def check_scales(name: str, values: Tensor) -> None:
         )
 
 
+def check_codes(name: str, codes: Tensor) -> None:
+    """Check e4m3 codes. Kernels for devices without the type do not know its NaN.
+
+    Raises:
+        ValueError: a code is NaN. The message names the tensor.
+    """
+    if bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
+        raise ValueError(f"tensor {name} holds NaN; weights must be finite numbers")
+
+
 def _convert_e4m3(tensors: Tensors, config: QuantizationConfig) -> Canonical:
     codes = tensors[E4M3.codes].values
+    check_codes(tensors[E4M3.codes].name, codes)
     scales = scale_by_row(tensors[E4M3.needed[0]], config.weights, codes)
     return Canonical(codes, scales)
 

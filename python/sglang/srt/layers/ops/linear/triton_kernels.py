@@ -69,7 +69,8 @@ def decode(codes, like, FORMAT: tl.constexpr):
     if FORMAT == E4M3:
         return codes.to(like.dtype.element_ty)
     elif FORMAT == E4M3_BITS:
-        # For devices without the type: the bits are those of a float16 / 256.
+        # For devices without the type: the bits are those of a float16 / 256. NaN is
+        # refused when weights are loaded.
         wide = codes.to(tl.uint16)
         half = ((wide & 0x80) << 8) | ((wide & 0x7F) << 7)
         value = half.to(tl.float16, bitcast=True) * 256.0
