@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -237,10 +237,11 @@ def plant(
     seed: int,
     group: str = "full",
     lengths: Lengths = LENGTHS,
+    prepare: Callable[[EngineHarness], None] = lambda harness: None,
     **server_args: Any,
 ) -> Outcome:
     """Serve mock requests in mode `raise`, plant the fault in `group`, run until it
-    stops."""
+    stops. `prepare` gets the engine before the first request."""
     defaults: dict[str, Any] = {
         "page_size": 1,
         "max_total_tokens": 2048,
@@ -250,6 +251,7 @@ def plant(
         "kv_canary_real_data": "partial",
     }
     harness = EngineHarness(model, **(defaults | server_args))
+    prepare(harness)
     manager, faults = canary_of(harness), faults_of(harness)
     traffic = PlantTraffic(harness, seed=seed, lengths=lengths)
 

@@ -12,11 +12,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from kv_canary.checks import reason_labels
+from kv_canary.faults.catalogue import POOL_FAULTS
 from sglang.srt.configs.attention_backends import check_needs
 from sglang.srt.forward.batch import ForwardMode
 from sglang.srt.layers.attention.attention_registry import attention_needs
 from sglang.srt.mem_cache.kv_dtype import KV_DTYPES, KVScales, to_stored
 from sglang.srt.model_loader.kv_scales import find_kv_scales
+from sglang.srt.models.mock_math import HEAD_DIM, NUM_KV_HEADS
 from sglang.srt.server_args import ServerArgs
 from sglang.test.canary_traffic import CONTEXT, VOCAB, canary_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -211,6 +214,42 @@ def test_a_changed_byte_is_named(name: str, seed: int, models: dict[str, str]) -
         kv_canary_real_data="all",
     )
     assert outcome.violations[0]["reasons"] == ["verify_real_kv"]
+
+
+LAST = 4096
+"""Slots at the end of a pool that requests of a test stay in."""
+
+
+@pytest.mark.parametrize(
+    "name", ["real_kv_used", "record", "req_to_token", "early_free", "write_foreign"]
+)
+def test_faults_in_the_last_slots_are_named(name: str, models: dict[str, str]) -> None:
+    """On a GPU a layer has more than 2**31 elements before them."""
+    before = 2**31 // (NUM_KV_HEADS * HEAD_DIM) if torch.cuda.is_available() else 1000
+
+    def use_the_end(harness: EngineHarness) -> None:
+        allocator = harness.scheduler.cache.allocator
+        slots = allocator.alloc(before + LAST)
+        # What is freed last is used first.
+        allocator.free(slots[:before])
+        allocator.free(slots[before:])
+
+    outcome = plant(
+        Path(models["model"]),
+        name,
+        seed=1,
+        prepare=use_the_end,
+        max_total_tokens=before + LAST,
+        kv_cache_dtype="fp8_e4m3",
+        kv_canary_real_data="all",
+    )
+    slots = {slot for f in outcome.forwards for row in f.rows for slot in row.slots}
+    assert min(slots - {0}) > before
+    allowed = set(reason_labels(POOL_FAULTS[name].reasons))
+    found = [v for v in outcome.violations if allowed.intersection(v["reasons"])]
+    damage = outcome.planted.damage
+    assert damage.slot > before
+    assert (damage.slot, damage.position) in {(v["slot"], v["position"]) for v in found}
 
 
 def test_changed_scales_are_named(models: dict[str, str]) -> None:
