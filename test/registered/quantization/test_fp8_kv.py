@@ -252,19 +252,24 @@ def test_faults_in_the_last_slots_are_named(name: str, models: dict[str, str]) -
     assert (damage.slot, damage.position) in {(v["slot"], v["position"]) for v in found}
 
 
-def test_changed_scales_are_named(models: dict[str, str]) -> None:
+@pytest.mark.parametrize("seed", range(count(ci=2, full=20)))
+def test_changed_scales_are_named(seed: int, models: dict[str, str]) -> None:
+    """Of K or of V, in any layer; by the forward that comes next."""
+    rng = random.Random(seed)
     harness = EngineHarness(
         Path(models["model"]),
         max_total_tokens=400,
-        kv_cache_dtype="fp8_e4m3",
+        kv_cache_dtype=rng.choice(NAMES),
         kv_canary="raise",
         skip_tokenizer_init=True,
     )
     harness.generate([1, 2, 3], max_new_tokens=2, ignore_eos=True)
+    layer, half, scale = rng.randrange(2), rng.choice("kv"), rng.choice((0.5, 2.0))
     harness.scheduler.worker.model_runner.token_to_kv_pool.set_scales(
-        {1: KVScales(k=2.0)}
+        {layer: KVScales(**{half: scale})}
     )
-    with pytest.raises(RuntimeError, match=r"KV canary: layer 1 now has .*k=2.0"):
+    message = f"KV canary: layer {layer} now has .*{half}={scale}"
+    with pytest.raises(RuntimeError, match=message):
         harness.generate([1, 2, 3], max_new_tokens=2, ignore_eos=True)
 
 
