@@ -32,13 +32,16 @@ from sglang.srt.layers.ops.linear.triton_kernels import (
     gemm_kernel,
     gemv_kernel,
 )
-from sglang.srt.layers.ops.linear.triton_many import multiply_many, stored_weight
+from sglang.srt.layers.ops.linear.triton_many import (
+    multiply_many,
+    rounds,
+    stored_weight,
+)
 from sglang.srt.layers.ops.linear.triton_table import (
+    MAX_EXACT_ROWS,
     MAX_GATED_ROWS,
-    MAX_PACKED_ROWS,
     MAX_ROWS,
     MIN_STEP,
-    MOST_BLOCK_M,
     GemmConfig,
     lookup,
     lookup_quantized,
@@ -66,8 +69,9 @@ def choose(
     rows = x.numel() // k if k else 0
     if isinstance(weight, QuantizedWeight):
         packed = FORMATS[weight.format].per_item
-        most = MAX_PACKED_ROWS if packed > 1 else MAX_ROWS
-        if not 0 < rows <= most or x.dtype == torch.float32:
+        if not 0 < rows <= MAX_ROWS or x.dtype == torch.float32:
+            return None
+        if rows > MAX_EXACT_ROWS and rounds(x.dtype, weight):
             return None
         group = 0 if weight.is_scaled_by_row else weight.group_columns
         if group % (MIN_STEP * packed):
@@ -217,20 +221,15 @@ def _launch(
     residual_rows = None if residual is None else residual.view(rows, outputs)
     pdl = config.dependent and supports_dependent_launch(x.device)
     stored = stored_weight(weight)
-    block_m = 1
-    if config.split_k:
-        block_m = min(max(16, triton.next_power_of_2(rows)), MOST_BLOCK_M)
-    row_blocks = triton.cdiv(rows, block_m)
     product = Product(
         k=k,
-        block_m=block_m,
+        block_m=1 if config.split_k == 0 else max(16, triton.next_power_of_2(rows)),
         block_n=config.block_n,
         block_k=config.block_k,
         gated=activation is not None,
         gelu=activation is not None and IS_GELU[activation],
         has_bias=bias is not None,
         has_residual=residual is not None,
-        row_blocks=row_blocks,
         **stored.constants,
     )
     common: dict[str, Any] = {
@@ -256,7 +255,6 @@ def _launch(
         )
         return out
     split = min(config.split_k, triton.cdiv(k, config.block_k))
-    tiles *= row_blocks
     partial, counters = _SCRATCH.get(
         x.device,
         partial_bytes=4 * tiles * split * product.block_m * config.block_n

@@ -43,7 +43,6 @@ class Product(NamedTuple):
         groups: scales of a row.
         has_zeros: groups have zeros, too.
         run: columns between the halves of a byte (`QuantizedWeight`).
-        row_blocks: blocks of block_m rows.
     """
 
     k: int
@@ -60,7 +59,6 @@ class Product(NamedTuple):
     groups: int = 1
     has_zeros: bool = False
     run: int = 1
-    row_blocks: int = 1
 
 
 @triton.jit
@@ -244,7 +242,6 @@ def prefetch_items(start, first, ITEMS: tl.constexpr, BLOCK: tl.constexpr):
 def _finish(
     total,
     tile,
-    first_row,
     scales,
     bias,
     residual,
@@ -255,14 +252,13 @@ def _finish(
     out_stride,
     PRODUCT: tl.constexpr,
 ):
-    """Run the epilogue and store a tile of sums, [block_n, block_m] float32, whose rows
-    begin at `first_row`."""
+    """Run the epilogue and store a tile of sums, [block_n, block_m] float32."""
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     if PRODUCT.format != PLAIN and PRODUCT.groups == 1:
         row = _weight_rows(tile, outputs, PRODUCT)
         total *= row_scales(scales, row, PRODUCT)[:, None]
-    m = first_row + tl.arange(0, BLOCK_M)[None, :]
+    m = tl.arange(0, BLOCK_M)[None, :]
     if PRODUCT.gated:
         pairs = total.reshape(BLOCK_N // 2, 2, BLOCK_M).permute(0, 2, 1)
         gate, up = tl.split(pairs)
@@ -318,7 +314,6 @@ def gemv_kernel(
     _finish(
         tl.sum(total, axis=1)[:, None],
         tile,
-        0,
         scales,
         bias,
         residual,
@@ -353,8 +348,8 @@ def gemm_kernel(
     PREFETCH: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Multiply rows of x, block_m at once, on the matrix units, with the weight as the
-    tall operand. Programs of one tile of the weight are neighbours.
+    """Multiply up to block_m rows of x on the matrix units, with the weight as the tall
+    operand.
 
     K is split over SPLIT_K programs. The last one to arrive adds the partial sums in
     the order of the splits, so that the result does not depend on which program is
@@ -364,9 +359,7 @@ def gemm_kernel(
     BLOCK_M: tl.constexpr = PRODUCT.block_m
     BLOCK_N: tl.constexpr = PRODUCT.block_n
     BLOCK_K: tl.constexpr = PRODUCT.block_k
-    place = tl.program_id(0)
-    tile = place // PRODUCT.row_blocks
-    first_row = place % PRODUCT.row_blocks * BLOCK_M
+    tile = tl.program_id(0)
     split = tl.program_id(1)
     BLOCKS: tl.constexpr = (K + BLOCK_K - 1) // BLOCK_K
     first = BLOCKS * split // SPLIT_K
@@ -381,7 +374,7 @@ def gemm_kernel(
             prefetch_items(start, (first + ahead) * ITEMS, K // PER_ITEM, ITEMS)
     wait_for_inputs(PDL)
     k = tl.arange(0, BLOCK_K)[None, :]
-    m = first_row + tl.arange(0, BLOCK_M)[:, None]
+    m = tl.arange(0, BLOCK_M)[:, None]
     x_start = x + m * x_stride
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
     dtype: tl.constexpr = x.dtype.element_ty
@@ -413,26 +406,25 @@ def gemm_kernel(
     if SPLIT_K > 1:
         n = tl.arange(0, BLOCK_N)[:, None]
         column = tl.arange(0, BLOCK_M)[None, :]
-        mine = partial + (place * SPLIT_K) * (BLOCK_M * BLOCK_N) + column * BLOCK_N + n
-        inside = (first_row + column < rows) & (n < BLOCK_N)
+        mine = partial + (tile * SPLIT_K) * (BLOCK_M * BLOCK_N) + column * BLOCK_N + n
+        inside = (column < rows) & (n < BLOCK_N)
         tl.store(mine + split * (BLOCK_M * BLOCK_N), total, mask=inside)
         # All threads store before one thread announces it.
         tl.debug_barrier()
-        arrived = tl.atomic_add(counters + place, 1, sem="acq_rel", scope="gpu")
+        arrived = tl.atomic_add(counters + tile, 1, sem="acq_rel", scope="gpu")
         if arrived == SPLIT_K - 1:
-            tl.store(counters + place, 0)
+            tl.store(counters + tile, 0)
             total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
             for other in tl.static_range(SPLIT_K):
                 total += tl.load(
                     mine + other * (BLOCK_M * BLOCK_N),
-                    mask=inside,
+                    mask=(column < rows) & (n < BLOCK_N),
                     other=0.0,
                     cache_modifier=".cg",
                 )
             _finish(
                 total,
                 tile,
-                first_row,
                 scales,
                 bias,
                 residual,
@@ -447,7 +439,6 @@ def gemm_kernel(
         _finish(
             total,
             tile,
-            first_row,
             scales,
             bias,
             residual,

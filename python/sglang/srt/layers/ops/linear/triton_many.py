@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 _HAS_E4M3 = (8, 9)
 _HOPPER = (9, 0)
 _BLOCK = 128
-_TILE_M, _TILE_N = 128, 128
+_TILE_N = 64
 _warned = False
 
 
@@ -84,7 +84,7 @@ def multiply_many(
     rows, target = weight.in_order(x).reshape(-1, k), out.view(-1, n)
     if not rows.shape[0]:
         return out
-    if _rounds(rows, weight):
+    if rounds(rows.dtype, weight):
         if weight.is_scaled_by_row:
             _multiply_rounded(rows, weight, bias, target)
         else:
@@ -98,16 +98,16 @@ def multiply_many(
     return out
 
 
-def _rounds(rows: Tensor, weight: QuantizedWeight) -> bool:
-    """Whether to round rows [T, K] to 8 bits."""
+def rounds(dtype: torch.dtype, weight: QuantizedWeight) -> bool:
+    """Whether products of many rows of `dtype` round them to 8 bits."""
     n, k = weight.shape
-    if not weight.quantizes_inputs or rows.dtype != torch.bfloat16:
+    if not weight.quantizes_inputs or dtype != torch.bfloat16:
         return False
-    if weight.format != "e4m3":
+    if weight.format != "e4m3" or weight.codes.device.type != "cuda":
         return False
     by_row = weight.is_scaled_by_row and weight.group_rows == 1
     by_block = weight.group_columns == weight.group_rows == _BLOCK
-    capability = compute_capability(rows.device.index or 0)
+    capability = compute_capability(weight.codes.device.index or 0)
     if n % 16 == 0 and k % 16 == 0 and capability >= _HOPPER and (by_row or by_block):
         return True
     _warn(f"[{n}, {k}] on compute capability {'.'.join(map(str, capability))}")
@@ -149,7 +149,8 @@ def multiply_blocks(
     count, k = rows.shape
     n = weight.shape[0]
     codes, scales = round_rows(rows, _BLOCK)
-    tiles = triton.cdiv(count, _TILE_M), triton.cdiv(n, _TILE_N)
+    tile_m = 64 if count <= 64 else 128
+    tiles = triton.cdiv(count, tile_m), triton.cdiv(n, _TILE_N)
     block_product_kernel[(tiles[0] * tiles[1],)](
         codes,
         scales,
@@ -162,11 +163,11 @@ def multiply_blocks(
         out.stride(0),
         K=k,
         BLOCK=_BLOCK,
-        TILE_M=_TILE_M,
+        TILE_M=tile_m,
         TILE_N=_TILE_N,
         HAS_BIAS=bias is not None,
-        num_warps=8,
-        num_stages=3,
+        num_warps=4,
+        num_stages=4,
         **launch_options(rows.device),
     )
 
@@ -202,8 +203,9 @@ def dequantize_to(weight: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     n, k = weight.shape
     plain = torch.empty(n, k, dtype=dtype, device=weight.codes.device)
     stored = stored_weight(weight)
-    block = min(1024, triton.next_power_of_2(k))
-    dequantize_kernel[(n, triton.cdiv(k, block))](
+    items = weight.codes.shape[1]
+    block = min(2048, max(16, triton.next_power_of_2(items)))
+    dequantize_kernel[(n, triton.cdiv(items, block))](
         stored.codes,
         stored.scales,
         stored.zeros,

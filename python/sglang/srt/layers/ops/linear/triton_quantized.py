@@ -9,10 +9,9 @@ import triton.language as tl
 
 from sglang.srt.layers.ops.linear.triton_kernels import (
     INT4,
-    as_scale,
     decode,
     decode_half,
-    zero_of,
+    load_groups,
 )
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
@@ -64,31 +63,45 @@ def dequantize_kernel(
     PRODUCT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """plain [N, K] = (decode(codes) - zeros) * scales, for one block of a row.
+    """plain [N, K] = (decode(codes) - zeros) * scales, for block_k stored items of a
+    row.
 
     PRODUCT: `Product`, of which k, block_k and what describes the weight are read.
     """
     K: tl.constexpr = PRODUCT.k
     FORMAT: tl.constexpr = PRODUCT.format
+    PER_ITEM: tl.constexpr = 2 if FORMAT >= INT4 else 1
+    # Items whose columns follow each other, and share a group if runs allow it.
+    RUN: tl.constexpr = PRODUCT.run if FORMAT >= INT4 else 16
+    RUNS: tl.constexpr = PRODUCT.block_k // RUN
+    SHARED: tl.constexpr = PRODUCT.group_columns % (RUN * PER_ITEM) == 0
     row = tl.program_id(0).to(tl.int64)
-    k = tl.program_id(1) * PRODUCT.block_k + tl.arange(0, PRODUCT.block_k)
-    inside = k < K
+    first = tl.program_id(1) * RUNS + tl.arange(0, RUNS)[:, None]
+    item = first * RUN + tl.arange(0, RUN)[None, :]
+    column = first * (RUN * PER_ITEM) + tl.arange(0, RUN)[None, :]
+    inside = column < K
     let_next_start(PDL)
-    group = (row // PRODUCT.group_rows) * PRODUCT.groups + k // PRODUCT.group_columns
-    scale = as_scale(tl.load(scales + group, mask=inside, other=0), FORMAT)
+    # What lies past the end of a row is not stored.
+    code = tl.load(codes + row * (K // PER_ITEM) + item, mask=inside)
+    of_group = first * (RUN * PER_ITEM) if SHARED else column
+    target = plain + row * K + column
     if FORMAT >= INT4:
-        RUN: tl.constexpr = PRODUCT.run
-        at = row * (K // 2) + k // (2 * RUN) * RUN + k % RUN
-        byte = tl.load(codes + at, mask=inside, other=0)
-        nibble = tl.where(k % (2 * RUN) < RUN, byte & 15, byte >> 4)
-        zero = zero_of(zeros, tl.where(inside, group, 0), tl.float16, PRODUCT)
-        value = decode_half(nibble, zero, tl.float16, FORMAT).to(tl.float32)
+        low, high = code & 15, code >> 4
+        scale, zero = load_groups(scales, zeros, row, of_group, tl.float16, PRODUCT)
+        low = decode_half(low, zero, tl.float16, FORMAT).to(tl.float32) * scale
+        if not SHARED:
+            scale, zero = load_groups(
+                scales, zeros, row, column + RUN, tl.float16, PRODUCT
+            )
+        high = decode_half(high, zero, tl.float16, FORMAT).to(tl.float32) * scale
+        wait_for_inputs(PDL)
+        tl.store(target, low.to(plain.dtype.element_ty), mask=inside)
+        tl.store(target + RUN, high.to(plain.dtype.element_ty), mask=inside)
     else:
-        code = tl.load(codes + row * K + k, mask=inside, other=0.0)
-        value = decode(code, plain, FORMAT).to(tl.float32)
-    wait_for_inputs(PDL)
-    value *= scale
-    tl.store(plain + row * K + k, value.to(plain.dtype.element_ty), mask=inside)
+        scale, _ = load_groups(scales, zeros, row, of_group, tl.float16, PRODUCT)
+        value = decode(code, plain, FORMAT).to(tl.float32) * scale
+        wait_for_inputs(PDL)
+        tl.store(target, value.to(plain.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])

@@ -16,10 +16,8 @@ MAX_ROWS = 64
 """With more rows than this cuBLAS is used."""
 MAX_GATED_ROWS = 128
 """The same limit for a product followed by SiLU."""
-MAX_PACKED_ROWS = 256
-"""The same limit for codes of 4 bits; more rows share a plain copy of the weight."""
-MOST_BLOCK_M = 128
-"""Rows of a program at most."""
+MAX_EXACT_ROWS = 32
+"""With more rows than this, inputs are rounded to 8 bits if the weight allows it."""
 MIN_STEP = 16
 """Columns that the matrix units take at least."""
 
@@ -60,7 +58,7 @@ class GemmConfig:
     def max_rows(self) -> int:
         if self.is_tall:
             return MAX_GATED_ROWS
-        return MAX_PACKED_ROWS if self.split_k else 1
+        return MAX_ROWS if self.split_k else 1
 
 
 _TALL = (
@@ -96,10 +94,10 @@ def lookup(*, rows: int, n: int, k: int, gated: bool) -> GemmConfig | None:
 def lookup_quantized(
     *, rows: int, n: int, k: int, group: int, packed: bool = False
 ) -> GemmConfig:
-    """Return the configuration for `rows` rows, at most `MAX_ROWS`, or
-    `MAX_PACKED_ROWS` if packed, and a quantised weight [n, k].
+    """Return the configuration for `rows` rows, at most `MAX_ROWS`, and a quantised
+    weight [n, k].
 
-    Not swept yet: the rules of plain weights, whose tiles have twice the bytes.
+    Many tiles were measured on an H200; splits follow the rules of plain weights.
 
     Args:
         group: columns that share a scale, or 0 if all of a row do. A step of the sum
@@ -109,17 +107,18 @@ def lookup_quantized(
     block_k = min(128, group & -group) if group else 128
     if rows == 1 and not group and not packed:
         return dataclasses.replace(_one_row(n=n, k=k), block_k=min(1024, _power(k)))
-    if rows > MAX_ROWS:
-        found = GemmConfig(
-            block_n=128, block_k=128, split_k=1, stages=3, prefetch=1, warps=8
-        )
-        return dataclasses.replace(found, block_k=block_k)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     tiles = -(-n // 64)
-    if tiles >= 2 * MULTIPROCESSORS:
-        found = _many_tiles(tiles, block_m)
-    else:
+    if tiles < 2 * MULTIPROCESSORS:
         found = _split(tiles, k=k, block_m=block_m)
+    elif group or packed:
+        # Sums of groups wait for each other, so that wider tiles win.
+        warps = 8 if block_m == 64 else 4
+        found = GemmConfig(
+            block_n=128, block_k=128, split_k=1, stages=3, prefetch=1, warps=warps
+        )
+    else:
+        found = _many_tiles(tiles, block_m)
     return dataclasses.replace(found, block_k=block_k)
 
 

@@ -27,12 +27,14 @@ class HopperTile(NamedTuple):
     Fields:
         block_n: elements. warps: warps per program.
         resident: programs that fit on a multiprocessor at once, by registers and shared
-            memory.
+            memory; less where some of them are as fast as all.
+        max_registers: of a thread, so that they fit; None leaves it to the compiler.
     """
 
     block_n: int
     warps: int
     resident: int
+    max_registers: int | None = None
 
 
 class StoredHead(NamedTuple):
@@ -64,11 +66,7 @@ TILES: dict[Compares, dict[StoredHead, tuple[HopperTile, ...]]] = {
             HopperTile(32, 2, 10),
             HopperTile(16, 2, 12),
         ),
-        StoredHead(128, 1): (
-            HopperTile(64, 2, 5),
-            HopperTile(32, 2, 6),
-            HopperTile(32, 1, 12),
-        ),
+        StoredHead(128, 1): (HopperTile(64, 4, 4, 128), HopperTile(32, 1, 8)),
     },
     Compares.IN_TURN: {
         StoredHead(64, 2): _NARROW_IN_TURN,
@@ -78,7 +76,7 @@ TILES: dict[Compares, dict[StoredHead, tuple[HopperTile, ...]]] = {
             HopperTile(16, 1, 8),
         ),
         StoredHead(64, 1): (HopperTile(64, 2, 8), HopperTile(32, 1, 15)),
-        StoredHead(128, 1): (HopperTile(64, 2, 5), HopperTile(32, 1, 8)),
+        StoredHead(128, 1): (HopperTile(64, 2, 4), HopperTile(32, 1, 8)),
     },
     Compares.ALWAYS: {
         StoredHead(64, 2): (*_NARROW_IN_TURN, HopperTile(32, 1, 12)),
@@ -176,4 +174,5 @@ def decode_hopper_launch(
         },
         num_warps=tile.warps,
         num_stages=STAGES,
+        max_registers=tile.max_registers,
     )

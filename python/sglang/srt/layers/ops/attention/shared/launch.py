@@ -15,6 +15,7 @@ class KernelLaunch:
             tuples from `args`.
         num_warps: warps of a program.
         num_stages: depth of the software pipeline over its loads.
+        max_registers: of a thread; None leaves it to the compiler.
         launch_pdl: it may start while the preceding kernel runs (see
             `utils.triton_launch`).
     """
@@ -22,6 +23,7 @@ class KernelLaunch:
     constants: dict[str, Any]
     num_warps: int
     num_stages: int
+    max_registers: int | None = None
     launch_pdl: bool = False
 
     def options(self) -> dict[str, Any]:
@@ -31,5 +33,7 @@ class KernelLaunch:
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
         }
+        if self.max_registers is not None:
+            options["maxnreg"] = self.max_registers
         # The interpreter does not know the option.
         return {**options, "launch_pdl": True} if self.launch_pdl else options
