@@ -245,7 +245,7 @@ class SlotBytes:
         is_new = (slots >= places.page_size) & (slots < state.num_slots)
         slots = slots * is_new
         index = places.marked_index(slots, self._turn)
-        marked = torch.where(is_new[:, None], places.sentinel, places.flat[index])
+        marked = torch.where(is_new[:, None], places.mark, places.flat[index])
         places.flat.index_put_((index,), marked)
         self._marks = _Marks(slots, is_new, index)
         self._turn += 1
@@ -257,7 +257,7 @@ class SlotBytes:
         assert self._marks is not None
         (slots, is_new, index), self._marks = self._marks, None
         positions = view.positions.clone()  # the host's own buffer
-        is_marked = places.flat[index] == places.sentinel
+        is_marked = places.flat[index] == places.mark
         missing = is_new & is_marked.unflatten(1, (2, -1)).all(dim=2).any(dim=1)
         record = state.tail[slots]
         lineages = record[:, Record.LINEAGE]

@@ -15,10 +15,14 @@ import torch
 from torch import Tensor
 
 from kv_canary.layout import CHUNK_BYTES, Fingerprint, FingerprintMode, layer_places
-from kv_canary.records import SENTINEL, sample_place
+from kv_canary.records import sample_place
 from kv_canary.span import memory_span
 
 WORDS_PER_CHUNK = CHUNK_BYTES // torch.int64.itemsize
+MARK = (0x3F953FB33FA73F9D, 0x3FB93F8D3FAB3FA1)
+"""A chunk that marks a new slot until the model stores there. Its values are finite in
+every float format: attention reads a slot whose store does not happen in the same
+forward, and NaN would reach the host's sampler, which may end the process unreported."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,7 +124,7 @@ class SlotPlaces:
         bases: int64 [layers], index in `flat` of each layer's first value.
         halves: offsets of K and of V, int64 [page_size, n] each.
         page_size, page_stride: as in `PageLayout`.
-        sentinel: a chunk of K and one of V, as integers, that no model stores.
+        mark: `MARK` for K and for V, as integers of the values' size.
     """
 
     def __init__(self, layers: Sequence[Tensor], layout: PageLayout) -> None:
@@ -147,8 +151,7 @@ class SlotPlaces:
         self.bases = torch.tensor([base // size for base in bases], device=device)
         self._per_chunk = CHUNK_BYTES // size
         self._num_chunks = layout.k.shape[1] // self._per_chunk
-        pattern = torch.tensor([SENTINEL] * 2 * WORDS_PER_CHUNK, device=device)
-        self.sentinel = pattern.view(self.flat.dtype)
+        self.mark = torch.tensor(2 * MARK, device=device).view(self.flat.dtype)
         # Chunks of K and V beside each other: [chunks, page_size, values].
         self._chunks = torch.cat(
             [half.unflatten(1, (self._num_chunks, -1)) for half in self.halves], dim=2

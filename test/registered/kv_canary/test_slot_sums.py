@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kv_canary.layer_sums import LayerSums, place_keys
-from kv_canary.slot_places import PageLayout, SlotPlaces
+from kv_canary.slot_places import MARK, PageLayout, SlotPlaces
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
 
@@ -163,3 +163,19 @@ def test_slots_outside_of_the_memory_are_refused() -> None:
     places = SlotPlaces(layers[:1], layout)
     with pytest.raises(ValueError, match="24 slots end at value 384 of 320"):
         LayerSums(places, num_slots=24)
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    ],
+)
+def test_a_mark_is_a_usual_value_in_every_format(dtype: torch.dtype) -> None:
+    """Attention may read it, if a store does not happen."""
+    values = torch.tensor(MARK).view(dtype).float()
+    assert values.isfinite().all() and 0 < values.abs().min() <= values.abs().max() < 4
