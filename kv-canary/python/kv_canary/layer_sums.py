@@ -54,6 +54,10 @@ class LayerSums:
         device = places.flat.device
         self._places = places
         self._offsets = torch.cat(places.halves, dim=1).contiguous()
+        # Copies, because Triton compiles again for a slice that is not aligned.
+        self._bases = [
+            places.bases[i : i + 1].clone() for i in range(places.num_layers)
+        ]
         self._keys = place_keys(self._offsets.shape[1]).to(device)
         self.kept = torch.zeros(
             (num_slots, places.num_layers), dtype=torch.int64, device=device
@@ -67,9 +71,7 @@ class LayerSums:
 
     def compute(self, slots: Tensor, layer: int | None = None) -> Tensor:
         """Return the sums of slots [n] int64 now, [n, layers], or [n, 1] of a layer."""
-        bases = self._places.bases
-        if layer is not None:
-            bases = bases[layer : layer + 1]
+        bases = self._places.bases if layer is None else self._bases[layer]
         sums = slots.new_empty((len(slots), len(bases)))
         launches.sum_slots(
             self._places.flat,

@@ -22,7 +22,7 @@ WORDS_PER_CHUNK = CHUNK_BYTES // torch.int64.itemsize
 MARK = (0x3F953FB33FA73F9D, 0x3FB93F8D3FAB3FA1)
 """A chunk that marks a new slot until the model stores there. Its values are finite in
 every float format: attention reads a slot whose store does not happen in the same
-forward, and NaN would reach the host's sampler, which may end the process unreported."""
+forward, and NaN would reach the host's sampler, which may then end the process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,9 +14,11 @@ from kv_canary.engines.chosen import is_chosen
 from kv_canary.engines.settings import Mode
 from kv_canary.engines.step import RowStep, Step
 from kv_canary.op import force_reference
+from kv_canary.pool_checks import PoolChecks
 from kv_canary.records import Counter
 from kv_canary.reporter import CanaryViolation
-from kv_canary.state import ARENA_PARTS
+from kv_canary.state import ARENA_PARTS, CanaryState
+from kv_canary.view import ForwardView
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=4, suite="cpu")
@@ -380,3 +382,26 @@ def test_a_warm_up_records_and_finds_nothing(
     assert torch.equal(layers[0][:, 1:], layers[1][:, 1:])
     warm.start()
     assert warm.forward({"A": 1}) == []
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3])
+def test_vectors_of_a_forward_are_aligned(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton compiles a kernel again for pointers that are not multiples of 16, so for
+    any number of rows they are."""
+    world, write_head = World(), launches.write_head
+    seen: list[int] = []
+
+    def noted(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
+        seen.extend(t.data_ptr() % 16 for t in view.tensors if t is not None)
+        write_head(state, view, checks)
+
+    monkeypatch.setattr(launches, "write_head", noted)
+    new = [
+        world.admission(f"request {n}", list(range(5)), world.blocks(2))
+        for n in range(rows)
+    ]
+    assert world.forward({each.rid: 5 for each in new}, admitted=new) == []
+    assert world.forward({each.rid: 1 for each in new}) == []
+    assert len(seen) >= 16 and set(seen) == {0}

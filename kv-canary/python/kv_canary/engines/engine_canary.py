@@ -29,7 +29,7 @@ from kv_canary.records import Expected, WriterKind, request_lineage
 from kv_canary.runtime.host import HostCapabilities
 from kv_canary.runtime.pending import GroupFindings, Pending
 from kv_canary.runtime.runtime import Announcement, CanaryRuntime, Testimony
-from kv_canary.runtime.uploads import upload, upload_rows
+from kv_canary.runtime.uploads import upload, upload_rows, upload_vectors
 from kv_canary.view import ForwardView
 
 if TYPE_CHECKING:
@@ -116,7 +116,7 @@ class EngineCanary:
         kernel is compiled while requests run."""
         for oracle in (None, (self._nothing(1), self._nothing(1))):
             views = [group.padded(oracle) for group in self.groups]
-            num_read = [[0]] * len(views)
+            num_read = [[1]] * len(views)  # of padding, so none counts
             self._runtime.forward.before(views, num_read=num_read)
             self._runtime.forward.after(advance=True)
         zero = self._nothing(1)
@@ -320,7 +320,7 @@ class EngineCanary:
                 f"kv_canary: the forward has a row of request {error}, which the "
                 "scheduler did not announce"
             ) from None
-        req_rows, prefix, extend, serials, salts, ahead = upload_rows(
+        req_rows, prefix, extend, serials, salts, ahead = upload_vectors(
             [
                 [request.row for request in requests],
                 [row.computed for row in rows],
