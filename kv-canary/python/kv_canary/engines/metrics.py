@@ -71,7 +71,7 @@ class CanaryCollector:
             total, verified = requests
             metric = self._library.CounterMetricFamily(
                 "kv_canary_requests",
-                "Requests, by whether their reads are verified.",
+                "Requests that began, again after a preemption; are reads verified?",
                 labels=["rank", "verified"],
             )
             metric.add_metric([self._rank, "yes"], verified)
