@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import importlib.util
 import logging
 import pickle
 import re
@@ -45,6 +46,7 @@ from kv_canary.engines.vllm.limits import LIMITS, refused_by
 from kv_canary.engines.vllm.runner_v2 import _reads
 from kv_canary.engines.vllm.salts import request_salt, with_cache_salt
 from kv_canary.engines.vllm.steps import read_step
+from kv_canary.faults.vllm import selftest as vllm_selftest
 from kv_canary.version import __version__
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -583,3 +585,11 @@ def test_lines_reach_the_log_of_a_host_that_leaves_the_root_alone(
     assert seen == ["attached"]
     log_through("a_host")
     assert ours.handlers == [handler]
+
+
+def test_a_self_test_that_needs_triton_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert vllm_selftest.run("v2", 1)
+    assert "v2: not run: the second runner needs Triton" in capsys.readouterr().out

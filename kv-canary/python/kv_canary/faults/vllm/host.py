@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import json
 import os
 import random
@@ -58,6 +59,13 @@ OPTIONS: dict[str, dict[str, Any]] = {"asynchronous": {"async_scheduling": True}
 RUNNERS = {"v2": "1"}
 """Values of `VLLM_USE_V2_MODEL_RUNNER` by model; the others take vLLM's default."""
 _ON_A_GPU = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 28}
+
+
+def why_not_run(kind: str) -> str:
+    """Return why a model cannot be run here; empty if it can."""
+    if kind in RUNNERS and importlib.util.find_spec("triton") is None:
+        return "the second runner needs Triton, which is not installed"
+    return ""
 
 
 def write_model(folder: Path, kind: str) -> Path:

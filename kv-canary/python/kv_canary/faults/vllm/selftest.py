@@ -7,15 +7,20 @@ import json
 import tempfile
 from pathlib import Path
 
-from kv_canary.faults.vllm.host import MODELS, VllmHost, write_model
+from kv_canary.faults.vllm.host import MODELS, VllmHost, why_not_run, write_model
 from kv_canary.faults.vllm.planters import faults_of, run_fault
 
 
 def run(kind: str, seeds: int) -> bool:
     """Run the faults of one model in this process, under `KV_CANARY=log`.
 
-    Prints a line per fault, then a line of JSON. Returns whether all were named.
+    Prints a line per fault, then a line of JSON; or why the model cannot be run here.
+    Returns whether no fault went unnamed.
     """
+    why_not = why_not_run(kind)
+    if why_not:
+        print(f"{kind}: not run: {why_not}")
+        return True
     named: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         host = VllmHost(write_model(Path(folder), kind))
