@@ -48,15 +48,20 @@ class StateMachine(RequestMachine):
         self.cache.allocator.register_on_free(
             lambda slots: [self.content.pop(slot, None) for slot in slots.tolist()]
         )
+        # Tokens that a verification accepts at most; another one may be in flight.
+        self.width = min(interval // 2, 4)
         self.planner = StatePlanner(
             self.cache.checkpoints,
             page_size=page_size,
             interval=interval,
             tracks_inside=tracks_inside,
+            ahead=2 * self.width,
             chunk=chunk,
         )
         self.states: dict[int, Fold] = {}
-        self.restored = 0
+        self.restored = self.reached = 0
+        # What verifications in flight accepted, by request.
+        self.flying: dict[int, list[int]] = {}
 
     def fold(self, req: Req, length: int) -> Fold:
         return req.namespace, tuple(req.tokens[:length])
@@ -123,6 +128,52 @@ class StateMachine(RequestMachine):
         if share:
             self.cache.cache_unfinished_req(req)
 
+    def verify_ready(self, accepted: list[int], *, overlap: bool) -> None:
+        """Verify drafts of every request whose prompt is done. The results arrive after
+        the next launch, or at once."""
+        ready = [r for r in self.requests if r.committed_len == len(r.tokens) - 1]
+        ready = [r for r in ready if r.committed_len + 2 * self.width <= 48]
+        ends = [max(r.allocated_len, r.committed_len + 2 * self.width) for r in ready]
+        if not ready or not self.grow(ready, ends):
+            return
+        known = np.array([req.committed_len for req in ready])
+        plan = self.planner.for_verification(ready, known, torch.from_numpy)
+        due = {}
+        if plan is not None:
+            parts = (plan.due.rows, plan.due.ends, plan.due.slots)
+            rows = zip(*(part.tolist() for part in parts), strict=True)
+            due = {row: found for row, *found in rows}
+        for row, req in enumerate(ready):
+            before = self.flying.pop(id(req), [])
+            start, end = (
+                req.committed_len + len(t) for t in (before, before + accepted)
+            )
+            tokens = req.tokens + before + accepted
+            assert self.states[req.req_pool_idx] == (
+                req.namespace,
+                tuple(tokens[:start]),
+            )
+            self.states[req.req_pool_idx] = req.namespace, tuple(tokens[:end])
+            position, slot = due.get(row, (0, 0))
+            if start < position <= end:
+                self.states[slot] = req.namespace, tuple(tokens[:position])
+                self.reached += 1
+            self.land(req, before)
+            self.flying[id(req)] = list(accepted)
+        if not overlap:
+            self.land_all()
+
+    def land(self, req: Req, tokens: list[int]) -> None:
+        """The result of a verification arrives."""
+        req.tokens = [*req.tokens, *tokens]
+        start, req.committed_len = req.committed_len, req.committed_len + len(tokens)
+        self.write_kv(req, start, req.committed_len)
+        self.cache.checkpoints.on_verified(req.holds, req.committed_len)
+
+    def land_all(self) -> None:
+        for req in self.requests:
+            self.land(req, self.flying.pop(id(req), []))
+
     def decode_ready(self, token: int) -> None:
         ready = [r for r in self.requests if r.committed_len == len(r.tokens) - 1]
         ready = [r for r in ready if r.committed_len + 1 <= 48]
@@ -145,6 +196,8 @@ class StateMachine(RequestMachine):
     def forget_tail(self, req: Req, dropped: int) -> None:
         """End a request whose last tokens do not count."""
         self.requests.remove(req)
+        # What is in flight for it is not looked at.
+        self.flying.pop(id(req), None)
         req.committed_len = max(req.committed_len - dropped, req.cache_protected_len)
         release_req(req, cache=self.cache)
 
@@ -167,6 +220,10 @@ class StateMachine(RequestMachine):
                 assert held.slot not in found
                 assert self.states[held.slot] == self.fold(req, held.position)
                 found.add(held.slot)
+            due = runs.hold_of(req.holds).due
+            if due is not None and due.slot:
+                assert due.slot not in found and due.position > req.committed_len
+                found.add(due.slot)
         assert len(found) + self.slots.available_size() == self.slots.size
 
 
@@ -198,11 +255,18 @@ def walk(seed: int, steps: int) -> StateMachine:
     def chosen() -> Req:
         return one_of(*world.requests)
 
+    def drafts() -> list[int]:
+        return rng.integers(1, 3, rng.integers(1, world.width + 1)).tolist()
+
     live = {
         lambda: world.prefill_more(chosen(), one_of(3, 7, 50), share=one_of(0, 1)): 5,
-        lambda: world.decode_ready(one_of(1, 2)): 6,
         lambda: world.forget_tail(chosen(), one_of(0, 0, 1, 3)): 3,
     }
+    # An engine drafts always, or never.
+    if world.width and rng.random() < 0.6:
+        live[lambda: world.verify_ready(drafts(), overlap=one_of(0, 1, 1))] = 6
+    else:
+        live[lambda: world.decode_ready(one_of(1, 2))] = 6
     idle = {
         lambda: world.cache.evict(one_of(1, 5, 30)): 1,
         lambda: world.cache.checkpoints.evict(one_of(1, 3)): 1,
@@ -225,14 +289,16 @@ def walk(seed: int, steps: int) -> StateMachine:
 
 @pytest.mark.timeout(1800)
 def test_a_request_goes_on_from_the_state_of_its_prefix() -> None:
-    restored = 0
+    restored = reached = 0
     for seed in range(count(ci=40, full=2000)):
         try:
-            restored += walk(seed, steps=100).restored
+            world = walk(seed, steps=100)
+            restored += world.restored
+            reached += world.reached
         except BaseException as error:
             error.add_note(f"seed {seed}")
             raise
-    assert restored > 40
+    assert restored > 40 and reached > 40
 
 
 def test_a_checkpoint_is_evicted_alone() -> None:
@@ -278,6 +344,62 @@ def test_checkpoints_of_a_forward_in_flight_outlive_the_result_before_it() -> No
     assert slots.available_size() == 2 and later.kept_from == 16
     slots.release(later)
     assert slots.available_size() == 4 and not later.checkpoints()
+
+
+def test_a_checkpoint_that_is_due_keeps_its_slot_until_it_is_reached() -> None:
+    slots = StateSlots(rows=ROWS, size=2)
+    cache = make_cache(pages=64, page_size=1, states=slots)
+    runs, holds = cache.checkpoints, (slots.hold(0),)
+    assert runs is not None
+    (hold,) = holds
+    first = runs.reserve(hold, 8)
+    assert first and runs.reserve(hold, 8) == first
+    runs.on_verified(holds, 7)
+    assert hold.saved is None and not hold.cuts()
+    runs.on_verified(holds, 9)
+    assert hold.saved == HeldCheckpoint(8, first) and hold.due is None
+    second = runs.reserve(hold, 16)
+    runs.on_verified(holds, 16)
+    assert hold.saved == HeldCheckpoint(16, second) and slots.available_size() == 1
+    # Without a free slot the last checkpoint's is used again.
+    slots.take()
+    assert runs.reserve(hold, 24) == second and hold.saved is None
+    runs.on_verified(holds, 24)
+    other = slots.hold(0)
+    assert runs.reserve(other, 8) == 0
+    # A slot that is freed now comes too late: the checkpoint may be behind.
+    slots.release(hold)
+    assert slots.available_size() == 1
+    assert runs.reserve(other, 8) == 0
+    runs.on_verified((other,), 8)
+    assert other.saved is None and runs.reserve(other, 16)
+    slots.release(other)
+    assert slots.available_size() == 1
+
+
+def test_slots_that_are_set_aside_stay_so_until_they_are_freed() -> None:
+    slots = StateSlots(rows=ROWS, size=3)
+    freed: list[int] = []
+    slots.register_on_free(lambda found: freed.extend(found.tolist()))
+    taken, aside = slots.take(), np.array([ROWS + 2])
+    assert slots.owns(np.array([taken, ROWS + 2])).tolist() == [True, False]
+    with pytest.raises(RuntimeError, match=f"state slot {taken} is set aside but in"):
+        slots.set_aside(np.array([taken]))
+    slots.set_aside(aside)
+    slots.clear()
+    assert freed == [taken] and slots.available_size() == 2
+    slots.set_aside(aside)
+    slots.free(torch.from_numpy(aside))
+    assert freed == [taken, ROWS + 2] and slots.available_size() == 3
+
+
+def test_saved_slots_must_exist() -> None:
+    slots = StateSlots(rows=ROWS, size=3)
+    slots.load([ROWS + 3, ROWS + 1])
+    assert slots.save() == [ROWS + 3, ROWS + 1] and slots.is_used(ROWS + 2)
+    for wrong in ([ROWS], [ROWS + 4], [ROWS + 1, ROWS + 1]):
+        with pytest.raises(ValueError, match="free state slots"):
+            slots.load(wrong)
 
 
 def test_a_slot_is_freed_once() -> None:
