@@ -238,13 +238,13 @@ def time_steps(
     *,
     rows: int,
     args: argparse.Namespace,
-    settle: float = 0.3,
 ) -> tuple[float, dict[str, int]]:
     """Return the tokens per second of `rows` requests that decode for `--seconds`,
-    after `settle` seconds, and the iterations of each shape."""
+    after `--settle` seconds, and the iterations of each shape. All have about the same
+    contexts, which count: a choice may not settle longer than a fixed shape."""
     submit_rows(scheduler, io, rows=rows, args=args)
     speed, used = 0.0, Counter[str]()
-    for seconds in (settle, args.seconds):
+    for seconds in (args.settle, args.seconds):
         torch.cuda.synchronize()
         used.clear()
         before = scheduler.stats_snapshot().generation_tokens_total
@@ -295,10 +295,7 @@ def time_ladder(
             for index, shape in [*enumerate(shapes.ladder), (-1, None)]:
                 shapes.policy = chosen if index < 0 else FixedShape(index)
                 name = "adaptive" if index < 0 else shape_name(shape)
-                settle = args.settle if index < 0 else 0.3
-                speed, used = time_steps(
-                    scheduler, io, rows=rows, args=args, settle=settle
-                )
+                speed, used = time_steps(scheduler, io, rows=rows, args=args)
                 results.append({"rows": rows, "rate": rate, "shape": name})
                 results[-1] |= {"tok_s": speed, "used": used}
                 counts = used if index < 0 else ""
@@ -500,7 +497,7 @@ def main() -> None:
     chosen.add_argument("--input-len", type=int, default=512)
     chosen.add_argument("--context-length", type=int, default=8192)
     chosen.add_argument("--seconds", type=float, default=1.0)
-    chosen.add_argument("--settle", type=float, default=1.5, help="of the choice")
+    chosen.add_argument("--settle", type=float, default=1.5)
     chosen.add_argument("--without-plain", action="store_true")
     chosen.add_argument("--trees", type=Tree.parse, nargs=1, default=[Tree(4, 5, 8)])
     chosen.set_defaults(run=adaptive, page_size=64)

@@ -106,7 +106,7 @@ def lens_by_position(scheduler):
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])
-@pytest.mark.parametrize("pause", [2, 9, 24])
+@pytest.mark.parametrize("pause", [2, 9, 24] if is_full() else [24])
 def test_drafts_after_a_pause_are_as_good(folders, algorithm, pause):
     """The draft has caught up, over several extends if need be: as many of its tokens
     are accepted as of a draft after a prefill of the same tokens."""

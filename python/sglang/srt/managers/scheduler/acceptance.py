@@ -10,6 +10,7 @@ the sum of their probabilities.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -22,6 +23,9 @@ MEMORY = 300.0
 """Drafts of a shape after which an older one counts 1/e."""
 MEMORY_OF_ITERATIONS = 600.0
 """Iterations, with drafts of any shape or without, after which it does too."""
+MEMORY_OF_OTHERS = 50.0
+"""Iterations after which what a shape's own drafts showed counts 1/e beside what newer
+drafts of another shape show: the text may have changed."""
 TRUSTED = 12.0
 """Drafts of a shape that count as much as what follows from other shapes."""
 FIRST_RATE = 0.6
@@ -39,6 +43,7 @@ class _Levels:
     reached: list[float] = field(default_factory=list)
     passed: list[float] = field(default_factory=list)
     iteration: int = 0
+    seen_at: int = 0
 
     @property
     def weight(self) -> float:
@@ -97,6 +102,7 @@ class Acceptance:
             levels = self._levels[shape]
             levels.age(self._iteration)
             levels.add(accepted, shape.num_steps)
+            levels.seen_at = self._iteration
 
     def expected(self, shape: TreeShape) -> float:
         """Return the tokens that an iteration of this shape gains, with the bonus."""
@@ -105,15 +111,21 @@ class Acceptance:
         own = self._levels[shape]
         of_own = _gain_of_levels(own.rates(shape.num_steps))
         others = [
-            (levels.weight, other)
+            (self._evidence(levels), other)
             for other, levels in self._levels.items()
             if levels is not own
         ]
-        weight, other = max(others, key=lambda each: each[0], default=(0.0, None))
-        if other is None or not weight:
+        evidence, other = max(others, key=lambda each: each[0], default=(0.0, None))
+        if other is None or not evidence:
             return of_own
-        trust = own.weight / (own.weight + TRUSTED * weight / (weight + TRUSTED))
+        known = self._evidence(own)
+        trust = known / (known + TRUSTED * evidence / (evidence + TRUSTED))
         return trust * of_own + (1.0 - trust) * self._inferred(shape, other)
+
+    def _evidence(self, levels: _Levels) -> float:
+        """Return the number of drafts that tell about the present text."""
+        newest = max(each.seen_at for each in self._levels.values())
+        return levels.weight * math.exp((levels.seen_at - newest) / MEMORY_OF_OTHERS)
 
     def _inferred(self, shape: TreeShape, other: TreeShape) -> float:
         """Infer a shape's gain from another one's."""
