@@ -19,8 +19,8 @@ register_cpu_ci(est_time=4, suite="cpu", full_time=60)
 TREE = TreeShape(topk=4, num_steps=5, num_draft_tokens=8)
 LADDER = (None, TreeShape.chain(1), TreeShape.chain(3), TREE)
 SIZES = (1, 4, 16, 64, 256)
-# Milliseconds of a cycle of the ladder's shapes at these sizes: of an 8B model on an H200
-# (but at 256), and of a small model on two cores.
+# Milliseconds of a cycle of the ladder's shapes at these sizes: of an 8B model on one
+# H200 (but at 256), and of a small model on two cores.
 GPU = {
     1: (4.0, 4.6, 5.1, 5.6),
     4: (4.4, 4.9, 5.3, 6.2),
