@@ -90,8 +90,8 @@ def test_replays_equal_eager_forwards(folder):
                 else:
                     outputs.append(harness.run(batch).next_token_logits)
         torch.testing.assert_close(outputs[0], outputs[1], atol=2e-2, rtol=2e-2)
-        seen.add(0 if words is None else len(words))
-    assert seen >= {1, 2}, "batches of both sizes of tiles"
+        seen.add(0 if words is None else len(set(words[:, 0].tolist()) - {0}))
+    assert seen >= {1, 2}, "batches with one adapter, and with both"
     assert graphs.num_replays > 5
 
 

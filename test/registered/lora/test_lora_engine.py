@@ -130,7 +130,7 @@ def _product(ranks: tuple[AdaptedModule, ...]) -> torch.Tensor:
         y = torch.zeros(3, sum(module.sizes))
         assert module.linear.adapters is not None
         own = x.narrow(1, kept.start, kept.size)
-        module.linear.adapters.add(y, own, AdapterTiles.on_cpu(words))
+        module.linear.adapters.gain(own, AdapterTiles.on_cpu(words)).add(y)
         parts.append(list(y.split(list(module.sizes), dim=1)))
     if ranks[0].shards[0].kept_inputs.size < whole:
         return torch.stack([torch.cat(own, dim=1) for own in parts]).sum(0)

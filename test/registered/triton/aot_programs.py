@@ -48,6 +48,7 @@ from sglang.srt.layers.ops.linear.triton_table import (
     lookup_quantized,
 )
 from sglang.srt.layers.ops.lora import triton as lora
+from sglang.srt.layers.ops.lora.table import SHAPES
 from sglang.srt.layers.ops.moe import triton_sort as moe_sort
 from sglang.srt.layers.ops.moe.triton_kernels import (
     GroupedProduct,
@@ -645,37 +646,39 @@ def adapters(dtype: str) -> Iterator[Variant]:
     """Of Llama-3.1-8B: q, k and v; gate and up; down."""
     p = POINTERS[dtype]
     pointers = {"ranks": "*i32", "words": "*i32", "inner": "*fp32"}
-    strides = {"x_stride": "i32", "a_stride": "i32"}
-    for k, sizes in (
-        (4096, (4096, 1024, 1024)),
-        (4096, (14336, 14336, 0)),
-        (14336, (4096, 0, 0)),
-    ):
-        shards = 3 - sizes.count(0)
-        for split in (1, lora.SPLIT_K):
-            common = {
-                "RANK": 64,
-                "SHARDS": shards,
-                "SPLIT": split,
-                "TILE_ROWS": TILE,
-                "R_BLOCK": lora.BLOCK_R,
-                "PDL": True,
-            }
+    for shape, rank in itertools.product(SHAPES, (16, 64)):
+        common = {"RANK": rank, "TILE_ROWS": TILE, "R_BLOCK": lora.BLOCK_R, "PDL": True}
+        for k, sizes in (
+            (4096, (4096, 1024, 1024)),
+            (4096, (14336, 14336, 0)),
+            (14336, (4096, 0, 0)),
+        ):
+            shards = 3 - sizes.count(0)
+            sums = {"K": k, "K_BLOCK": shape.block_k, "SLICE_K": shape.slice_k}
             yield Variant(
                 f"lora shrink {k} {shards}",
                 lora.shrink_kernel,
-                {"x": p, "a": p, **pointers, **strides},
-                {**common, "K": k, "K_BLOCK": lora.BLOCK_K},
-                4,
+                {"x": p, "a": p, **pointers},
+                {**common, **sums, "SHARDS": shards},
+                shape.shrink_warps,
             )
             n = dict(zip(("N0", "N1", "N2"), sizes, strict=True))
+            n |= {"SHARDS": shards, "SPLIT": triton.cdiv(k, shape.slice_k)}
             yield Variant(
                 f"lora expand {sizes}",
                 lora.expand_kernel,
-                {"y": p, "b": p, **pointers, "y_stride": "i32", "b_stride": "i32"},
-                {**common, **n, "N_BLOCK": lora.BLOCK_N},
-                4,
+                {"y": p, "b": p, **pointers},
+                {**common, **n, "N_BLOCK": shape.block_n},
+                shape.expand_warps,
             )
+        gated = {"WIDTH": 14336, "SPLIT": triton.cdiv(4096, shape.slice_k)}
+        yield Variant(
+            "lora expand gated",
+            lora.expand_gated_kernel,
+            {"y": p, "out": p, "b": p, **pointers},
+            {**common, **gated, "N_BLOCK": shape.block_n // 2, "GELU": False},
+            shape.expand_warps,
+        )
 
 
 def main() -> None:

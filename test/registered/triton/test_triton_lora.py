@@ -15,8 +15,15 @@ from sglang.srt.forward.adapter_tiles import (
     most_tiles,
     plan_tiles,
 )
+from sglang.srt.layers.ops.activation.op import GATED
+from sglang.srt.layers.ops.lora import table
 from sglang.srt.layers.ops.lora import triton as kernels
-from sglang.srt.layers.ops.lora.op import AdapterStack, lora_add_ref
+from sglang.srt.layers.ops.lora.op import (
+    AdapterStack,
+    lora_expand_gated_ref,
+    lora_expand_ref,
+    lora_shrink_ref,
+)
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
 from sglang.test.state_problem import Draws
@@ -34,12 +41,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 class Problem:
     """A batch of rows of some lengths with adapters of some ranks."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, sizes: tuple[int, ...] | None = None) -> None:
         draws = Draws(seed, device=DEVICE)
         self.dtype = DTYPES[seed % len(DTYPES)]
         slots = draws.choice(1, 3, 8)
-        self.sizes = draws.choice((16,), (130, 24), (48, 20, 33))
-        k, rank = draws.choice(8, 40, 300), draws.choice(16, 48)
+        self.sizes = sizes or draws.choice((16,), (130, 24), (48, 20, 33))
+        k, rank = draws.choice(8, 40, 300, 1280), draws.choice(16, 48)
         rows = draws.integer(1, 9)
         self.of_rows = np.array([draws.integer(0, slots) for _ in range(rows)])
         self.lens = np.array([draws.choice(1, 1, 5, 37) for _ in range(rows)])
@@ -64,10 +71,11 @@ class Problem:
         words = plan_tiles(self.of_rows, self.lens)
         if words is None:
             return None
-        # Unused tiles, as in a graph.
-        unused = np.full((2, 1 + TILE), 0, dtype=np.int32)
+        # Padding, as in a graph, beyond the tokens.
+        beyond = np.zeros((2, 1 + TILE), dtype=np.int32)
+        beyond[:, 1:] = len(self.x) + np.arange(TILE)
         return AdapterTiles(
-            words=torch.from_numpy(np.concatenate((words, unused))).to(DEVICE)
+            words=torch.from_numpy(np.concatenate((words, beyond))).to(DEVICE)
         )
 
     def by_loops(self) -> Tensor:
@@ -96,6 +104,15 @@ def assert_close(found: Tensor, due: Tensor) -> None:
     )
 
 
+@pytest.fixture(params=["few tiles", "many tiles"])
+def any_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes of launches for few tiles and for many."""
+    few, many = table.SHAPES
+    shape = few if request.param == "few tiles" else many
+    monkeypatch.setattr(kernels, "shape_of", lambda _: shape)
+
+
+@pytest.mark.usefixtures("any_tiles")
 @pytest.mark.parametrize("seed", SEEDS)
 def test_both_forms_equal_loops(seed: int) -> None:
     problem = Problem(seed)
@@ -104,14 +121,40 @@ def test_both_forms_equal_loops(seed: int) -> None:
         assert not problem.of_rows.any()
         return
     due = problem.by_loops()
-    clean = problem.stack._replace(b=problem.stack.b.nan_to_num(0.0))
-    assert_close(lora_add_ref(problem.y.clone(), problem.x, clean, tiles), due)
-    y = problem.y.clone()
+    x, stack = problem.x, problem.stack
+    clean = stack._replace(b=stack.b.nan_to_num(0.0))
+    inner = lora_shrink_ref(x, clean, tiles)
+    assert_close(lora_expand_ref(problem.y.clone(), inner, clean, tiles), due)
     # A slot without an adapter is not read: its B is not a number.
-    assert kernels.lora_add(y, problem.x, problem.stack, tiles) is y
+    y, inner = problem.y.clone(), kernels.lora_shrink(x, stack, tiles)
+    assert kernels.lora_expand(y, inner, stack, tiles) is y
     assert_close(y, due)
     untouched = np.repeat(problem.of_rows, problem.lens) == 0
     assert torch.equal(y[untouched], problem.y[untouched]), "to the bit"
+    again = kernels.lora_shrink(x, stack, tiles)
+    assert torch.equal(
+        kernels.lora_expand(problem.y.clone(), again, stack, tiles), y
+    ), "the same bits in every run"
+
+
+@pytest.mark.usefixtures("any_tiles")
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("activation", GATED)
+def test_the_activation_follows(seed: int, activation: str) -> None:
+    """Also in rows without an adapter."""
+    problem = Problem(seed, sizes=(70, 70))
+    tiles = problem.tiles()
+    if tiles is None:
+        return
+    due = GATED[activation](problem.by_loops().to(problem.dtype)).double()
+    x, stack = problem.x, problem.stack
+    clean = stack._replace(b=stack.b.nan_to_num(0.0))
+    inner = lora_shrink_ref(x, clean, tiles)
+    y = problem.y.clone()
+    assert_close(lora_expand_gated_ref(y, inner, clean, tiles, activation), due)
+    inner = kernels.lora_shrink(x, stack, tiles)
+    out = kernels.lora_expand_gated(problem.y, inner, stack, tiles, activation)
+    assert_close(out, due)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -124,14 +167,16 @@ def test_tiles_hold_each_token_once(seed: int) -> None:
     if words is None:
         assert not slots.any()
         return
-    assert len(words) <= most_tiles(len(of_tokens), 4)
+    assert slots.any()
+    assert len(words) <= most_tiles(len(of_tokens), 5)
     rows = words[:, 1:]
-    assert sorted(rows[rows >= 0]) == np.flatnonzero(of_tokens).tolist()
+    assert sorted(rows[rows >= 0]) == list(range(len(of_tokens)))
     for tile in words:
         live = tile[1:][tile[1:] >= 0]
         assert len(live) and (of_tokens[live] == tile[0]).all()
     groups = AdapterTiles.on_cpu(words).groups
     assert groups is not None
+    assert {slot for slot, _ in groups} == set(slots.tolist()) - {0}
     for slot, found in groups:
         assert found.tolist() == np.flatnonzero(of_tokens == slot).tolist()
 
@@ -140,13 +185,18 @@ def test_shapes_that_do_not_fit_are_refused() -> None:
     problem = Problem(4)
     tiles = problem.tiles()
     assert tiles is not None
-    for stack, x in (
-        (problem.stack, problem.x[:, 1:]),
-        (problem.stack._replace(sizes=(*problem.sizes, 8)), problem.x),
-        (problem.stack._replace(b=problem.stack.b.double()), problem.x),
+    x, y, stack = problem.x, problem.y, problem.stack
+    inner = kernels.lora_shrink(x, stack, tiles)
+    with pytest.raises(ValueError, match="lora_shrink: x"):
+        kernels.lora_shrink(x[:, 1:], stack, tiles)
+    for other in (
+        stack._replace(sizes=(*problem.sizes, 8)),
+        stack._replace(b=stack.b.double()),
     ):
-        with pytest.raises(ValueError, match="lora_add: y"):
-            kernels.lora_add(problem.y, x, stack, tiles)
+        with pytest.raises(ValueError, match="lora_expand: y"):
+            kernels.lora_expand(y, inner, other, tiles)
+    with pytest.raises(ValueError, match="expected gate and up"):
+        kernels.lora_expand_gated(y, inner, stack, tiles, "silu")
 
 
 if __name__ == "__main__":

@@ -15,13 +15,14 @@ TILE = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AdapterTiles:
-    """The tokens of a forward that have an adapter, sorted by adapter.
+    """All tokens of a forward, sorted by adapter.
 
     Fields:
         words: int32 [tiles, 1 + TILE]. Word 0 is the slot of the tile's adapter, or 0
-            for an unused tile; the others are indices of tokens, or -1.
-        groups: the same on the host for the CPU: (slot, int64 indices of its tokens).
-            None on a GPU.
+            for tokens without one; the others are indices of tokens, or -1. Tokens
+            without an adapter may be beyond the end of the forward.
+        groups: of the tokens with an adapter, on the host for the CPU: (slot, int64
+            indices of its tokens). None on a GPU.
     """
 
     words: Tensor
@@ -41,7 +42,7 @@ class AdapterTiles:
     def on_cpu(cls, words: npt.NDArray[np.int32]) -> AdapterTiles:
         """Wrap planned tiles for the CPU."""
         groups = []
-        for slot in np.unique(words[:, 0]).tolist():
+        for slot in np.unique(words[words[:, 0] > 0, 0]).tolist():
             rows = words[words[:, 0] == slot, 1:].ravel()
             groups.append((slot, torch.from_numpy(rows[rows >= 0].astype(np.int64))))
         return cls(words=torch.from_numpy(words), groups=tuple(groups))
@@ -56,9 +57,11 @@ def plan_tiles(
         slots: int64 [R], slot of each row's adapter, 0 for none.
         lens: int64 [R] or one number, new tokens of each row.
     """
+    if not slots.any():
+        return None
     of_tokens = np.repeat(slots, lens)
     tiles = []
-    for slot in np.unique(slots[slots > 0]).tolist():
+    for slot in np.unique(slots).tolist():
         rows = np.flatnonzero(of_tokens == slot)
         count = -(-len(rows) // TILE)
         words = np.full((count, 1 + TILE), -1, dtype=np.int32)
@@ -67,9 +70,10 @@ def plan_tiles(
         padded[: len(rows)] = rows
         words[:, 1:] = padded.reshape(count, TILE)
         tiles.append(words)
-    return np.concatenate(tiles) if tiles else None
+    return np.concatenate(tiles)
 
 
-def most_tiles(tokens: int, adapters: int) -> int:
-    """Return how many tiles `tokens` tokens with up to `adapters` adapters can make."""
-    return min(tokens, tokens // TILE + adapters)
+def most_tiles(tokens: int, groups: int) -> int:
+    """Return how many tiles `tokens` tokens make that are sorted into up to `groups`
+    groups."""
+    return min(tokens, tokens // TILE + groups)

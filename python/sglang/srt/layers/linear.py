@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from sglang.srt.distributed.parallel_state import Addend, get_tp_group
 from sglang.srt.distributed.partition import Part, divide, divide_kv_heads
-from sglang.srt.layers.adapters import LayerAdapters, current_tiles
+from sglang.srt.layers.adapters import Gain, LayerAdapters, current_tiles
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.activation.op import GATED
 from sglang.srt.layers.ops.linear.op import (
@@ -246,20 +246,17 @@ class Linear(Module):
 
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """[..., inputs] -> [..., outputs], written to `out` if given."""
-        return self._adapted(linear(x, self._any_weight(), self.bias, out=out), x)
+        gain = self._gain(x)
+        y = linear(x, self._any_weight(), self.bias, out=out)
+        return y if gain is None else gain.add(y)
 
-    @property
-    def _is_adapting(self) -> bool:
-        """Whether a token of this forward may have an adapter here."""
-        return self.adapters is not None and current_tiles() is not None
-
-    def _adapted(self, y: Tensor, x: Tensor) -> Tensor:
-        """Return y, with the adapters' products for x added in place."""
-        if self.adapters is not None:
-            tiles = current_tiles()
-            if tiles is not None:
-                self.adapters.add(y, x, tiles)
-        return y
+    def _gain(self, x: Tensor) -> Gain | None:
+        """Begin what adapters add to this layer's product with x, which must come
+        next; None if no token of this forward has an adapter here."""
+        if self.adapters is None:
+            return None
+        tiles = current_tiles()
+        return None if tiles is None else self.adapters.gain(x, tiles)
 
     def _any_weight(self) -> AnyWeight:
         weight = self._packed or self._quantized
@@ -321,12 +318,16 @@ class RowParallelLinear(Linear):
 
     def forward_partial(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return this rank's product, for a caller that sums over ranks itself."""
+        gain = self._gain(x)
         bias = self.bias if self._adds_bias else None
-        return self._adapted(linear(x, self._any_weight(), bias, out=out), x)
+        y = linear(x, self._any_weight(), bias, out=out)
+        return y if gain is None else gain.add(y)
 
     def add_partial(self, x: Tensor, total: Tensor) -> Tensor:
         """total [T, output_size] += this rank's product without a bias, in place."""
-        return self._adapted(linear_add(x, self._any_weight(), total), x)
+        gain = self._gain(x)
+        y = linear_add(x, self._any_weight(), total)
+        return y if gain is None else gain.add(y)
 
     def forward_into(self, x: Tensor, residual: Tensor | None) -> Addend | None:
         """Add the product to `residual` [T, output_size] if that costs nothing extra.
@@ -337,9 +338,16 @@ class RowParallelLinear(Linear):
         """
         if self._group.size > 1:
             return self._group.sum_later(self.forward_partial(x))
-        if residual is None or self._is_adapting:
+        if residual is None:
             return self.forward(x)
-        return linear_into(x, self._any_weight(), self.bias, residual)
+        gain = self._gain(x)
+        y = linear_into(x, self._any_weight(), self.bias, residual)
+        if gain is None:
+            return y
+        if y is None:
+            gain.add(residual)
+            return None
+        return gain.add(y)
 
 
 class QKVLinear(ColumnParallelLinear):
@@ -394,9 +402,11 @@ class GateUpLinear(ColumnParallelLinear):
 
     def forward_gated(self, x: Tensor, activation: str) -> Tensor:
         """activation(gate(x)) * up(x), for an activation of `GATED`."""
-        if self.bias is None and not self._is_adapting:
+        gain = self._gain(x)
+        if gain is None and self.bias is None:
             return linear_gated(x, self._any_weight(), activation)
-        return GATED[activation](self.forward(x))
+        y = linear(x, self._any_weight(), self.bias)
+        return GATED[activation](y) if gain is None else gain.add_gated(y, activation)
 
 
 def change_parts(

@@ -18,8 +18,11 @@ from sglang.srt.layers.adapters import (
     PackedAdapters,
     StackedAdapters,
 )
+from sglang.srt.layers.linear import GateUpLinear
+from sglang.srt.layers.ops.activation.op import GATED
 from sglang.srt.layers.ops.linear.op import pack_weight
-from sglang.srt.layers.ops.lora.op import FEW_TILES, AdapterStack
+from sglang.srt.layers.ops.lora.op import AdapterStack
+from sglang.srt.layers.ops.lora.table import TILE_COUNTS
 from sglang.srt.utils.memory import available_device_bytes
 
 if TYPE_CHECKING:
@@ -30,8 +33,6 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.page_ledger import IntArray
 
 H = TypeVar("H")
-# One for each form of the kernels.
-TILE_COUNTS = (1, FEW_TILES + 1)
 
 
 def padded_rank(rank: int) -> int:
@@ -198,7 +199,7 @@ class StackedPool(AdapterPool["tuple[Tensor, int]"]):
         )
 
     def warm_up(self) -> None:
-        """Compile all kernels, with tiles that nothing uses."""
+        """Compile all kernels, with tiles without an adapter."""
         done = set()
         for module in self.layout.modules:
             layer = module.linear.adapters
@@ -212,7 +213,11 @@ class StackedPool(AdapterPool["tuple[Tensor, int]"]):
                     count, 1 + TILE, dtype=torch.int32, device=self._ranks.device
                 )
                 y, x = new(1, sum(module.sizes)), new(1, module.inputs)
-                layer.add(y, x, AdapterTiles(words=words))
+                gain = layer.gain(x, AdapterTiles(words=words))
+                gain.add(y)
+                if isinstance(module.linear, GateUpLinear):
+                    for activation in GATED:
+                        gain.add_gated(y, activation)
 
     def _prepare(self, adapter: AdapterTensors) -> tuple[Tensor, int]:
         data = torch.zeros(self._size, dtype=self._dtype, pin_memory=self._pins)

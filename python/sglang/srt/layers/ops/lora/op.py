@@ -1,4 +1,8 @@
-"""The products of LoRA adapters, for tokens with different adapters in one batch."""
+"""The products of LoRA adapters, for tokens with different adapters in one batch.
+
+A product has two halves: `lora_shrink` multiplies by A, and `lora_expand` by B. The
+first needs only the layer's input, so it runs before the layer's own product.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,11 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 from torch import Tensor
 
+from sglang.srt.layers.ops.activation.op import GATED
 from sglang.srt.utils.dispatch import Op
 
 if TYPE_CHECKING:
     from sglang.srt.forward.adapter_tiles import AdapterTiles
-
-FEW_TILES = 64
-"""Up to this many tiles several programs share a sum, to use all multiprocessors."""
 
 
 class AdapterStack(NamedTuple):
@@ -42,18 +44,38 @@ class AdapterStack(NamedTuple):
         return self.b.shape[2]
 
 
-def lora_add_ref(
-    y: Tensor, x: Tensor, stack: AdapterStack, tiles: AdapterTiles
+def lora_shrink_ref(x: Tensor, stack: AdapterStack, tiles: AdapterTiles) -> Tensor:
+    """inner[tile, m] = x[token m of the tile] @ a[slot of the tile].T
+
+    Args:
+        x: [T, K], rows contiguous; float32, bfloat16 or float16.
+        stack: of the same dtype.
+
+    Returns:
+        float32 [parts, tiles, TILE, shards * R], whose sum over the parts is the
+        product. Undefined where there is no token and beyond an adapter's rank.
+    """
+    slots = (tiles.slots.long() - 1).clamp(min=0)
+    rows = tiles.rows.long().clamp(min=0, max=len(x) - 1)
+    return torch.bmm(x[rows].float(), stack.a[slots].float().transpose(1, 2))[None]
+
+
+lora_shrink = Op(
+    reference=lora_shrink_ref, triton="sglang.srt.layers.ops.lora.triton:lora_shrink"
+)
+
+
+def lora_expand_ref(
+    y: Tensor, inner: Tensor, stack: AdapterStack, tiles: AdapterTiles
 ) -> Tensor:
-    """y[t, shard] += (x[t] @ a[slot, shard].T) @ b[slot, shard].T for each token t of
-    the tiles, in place.
+    """y[t, shard] += inner[t, shard] @ b[slot, shard].T for each token t that has an
+    adapter, in place.
 
     Sums are float32; the inner product and the result are rounded to the dtype.
 
     Args:
-        y: [T, N], rows contiguous. x: [T, K] of the same dtype: float32, bfloat16 or
-            float16.
-        stack: of the same dtype.
+        y: [T, N], rows contiguous, of the dtype of the stack.
+        inner: from `lora_shrink` with the same tiles.
 
     Returns:
         `y`.
@@ -61,14 +83,13 @@ def lora_add_ref(
     rank = stack.rank
     slots, rows = (tiles.slots.long() - 1).clamp(min=0), tiles.rows.long()
     live = (rows >= 0) & (tiles.slots > 0)[:, None]
-    rows = rows.clamp(min=0)
-    inner = torch.bmm(x[rows].float(), stack.a[slots].float().transpose(1, 2))
-    inner = inner.to(x.dtype).float()
+    rows = rows.clamp(min=0, max=len(y) - 1)
+    rounded = inner.sum(0).to(y.dtype).float()
     total = y.float()
     start = 0
     for shard, size in enumerate(stack.sizes):
         b = stack.b[slots, start : start + size].float()
-        own = inner[:, :, shard * rank : (shard + 1) * rank]
+        own = rounded[:, :, shard * rank : (shard + 1) * rank]
         gained = torch.bmm(own, b.transpose(1, 2))
         # A token that is not there adds nothing to token 0.
         gained = torch.where(live[:, :, None], gained, 0.0)
@@ -78,6 +99,31 @@ def lora_add_ref(
     return y.copy_(total)
 
 
-lora_add = Op(
-    reference=lora_add_ref, triton="sglang.srt.layers.ops.lora.triton:lora_add"
+lora_expand = Op(
+    reference=lora_expand_ref, triton="sglang.srt.layers.ops.lora.triton:lora_expand"
+)
+
+
+def lora_expand_gated_ref(
+    y: Tensor,
+    inner: Tensor,
+    stack: AdapterStack,
+    tiles: AdapterTiles,
+    activation: str,
+) -> Tensor:
+    """activation(gate) * up, where [gate | up] is `lora_expand` of y [T, 2 * I].
+
+    Args:
+        y: may be overwritten. Every row must be in a tile.
+        activation: a key of `GATED`.
+
+    Returns:
+        [T, I].
+    """
+    return GATED[activation](lora_expand_ref(y, inner, stack, tiles))
+
+
+lora_expand_gated = Op(
+    reference=lora_expand_gated_ref,
+    triton="sglang.srt.layers.ops.lora.triton:lora_expand_gated",
 )
