@@ -3,9 +3,11 @@
 python benchmark/e2e/bench_lora.py --batch-size 1 32 128 --adapters 8 --rank 16
 
 Decode steps of the whole scheduler: without --enable-lora, with it and no adapter, and
-with a batch that mixes the adapters. Then --rotate adapters take turns in the slots,
-one request after another, and the longest step is compared with the median. With --tiny
-a small shape on any device. The last line is one JSON document.
+with a batch that mixes the adapters. Prefills of one request: without an adapter, with
+one, and with one but without graphs. Then the same requests twice, while others decode:
+all adapters have slots, and --rotate adapters take turns in the slots. The difference
+is what copies cost. With --tiny a small shape on any device. The last line is one JSON
+document.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +39,8 @@ from sglang.srt.server_args import ServerArgs
 from sglang.test.adapters import write_adapter
 
 WARM_STEPS = 8
+# Between two requests of a rotation.
+ROTATION_STEPS = 4
 TINY = {"num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 256}
 TINY |= {"vocab_size": 512, "num_attention_heads": 2, "num_key_value_heads": 1}
 
@@ -63,9 +69,12 @@ class Bench:
     def adapters(self) -> list[LoraRef]:
         return list(self.scheduler.ready_message().loras)
 
-    def submit(self, lora: LoraRef | None, *, tokens: int) -> None:
+    def submit(
+        self, lora: LoraRef | None, *, tokens: int, input_len: int | None = None
+    ) -> None:
         rid = f"r{next(self._rids)}"
-        ids = [(hash(rid) + i) % 256 for i in range(self.args.input_len)]
+        length = input_len or self.args.input_len
+        ids = [(hash(rid) + i) % 256 for i in range(length)]
         params = SamplingParams(temperature=0.0, max_new_tokens=tokens, ignore_eos=True)
         self.io.requests.append(
             GenerateReq(rid=rid, input_ids=ids, sampling_params=params, lora=lora)
@@ -96,20 +105,50 @@ class Bench:
             self.scheduler.step()
         self.io.responses.clear()
 
-    def rotation(self, loras: list[LoraRef]) -> dict[str, float]:
-        """Let every adapter serve short requests in turn; more adapters than slots."""
-        for lora in loras * 2:
-            self.submit(lora, tokens=8)
+    def prefill_ms(self, tokens: int, lora: LoraRef | None) -> float:
+        """Return the median time from a prompt's arrival to its first token."""
         times = []
-        while self.io.requests or self.scheduler.has_work():
-            times += self.steps(1)
+        for _ in range(WARM_STEPS + 16):
+            self.submit(lora, tokens=1, input_len=tokens)
+            began = time.perf_counter()
+            while self.io.requests or self.scheduler.has_work():
+                self.scheduler.step()
+            times.append(time.perf_counter() - began)
         self.io.responses.clear()
-        times = sorted(times[2:])
+        return statistics.median(times[WARM_STEPS:]) * 1e3
+
+    @contextmanager
+    def without_prefill_graphs(self) -> Iterator[None]:
+        runner = self.scheduler.worker.model_runner
+        graphs, runner.prefill_graph_runner = runner.prefill_graph_runner, None
+        yield
+        runner.prefill_graph_runner = graphs
+
+    def rotation(self, loras: list[LoraRef]) -> dict[str, float]:
+        """Let requests with these adapters arrive one after another, one every few
+        steps, while requests of the base model decode."""
+        for _ in range(self.args.adapters):
+            self.submit(None, tokens=ROTATION_STEPS * len(loras) + 64)
+        self.steps(WARM_STEPS)
+        placed = self.num_placed
+        times = []
+        for lora in loras:
+            self.submit(lora, tokens=2 * ROTATION_STEPS)
+            times += self.steps(ROTATION_STEPS)
+        self.drain()
+        times.sort()
         return {
+            "copies": self.num_placed - placed,
             "median_ms": statistics.median(times) * 1e3,
             "p99_ms": times[int(len(times) * 0.99)] * 1e3,
             "longest_ms": times[-1] * 1e3,
         }
+
+    @property
+    def num_placed(self) -> int:
+        adapters = self.scheduler.worker.model_runner.adapters
+        assert adapters is not None
+        return adapters.pool.num_placed
 
 
 def write_adapters(args: argparse.Namespace, model: Path, folder: Path) -> list[str]:
@@ -139,6 +178,7 @@ def main() -> None:
     parser.add_argument("--rotate", type=int, default=64)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--input-len", type=int, default=256)
+    parser.add_argument("--prompts", type=int, nargs="*", default=[32, 128, 512, 1024])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tiny", action="store_true")
     args = parser.parse_args()
@@ -171,12 +211,37 @@ def run(args: argparse.Namespace, model: Path, paths: list[str]) -> dict[str, An
         rows_found.append(
             {"rows": rows, "base": plain[rows], "flag": flag, "mixed": adapted}
         )
-    rotation = bench.rotation(bench.adapters)
-    placed = bench.scheduler.worker.model_runner.adapters
-    assert placed is not None
-    print(f"rotation of {len(paths)}: {rotation}, {placed.pool.num_placed} copies")
+    prefills = prefill_times(args, bench)
+    few = list(itertools.islice(itertools.cycle(bench.adapters[: args.adapters]), 64))
+    many = bench.adapters[args.adapters :] + bench.adapters[: args.adapters]
+    bench.rotation(few[: args.adapters])
+    rotations = {
+        "slots for all": bench.rotation(few),
+        "rotating": bench.rotation(many),
+    }
+    for name, found in rotations.items():
+        print(f"{name}: {found}")
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-    return {"device": device, "steps": rows_found, "rotation": rotation}
+    return {
+        "device": device,
+        "steps": rows_found,
+        "prefills": prefills,
+        "rotations": rotations,
+    }
+
+
+def prefill_times(args: argparse.Namespace, bench: Bench) -> list[dict[str, float]]:
+    found = []
+    lora = bench.adapters[0]
+    print(f"{'prompt':>7} {'base ms':>9} {'adapter':>9} {'eager':>9}")
+    for tokens in args.prompts:
+        times = [bench.prefill_ms(tokens, each) for each in (None, lora)]
+        with bench.without_prefill_graphs():
+            times.append(bench.prefill_ms(tokens, lora))
+        print(f"{tokens:>7}", *(f"{ms:>9.3f}" for ms in times))
+        names = ("base", "adapter", "eager")
+        found.append({"tokens": tokens, **dict(zip(names, times, strict=True))})
+    return found
 
 
 if __name__ == "__main__":

@@ -329,7 +329,7 @@ def main() -> None:
         captures_attention=plain.runner.attn_backend.capabilities.captures_prefill,
     )
     graphs = plain.graphs
-    segments = graphs.segmented.num_segments + graphs.whole.num_segments
+    segments = graphs.num_segments
     print(
         f"{segments} segments captured in {plain.capture_s:.1f} s, "
         f"{plain.graph_bytes / 2**30:.2f} GiB ({planned / 2**30:.2f} planned), backend "

@@ -258,7 +258,7 @@ def test_one_request_is_one_graph_where_attention_is_captured(
 
 
 def whole_replays(graphs):
-    return graphs.whole.num_replays
+    return graphs.plain.whole.num_replays
 
 
 def test_the_canary_sees_a_damaged_prefix_before_a_replay(models):
@@ -294,15 +294,15 @@ def test_steps_alternate_and_captures_are_over(models):
     assert not is_capturing()
     # Two layers: embedding .. store, attend, .. store, attend, .. norm; twice. And a
     # graph of one request for each count.
-    assert graphs.segmented.num_segments == 6
-    assert graphs.whole.num_segments == 2
+    assert graphs.plain.segmented.num_segments == 6
+    assert graphs.plain.whole.num_segments == 2
 
 
 def test_everything_a_graph_reads_is_owned(models):
     """Catalogue case 42: buckets must not take each other's inputs for free memory."""
     harness = ForwardHarness(models["LlamaForCausalLM"], dtype="float32")
     graphs = make_graphs(harness, token_counts=[4, 8])
-    bare = [*graphs.segmented.graphs, *graphs.whole.graphs]
+    bare = [*graphs.plain.segmented.graphs, *graphs.plain.whole.graphs]
     owned = [weakref.ref(t) for graph in bare for t in graph.owned]
     inputs = weakref.ref(graphs._inputs.block)
     assert inputs in owned

@@ -358,7 +358,8 @@ def test_prompts_with_adapters_are_warm(n: int, k: int) -> None:
         return rows == 1, plain, rows <= MAX_ROWS and (stored, least)
 
     asks = scenes(replace(LIMITS, lora=LoraRef(name="a", path="", revision="r")))
-    warm = [len(ask[0].input_ids) for ask in asks if ask[0].lora is not None]
+    adapted = [ask[0] for ask in asks if ask[0].lora is not None]
+    warm = [len(req.input_ids) for req in adapted if req.return_logprob]
     assert {variant(rows) for rows in warm} == {variant(rows) for rows in range(1, 300)}
     assert all(r.lora is None for ask in scenes(LIMITS) for r in ask)
 

@@ -2,7 +2,8 @@
 
 The layer stack is captured without its attention. The head, the KV canary and attention
 see the live batch with all its requests. A short prefill of one request is one graph
-without breaks, if the backend's attention can be captured. Knows no scheduling.
+without breaks, if the backend's attention can be captured. Batches with adapters have
+graphs of their own, up to a size. Knows no scheduling.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from sglang.srt.forward.batch import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.forward.context import ForwardContext, forward_context
+from sglang.srt.model_executor.adapter_inputs import StaticTiles
 from sglang.srt.model_executor.attention_breaks import LiveAttention
 from sglang.srt.model_executor.cuda_graph_runner import (
     CapturedRunner,
@@ -25,7 +27,10 @@ from sglang.srt.model_executor.cuda_graph_runner import (
 )
 from sglang.srt.model_executor.graph_set import GraphSet, WarmUp, log_level
 from sglang.srt.model_executor.input_buffers import PrefillInputs
-from sglang.srt.model_executor.memory_plan import whole_token_counts
+from sglang.srt.model_executor.memory_plan import (
+    adapted_token_counts,
+    whole_token_counts,
+)
 from sglang.srt.models.stack import StackOutput
 
 if TYPE_CHECKING:
@@ -40,7 +45,6 @@ MAX_PADDING = 0.01
 FALLBACK_REASONS = (
     "hidden_mode",
     "input_embeds",
-    "adapters",
     "input_logprobs",
     "too_many_tokens",
     "aux_layers",
@@ -56,10 +60,29 @@ class GraphKey(NamedTuple):
     Fields:
         tokens: padded token count.
         is_whole: for one request, with attention captured too.
+        has_adapters: for batches in which a token has an adapter.
     """
 
     tokens: int
     is_whole: bool
+    has_adapters: bool
+
+
+class PrefillGraphs(NamedTuple):
+    """The graphs of a kind of batch.
+
+    Fields:
+        segmented: with attention between the segments, for any batch.
+        whole: with attention captured, for one request.
+    """
+
+    segmented: GraphSet[GraphKey]
+    whole: GraphSet[GraphKey]
+
+    def serving(self, forward_batch: ForwardBatch) -> tuple[GraphKey, BreakableGraph]:
+        tokens = forward_batch.num_tokens
+        is_whole = forward_batch.batch_size == 1 and tokens <= self.whole.largest
+        return (self.whole if is_whole else self.segmented).serving(tokens)
 
 
 class BreakableCudaGraphRunner:
@@ -71,12 +94,13 @@ class BreakableCudaGraphRunner:
         capture_hidden_mode: mode of the forwards that are replayed; others run eagerly.
         draft_hidden_dim: width of the hidden states that a draft model reads, or None
             for a target.
+        adapter_slots: adapters that a batch may have; 0 if none has any.
         limit_padding: run eagerly if padding costs more than a graph gains.
         make_backend: captures segments; tests pass a recorder that needs no GPU.
 
     Attributes:
-        segmented, whole: graphs with attention between the segments, for any batch, and
-            graphs that include attention, for one request.
+        plain, adapted: graphs of batches without adapters and with them; the latter are
+            None without `adapter_slots`.
         fallbacks: EXTEND forwards that ran eagerly, by reason.
         static_draft_hidden_states: [largest count, draft_hidden_dim], or None.
     """
@@ -88,6 +112,7 @@ class BreakableCudaGraphRunner:
         token_counts: list[int],
         capture_hidden_mode: CaptureHiddenMode = CaptureHiddenMode.NULL,
         draft_hidden_dim: int | None = None,
+        adapter_slots: int = 0,
         limit_padding: bool = True,
         make_backend: Callable[[], SegmentBackend] = cuda_graph_backend,
     ) -> None:
@@ -102,7 +127,14 @@ class BreakableCudaGraphRunner:
         self._outputs: StackOutput | None = None
         self.fallbacks: Counter[str] = Counter()
         self._init_buffers(draft_hidden_dim)
-        self._capture(token_counts)
+        adapted = adapted_token_counts(token_counts)
+        self._tiles = StaticTiles(
+            max_tokens=max(adapted), num_slots=adapter_slots, device=model_runner.device
+        )
+        self.plain = self._capture(token_counts)
+        self.adapted: PrefillGraphs | None = None
+        if adapter_slots:
+            self.adapted = self._capture(adapted, has_adapters=True)
 
     def _init_buffers(self, draft_hidden_dim: int | None) -> None:
         runner, tokens = self._runner, self._max_tokens
@@ -128,12 +160,20 @@ class BreakableCudaGraphRunner:
 
     @property
     def num_replays(self) -> int:
-        return self.segmented.num_replays + self.whole.num_replays
+        return sum(graphs.num_replays for graphs in self._sets)
+
+    @property
+    def num_segments(self) -> int:
+        return sum(graphs.num_segments for graphs in self._sets)
+
+    @property
+    def _sets(self) -> list[GraphSet[GraphKey]]:
+        return [*self.plain, *(self.adapted or ())]
 
     def reset_counts(self) -> None:
         """Reset the counts of replays and of forwards without one."""
-        self.segmented.reset_counts()
-        self.whole.reset_counts()
+        for graphs in self._sets:
+            graphs.reset_counts()
         self.fallbacks.clear()
 
     # -- choosing ------------------------------------------------------------------
@@ -142,15 +182,14 @@ class BreakableCudaGraphRunner:
         """Return why an EXTEND forward must run eagerly, one of `FALLBACK_REASONS`, or
         None if a graph can replay it."""
         tokens = forward_batch.num_tokens
+        segmented = self._graphs_for(forward_batch).segmented
         if forward_batch.capture_hidden_mode is not self.capture_hidden_mode:
             return "hidden_mode"
         if forward_batch.input_embeds is not None:
             return "input_embeds"
-        if forward_batch.adapters is not None:
-            return "adapters"
         if forward_batch.input_logprobs:
             return "input_logprobs"
-        if tokens > self._max_tokens:
+        if tokens > segmented.largest:
             return "too_many_tokens"
         if self._runner.model.aux_layers != self._aux_layers:
             return "aux_layers"
@@ -160,7 +199,7 @@ class BreakableCudaGraphRunner:
         if latent and self._runner.attn_backend.expands(latent, forward_batch):
             return "expanded_latents"
         if self._limit_padding and tokens > HOST_BOUND_TOKENS:
-            key, _ = self.segmented.serving(tokens)
+            key, _ = segmented.serving(tokens)
             if key.tokens - tokens > tokens * MAX_PADDING:
                 return "padding"
         return None
@@ -174,10 +213,11 @@ class BreakableCudaGraphRunner:
         states = None if given is None else given.hidden_states
         return states is not None and states.shape[-1] == static.shape[-1]
 
-    def _serving(self, forward_batch: ForwardBatch) -> tuple[GraphKey, BreakableGraph]:
-        tokens = forward_batch.num_tokens
-        is_whole = forward_batch.batch_size == 1 and tokens <= self.whole.largest
-        return (self.whole if is_whole else self.segmented).serving(tokens)
+    def _graphs_for(self, forward_batch: ForwardBatch) -> PrefillGraphs:
+        if forward_batch.adapters is None:
+            return self.plain
+        assert self.adapted is not None
+        return self.adapted
 
     # -- replay --------------------------------------------------------------------
 
@@ -218,7 +258,9 @@ class BreakableCudaGraphRunner:
 
         Enqueued on the current stream; the host does not wait.
         """
-        key, graph = self._serving(forward_batch)
+        key, graph = self._graphs_for(forward_batch).serving(forward_batch)
+        if key.has_adapters:
+            self._tiles.populate(forward_batch.adapters, forward_batch.num_tokens)
         self._inputs.populate(forward_batch, padded=key.tokens, has_row=key.is_whole)
         return key, graph
 
@@ -261,18 +303,22 @@ class BreakableCudaGraphRunner:
             captures_whole = False
         return whole_token_counts(token_counts) if captures_whole else []
 
-    def _capture(self, token_counts: list[int]) -> None:
-        self.segmented = self._graph_set("prefill", token_counts, is_whole=False)
-        whole = self._whole_counts(token_counts)
+    def _capture(
+        self, token_counts: list[int], *, has_adapters: bool = False
+    ) -> PrefillGraphs:
+        make = partial(self._graph_set, has_adapters=has_adapters)
+        segmented = make(token_counts, is_whole=False)
         with self._attention.captured():
-            self.whole = self._graph_set("whole prefill", whole, is_whole=True)
+            whole = make(self._whole_counts(token_counts), is_whole=True)
+        return PrefillGraphs(segmented, whole)
 
     def _graph_set(
-        self, name: str, token_counts: list[int], *, is_whole: bool
+        self, token_counts: list[int], *, is_whole: bool, has_adapters: bool
     ) -> GraphSet[GraphKey]:
+        name = "adapted prefill" if has_adapters else "prefill"
         return GraphSet(
-            name,
-            [GraphKey(tokens=count, is_whole=is_whole) for count in token_counts],
+            f"whole {name}" if is_whole else name,
+            [GraphKey(count, is_whole, has_adapters) for count in token_counts],
             size_of=lambda key: key.tokens,
             capture=partial(self._capture_graph, WarmUp(WARM_UPS, self._runner.model)),
             level=log_level(self._backend),
@@ -291,7 +337,10 @@ class BreakableCudaGraphRunner:
         """Run the stack over the static batch. Its output is kept until a replay."""
         tokens = key.tokens
         static = self._inputs.static_batch(tokens, self.capture_hidden_mode)
-        with forward_context(self._capture_context):
+        context = self._capture_context
+        if key.has_adapters:
+            context = dataclasses.replace(context, adapters=self._tiles.of(tokens))
+        with forward_context(context):
             output: StackOutput = self._runner.model.forward_stack(
                 static.input_ids, static.positions, static
             )

@@ -46,6 +46,10 @@ MAX_WHOLE_TOKENS = 256
 """Largest single-request prefill that is also captured as one graph, with its
 attention. Beyond it the device computes longer than the host launches the pieces."""
 
+MAX_ADAPTED_TOKENS = 1024
+"""Largest prefill graph with adapters. Beyond it the device computes longer than the
+host launches."""
+
 MAX_HEAD_GRAPH_TOKENS = 512
 """Largest prefill graph of a head that drafts from hidden states. With 2,048 tokens the
 device is the limit, and copying the states into the graph's buffer makes a replay about
@@ -140,12 +144,18 @@ def whole_token_counts(token_counts: Sequence[int]) -> list[int]:
     return [count for count in token_counts if count <= MAX_WHOLE_TOKENS]
 
 
+def adapted_token_counts(token_counts: Sequence[int]) -> list[int]:
+    """Return the prefill graphs' counts that also have a graph with adapters."""
+    return [n for n in token_counts if n <= MAX_ADAPTED_TOKENS] or [min(token_counts)]
+
+
 def prefill_graph_bytes(
     config: ModelConfig,
     token_counts: Sequence[int],
     *,
     dtype: torch.dtype,
     captures_attention: bool = False,
+    has_adapters: bool = False,
 ) -> int:
     """Estimate the memory of prefill graphs of these token counts.
 
@@ -155,15 +165,19 @@ def prefill_graph_bytes(
     Args:
         captures_attention: count the graphs of `whole_token_counts` too, each as large
             as the segments.
+        has_adapters: count the graphs of `adapted_token_counts` too.
     """
     if not token_counts:
         return 0
     live = _live_channels(config)
     heads = 2 * config.num_heads + 2 * config.num_kv_heads
     static = heads * config.head_dim + config.hidden_size
-    graphs = len(token_counts)
+    sets = [list(token_counts)]
+    if has_adapters:
+        sets.append(adapted_token_counts(token_counts))
+    graphs = sum(map(len, sets))
     if captures_attention:
-        graphs += len(whole_token_counts(token_counts))
+        graphs += sum(len(whole_token_counts(counts)) for counts in sets)
     segments = graphs * (config.num_layers + 1)
     per_token = (live + static) * dtype.itemsize
     return max(token_counts) * per_token + segments * SEGMENT_BYTES

@@ -429,12 +429,14 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         counts = self.prefill_graph_token_counts()
         if not counts or (self.is_draft_worker and not force_for_draft_worker):
             return
+        adapters = self.adapters
         with self.capturing("prefill graphs", set_aside=self.prefill_graph_bytes()):
             self.prefill_graph_runner = BreakableCudaGraphRunner(
                 self,
                 token_counts=counts,
                 capture_hidden_mode=capture_hidden_mode,
                 draft_hidden_dim=draft_hidden_dim,
+                adapter_slots=0 if adapters is None else adapters.pool.num_slots,
                 make_backend=self.make_backend,
             )
 

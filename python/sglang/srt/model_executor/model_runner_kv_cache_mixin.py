@@ -145,7 +145,8 @@ class ModelRunnerKVCacheMixin:
 
     def prefill_graph_bytes(self) -> int:
         """Memory reserved for prefill graphs."""
-        backend = self.server_args.attention_backend
+        args = self.server_args
+        backend = args.attention_backend
         assert backend is not None
         return prefill_graph_bytes(
             self.model_config,
@@ -153,6 +154,7 @@ class ModelRunnerKVCacheMixin:
             dtype=self.dtype,
             captures_attention=ATTENTION_BACKENDS[backend].captures_prefill
             and self.model_config.state is None,
+            has_adapters=args.enable_lora and not self.is_draft_worker,
         )
 
     def expansion_bytes(self) -> int:

@@ -35,10 +35,12 @@ BEYOND = 40
 # Scored prompts run without a prefill graph. K and V of this many tokens in short rows
 # are stored by a launch that one-row graphs do not capture.
 SCORED = (3, 128)
-# New tokens of a prompt with an adapter, which runs without a graph and multiplies
-# otherwise than one without: gate and up are not one launch with their activation, and
-# no product is added to the residual. One for each choice made by the number of tokens.
+# New tokens of a scored prompt with an adapter, which runs without a graph and
+# multiplies otherwise than one without: gate and up are not one launch with their
+# activation. One for each choice made by the number of tokens.
 ADAPTED = (1, 12, 28, 40, 56, 200)
+# The same of prompts that are not scored: prefill graphs with adapters are fewer.
+ADAPTED_GRAPHS = (5, 300, 1100)
 # Options of a batch, one at a time: a batch with all of them takes only one of many
 # paths.
 OPTIONS: tuple[dict[str, Any], ...] = (
@@ -227,9 +229,11 @@ class _Writer:
         if limits.lora is None:
             return
         most = min(self._longest, limits.batch_tokens)
+        options: dict[str, Any] = {"lora": limits.lora}
         for length in dict.fromkeys(min(n, most) for n in ADAPTED):
-            options = {"lora": limits.lora}
-            yield [self._request(self._tokens(length), options=options)]
+            yield [self._request(self._tokens(length), options=options | SCORE)]
+        for length in dict.fromkeys(min(n, most) for n in ADAPTED_GRAPHS):
+            yield [self._request(self._tokens(length), STEPS, options)]
 
     def _options(self) -> Iterator[list[GenerateReq]]:
         """All sampling options of a request."""
