@@ -23,10 +23,12 @@ class AdapterTiles:
             without an adapter may be beyond the end of the forward.
         groups: of the tokens with an adapter, on the host for the CPU: (slot, int64
             indices of its tokens). None on a GPU.
+        slots_read: slots of its adapters, if the host knows them.
     """
 
     words: Tensor
     groups: tuple[tuple[int, Tensor], ...] | None = None
+    slots_read: frozenset[int] = frozenset()
 
     @property
     def slots(self) -> Tensor:

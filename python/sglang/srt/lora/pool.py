@@ -6,6 +6,7 @@ Every rank of a tensor parallel group has one pool, and all act alike.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
@@ -23,6 +24,7 @@ from sglang.srt.layers.ops.activation.op import GATED
 from sglang.srt.layers.ops.linear.op import pack_weight
 from sglang.srt.layers.ops.lora.op import AdapterStack
 from sglang.srt.layers.ops.lora.table import TILE_COUNTS
+from sglang.srt.lora.slot_copies import SlotCopies
 from sglang.srt.utils.memory import available_device_bytes
 
 if TYPE_CHECKING:
@@ -82,7 +84,7 @@ class AdapterPool(ABC, Generic[H]):
     def hold(self, revisions: Collection[str]) -> None:
         """Put these adapters into slots, where they stay until the next call.
 
-        Copies are enqueued behind the forwards that read a slot's former adapter.
+        The host does not wait for copies; `reading` does so on the device.
 
         Raises:
             RuntimeError: there are fewer slots.
@@ -132,6 +134,10 @@ class AdapterPool(ABC, Generic[H]):
             f"{self.num_slots}"
         )
 
+    def reading(self, tiles: AdapterTiles) -> AbstractContextManager[None]:
+        """Scope of a forward over these tiles."""
+        return nullcontext()
+
     # -- memory --------------------------------------------------------------------
 
     @abstractmethod
@@ -168,13 +174,13 @@ class StackedPool(AdapterPool["tuple[Tensor, int]"]):
         super().__init__(layout, num_slots=num_slots, evicts_oldest=evicts_oldest)
         self._rank = padded_rank(rank)
         self._dtype = dtype
-        self._pins = device != "cpu"
         self._size = sum(sum(self._sizes(module)) for module in layout.modules)
         _check_memory(num_slots * self._size * dtype.itemsize, device, self._rank)
         self._slots_data = torch.zeros(
             num_slots, self._size, dtype=dtype, device=device
         )
         self._ranks = torch.zeros(1 + num_slots, dtype=torch.int32, device=device)
+        self._copies = None if device == "cpu" else SlotCopies(device)
         start = 0
         for module in layout.modules:
             a_size, b_size = self._sizes(module)
@@ -220,7 +226,9 @@ class StackedPool(AdapterPool["tuple[Tensor, int]"]):
                         gain.add_gated(y, activation)
 
     def _prepare(self, adapter: AdapterTensors) -> tuple[Tensor, int]:
-        data = torch.zeros(self._size, dtype=self._dtype, pin_memory=self._pins)
+        data = torch.zeros(
+            self._size, dtype=self._dtype, pin_memory=self._copies is not None
+        )
         start = 0
         for module in self.layout.modules:
             a_size, b_size = self._sizes(module)
@@ -239,11 +247,21 @@ class StackedPool(AdapterPool["tuple[Tensor, int]"]):
 
     def _load(self, slot: int, adapter: tuple[Tensor, int]) -> None:
         data, rank = adapter
-        self._slots_data[slot - 1].copy_(data, non_blocking=True)
-        self._ranks[slot].fill_(rank)
+        with self._writing(slot):
+            self._slots_data[slot - 1].copy_(data, non_blocking=True)
+            self._ranks[slot].fill_(rank)
 
     def _clear(self, slot: int) -> None:
-        self._ranks[slot].fill_(0)
+        with self._writing(slot):
+            self._ranks[slot].fill_(0)
+
+    def _writing(self, slot: int) -> AbstractContextManager[None]:
+        return nullcontext() if self._copies is None else self._copies.writing(slot)
+
+    def reading(self, tiles: AdapterTiles) -> AbstractContextManager[None]:
+        if self._copies is None:
+            return nullcontext()
+        return self._copies.reading(tiles.slots_read)
 
 
 class PackedPool(AdapterPool["list[PackedAdapter | None]"]):

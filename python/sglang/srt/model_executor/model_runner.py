@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
@@ -470,10 +470,15 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             inputs: static inputs that the batch is in, if there are several kinds of
                 decode forwards (`others` of `init_cuda_graphs`).
         """
-        if self.adapters is None and forward_batch.adapters is not None:
+        tiles = forward_batch.adapters
+        reading: AbstractContextManager[None] = nullcontext()
+        if tiles is not None and self.adapters is not None:
+            reading = self.adapters.pool.reading(tiles)
+        elif tiles is not None:
             # A draft, which runs without its target's adapters.
             forward_batch = dataclasses.replace(forward_batch, adapters=None)
         with (
+            reading,
             torch.inference_mode(),
             self.scopes.with_ops_outside_graph(
                 single_forward_indices=(0,),

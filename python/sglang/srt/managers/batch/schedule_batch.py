@@ -268,7 +268,8 @@ class ScheduleBatch:
             return None
         if self.env.device.type == "cpu":
             return AdapterTiles.on_cpu(words)
-        return AdapterTiles(words=self.upload(words))
+        slots = frozenset(self._adapter_slots.tolist()) - {0}
+        return AdapterTiles(words=self.upload(words), slots_read=slots)
 
     def upload(
         self, array: IntArray | npt.NDArray[np.float32] | npt.NDArray[np.int32]
