@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -123,7 +124,7 @@ BAD = {
     "no tensors of .*layers.1.mlp.up_proj": tensors(
         lambda t: [t.pop(name) for name in list(t) if "layers.1.mlp.up" in name]
     ),
-    "not finite": tensors(lambda t: t[Q.format("A")].fill_(float("inf"))),
+    "not finite in float32": tensors(lambda t: t[Q.format("A")].fill_(float("inf"))),
     r"has shape \(4, 65\), but for rank 4": tensors(
         lambda t: t.update({Q.format("A"): torch.zeros(4, 65)})
     ),
@@ -194,8 +195,60 @@ def test_the_same_at_start(model: Path, tmp_path: Path, message: str) -> None:
 
 
 def test_a_folder_that_is_none(harness: EngineHarness, tmp_path: Path) -> None:
-    for path in (tmp_path / "nothing", "/dev/null", "owner/name"):
+    for path in (tmp_path / "nothing", "/dev/null", "owner/name", "\0", "x/" * 2000):
         assert "is not a folder" in (load(harness, path).error or "")
+    error = load(harness, "x" * 5000).error or ""
+    assert "File name too long" in error and len(error) < 2000
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_a_disk_that_fails(
+    harness: EngineHarness,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    file: str,
+) -> None:
+    write_adapter(tmp_path, model, seed=3)
+    is_file = Path.is_file
+
+    def fails(path: Path) -> bool:
+        if path == tmp_path / file:
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return is_file(path)
+
+    monkeypatch.setattr(Path, "is_file", fails)
+    assert "Permission denied" in (load(harness, tmp_path).error or "")
+
+
+def test_no_memory_for_an_adapter(
+    harness: EngineHarness,
+    model: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*_: object) -> None:
+        raise RuntimeError("CUDA error: out of memory")
+
+    adapters = harness.scheduler.worker.model_runner.adapters
+    assert adapters is not None
+    monkeypatch.setattr(adapters.pool, "_prepare", fails)
+    answer = load(harness, write_adapter(tmp_path, model, seed=3))
+    assert "lower --max-loaded-loras" in (answer.error or "")
+
+
+def test_numbers_that_the_dtype_does_not_hold(model: Path, tmp_path: Path) -> None:
+    harness = EngineHarness(
+        model,
+        skip_tokenizer_init=True,
+        dtype="float16",
+        enable_lora=True,
+        max_lora_rank=8,
+    )
+    found = adapter_tensors(model, rank=4)
+    found[Q.format("B")].fill_(40000.0)  # the scale is 2
+    bad = write_adapter(tmp_path, model, tensors=found)
+    assert "not finite in float16" in (load(harness, bad).error or "")
 
 
 def test_names_and_numbers(harness: EngineHarness, model: Path, tmp_path: Path) -> None:

@@ -118,12 +118,12 @@ def test_scores_equal_those_of_peft(world: Any, family: str, is_merged: bool) ->
 def test_a_request_is_answered_as_if_alone(
     world: Any, family: str, page_size: int, overlap: bool
 ) -> None:
-    """In mixed batches with more adapters than slots, in chunks, over a small cache,
-    under the canary."""
+    """In mixed batches with more adapters than slots, of several tenants, of tokens and
+    of embeddings, in chunks, over a small cache, under the canary."""
     model, adapters = world(family)
+    table = load_file(model / "model.safetensors")["model.embed_tokens.weight"]
     rng = random.Random(page_size)
     stems = [rng.choices(range(VOCAB), k=40) for _ in range(2)]
-    names = [None, *adapters]
     alone = engine(model, adapters, disable_radix_cache=True)
     harness = engine(
         model,
@@ -139,22 +139,30 @@ def test_a_request_is_answered_as_if_alone(
         kv_canary_sweep_interval=2,
     )
     due, rids = {}, []
-    for _ in range(count(ci=40, full=400)):
-        stem = rng.choice(stems)
-        prompt = stem[: rng.choice((9, 32, 40))] + [rng.randrange(VOCAB)] * rng.choice(
-            (1, 5)
-        )
-        options = {"lora": rng.choice(names), "extra_key": rng.choice((None, "t"))}
-        key = (options["lora"], *prompt)
+    for _ in range(count(ci=40, full=2000)):
+        prompt = rng.choice(stems)[: rng.choice((9, 32, 40))]
+        prompt = prompt + [rng.randrange(VOCAB)] * rng.choice((1, 5))
+        lora = rng.choice([None, *adapters])
+        options: dict[str, Any] = {"lora": lora}
+        # None: tokens; 1.0: the same as embeddings; 0.5: other contents.
+        scale = rng.choice((None, None, 1.0, 0.5))
+        if scale is not None:
+            options["input_embeds"] = (table[prompt] * scale).numpy().tobytes()
+        key = (lora, scale == 0.5, *prompt)
         if key not in due:
-            due[key] = alone.generate(
-                prompt, lora=options["lora"], max_new_tokens=NEW, ignore_eos=True
-            ).output_ids
-        rid = harness.submit(prompt, max_new_tokens=NEW, ignore_eos=True, **options)
+            answer = alone.generate(
+                prompt, max_new_tokens=NEW, ignore_eos=True, **options
+            )
+            due[key] = answer.output_ids
+        tenant = rng.choice((None, "s", "t"))
+        rid = harness.submit(
+            prompt, max_new_tokens=NEW, ignore_eos=True, extra_key=tenant, **options
+        )
         rids.append((rid, key))
     answers = harness.run()
     assert [answers[rid].output_ids for rid, _ in rids] == [due[k] for _, k in rids]
     assert len({tuple(ids) for ids in due.values()}) > len(stems)
+    assert any(answers[rid].cached_tokens for rid, _ in rids), "prefixes are found"
     pool = harness.scheduler.worker.model_runner.adapters.pool
     assert pool.num_placed > len(adapters), "adapters rotate through the slots"
 

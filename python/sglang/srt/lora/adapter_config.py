@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.arg_groups.lora_hook import TARGET_MODULES
 from sglang.srt.utils.checked_values import REQUIRED, ConfigValues, Key
 from sglang.srt.utils.json_file import parse_json_object, read_text_file, shown
+from sglang.srt.utils.quoting import clipped
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
 CONFIG_FILE = "adapter_config.json"
@@ -68,6 +71,15 @@ class AdapterConfig:
         return self.alpha / (math.sqrt(rank) if self.is_rank_stable else rank)
 
 
+@contextmanager
+def naming(folder: Path) -> Iterator[None]:
+    """Scope whose errors of the disk become ValueErrors that name the folder."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{clipped(str(folder))}: {error.strerror}") from error
+
+
 def read_adapter_config(folder: Path) -> AdapterConfig:
     """Read the configuration of the adapter in `folder`. No other path in the file is
     followed.
@@ -77,9 +89,11 @@ def read_adapter_config(folder: Path) -> AdapterConfig:
             is not served; names file, key and value.
     """
     file = folder / CONFIG_FILE
-    if not folder.is_dir():
+    with naming(folder):
+        is_folder = folder.is_dir()
+    if not is_folder:
         raise ValueError(
-            f"{folder} is not a folder; name one with {CONFIG_FILE} and "
+            f"{clipped(str(folder))} is not a folder; name one with {CONFIG_FILE} and "
             "adapter_model.safetensors, as peft writes it"
         )
     text = read_text_file(file, max_bytes=MAX_CONFIG_BYTES)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from sglang.srt.lora.adapter_config import naming
 from sglang.srt.model_loader.weight_utils import open_tensors, read_tensor
 from sglang.srt.utils.hashing import hash_file
 from sglang.srt.utils.json_file import shown
@@ -54,16 +55,27 @@ class AdapterTensors:
 
 
 def read_adapter(
-    config: AdapterConfig, layout: AdapterLayout, *, max_rank: int
+    config: AdapterConfig, layout: AdapterLayout, *, max_rank: int, dtype: torch.dtype
 ) -> AdapterTensors:
     """Read an adapter whose modules are all in `layout`.
 
     All shapes are checked before a tensor is read.
 
+    Args:
+        dtype: computes its products.
+
     Raises:
-        ValueError: a tensor is missing, unknown or of the wrong shape, type or rank;
-            names the file, the tensor and what it should be.
+        ValueError: a tensor is missing, unknown or of the wrong shape, type or rank, or
+            its values do not fit the dtype; names the file, the tensor and what it
+            should be.
     """
+    with naming(config.folder):
+        return _read_adapter(config, layout, max_rank=max_rank, dtype=dtype)
+
+
+def _read_adapter(
+    config: AdapterConfig, layout: AdapterLayout, *, max_rank: int, dtype: torch.dtype
+) -> AdapterTensors:
     file = config.folder / WEIGHTS_FILE
     if not file.is_file():
         raise ValueError(f"{file}: no such file; an adapter is read from safetensors")
@@ -77,9 +89,10 @@ def read_adapter(
             for shard, names in found.items()
         }
     for shard, pair in pairs.items():
-        if not (pair.a.isfinite().all() and pair.b.isfinite().all()):
+        if not all(half.to(dtype).isfinite().all() for half in pair):
             raise ValueError(
-                f"{file}: the tensors of {shard.name} hold a number that is not finite"
+                f"{file}: the tensors of {shard.name}, with their scale, hold a number "
+                f"that is not finite in {str(dtype).removeprefix('torch.')}"
             )
     return AdapterTensors(
         pairs=pairs,

@@ -80,9 +80,12 @@ class Adapters:
         return self._load(name, read_adapter_config(Path(path)))
 
     def _load(self, name: str, config: AdapterConfig) -> LoraRef:
-        adapter = read_adapter(config, self.pool.layout, max_rank=self._max_rank)
-        if adapter.revision not in self.pool:
-            self.pool.add(adapter)
+        pool = self.pool
+        adapter = read_adapter(
+            config, pool.layout, max_rank=self._max_rank, dtype=pool.dtype
+        )
+        if adapter.revision not in pool:
+            pool.add(adapter)
         ref = LoraRef(name=name, path=str(config.folder), revision=adapter.revision)
         self._by_name[name] = ref
         logger.info(

@@ -49,12 +49,19 @@ class AdapterPool(ABC, Generic[H]):
         num_slots: slots besides slot 0, which has no adapter.
         evicts_oldest: whether the adapter that came first leaves its slot first, and
             not the one that was used least recently.
+        dtype: of the products.
     """
 
     def __init__(
-        self, layout: AdapterLayout, *, num_slots: int, evicts_oldest: bool
+        self,
+        layout: AdapterLayout,
+        *,
+        num_slots: int,
+        evicts_oldest: bool,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         self.layout = layout
+        self.dtype = dtype
         self.num_slots = num_slots
         self._evicts_oldest = evicts_oldest
         self._loaded: dict[str, H] = {}
@@ -69,8 +76,18 @@ class AdapterPool(ABC, Generic[H]):
         return revision in self._loaded
 
     def add(self, adapter: AdapterTensors) -> None:
-        """Keep an adapter on the host."""
-        self._loaded[adapter.revision] = self._prepare(adapter)
+        """Keep an adapter on the host.
+
+        Raises:
+            ValueError: there is no memory for it.
+        """
+        try:
+            self._loaded[adapter.revision] = self._prepare(adapter)
+        except (RuntimeError, MemoryError) as error:
+            raise ValueError(
+                f"the host has no memory for an adapter beside {len(self._loaded)} "
+                f"others ({error}); unload one, and lower --max-loaded-loras"
+            ) from error
 
     def remove(self, revision: str) -> None:
         """Forget an adapter that no request uses any more."""
@@ -171,9 +188,10 @@ class StackedPool(AdapterPool["tuple[Tensor, int]"]):
         dtype: torch.dtype,
         device: str,
     ) -> None:
-        super().__init__(layout, num_slots=num_slots, evicts_oldest=evicts_oldest)
+        super().__init__(
+            layout, num_slots=num_slots, evicts_oldest=evicts_oldest, dtype=dtype
+        )
         self._rank = padded_rank(rank)
-        self._dtype = dtype
         self._size = sum(sum(self._sizes(module)) for module in layout.modules)
         _check_memory(num_slots * self._size * dtype.itemsize, device, self._rank)
         self._slots_data = torch.zeros(
@@ -227,7 +245,7 @@ class StackedPool(AdapterPool["tuple[Tensor, int]"]):
 
     def _prepare(self, adapter: AdapterTensors) -> tuple[Tensor, int]:
         data = torch.zeros(
-            self._size, dtype=self._dtype, pin_memory=self._copies is not None
+            self._size, dtype=self.dtype, pin_memory=self._copies is not None
         )
         start = 0
         for module in self.layout.modules:
