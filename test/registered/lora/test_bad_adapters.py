@@ -101,6 +101,12 @@ def without_weights(folder: Path, model: Path) -> None:
     (folder / "adapter_model.safetensors").unlink()
 
 
+def many_tensors(folder: Path, model: Path) -> None:
+    write_adapter(
+        folder, model, tensors={f"{'x' * 4000}{i}": torch.zeros(0) for i in range(300)}
+    )
+
+
 def broken_weights(folder: Path, model: Path) -> None:
     write_adapter(folder, model)
     (folder / "adapter_model.safetensors").write_bytes(b"\xff" * 100)
@@ -119,6 +125,7 @@ BAD = {
     "layers.2.* no layer of LlamaForCausalLM": with_more_layers,
     "adapter_model.safetensors: no such file": without_weights,
     "not a valid safetensors file": broken_weights,
+    "header has .* bytes, more than": many_tensors,
     "is not a regular file": a_pipe,
     "lora_B of .*q_proj is missing": tensors(lambda t: t.pop(Q.format("B"))),
     "no tensors of .*layers.1.mlp.up_proj": tensors(

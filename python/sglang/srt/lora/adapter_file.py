@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 WEIGHTS_FILE = "adapter_model.safetensors"
 REVISION_BYTES = 8
+MAX_HEADER_BYTES = 1 << 20
 _PREFIX = re.compile(r"^(?:base_model\.model\.)?")
 _TENSOR = re.compile(r"(?P<module>.+)\.lora_(?P<side>[AB])(?:\.default)?\.weight")
 
@@ -79,6 +80,7 @@ def _read_adapter(
     file = config.folder / WEIGHTS_FILE
     if not file.is_file():
         raise ValueError(f"{file}: no such file; an adapter is read from safetensors")
+    _check_header(file)
     with open_tensors(file) as tensors:
         found = _find(tensors, file, layout)
         for shard, names in found.items():
@@ -99,6 +101,17 @@ def _read_adapter(
         rank=max(len(pair.a) for pair in pairs.values()),
         revision=_revision(file, config),
     )
+
+
+def _check_header(file: Path) -> None:
+    """Refuse a file whose list of tensors would keep the engine waiting."""
+    with file.open("rb") as opened:
+        size = int.from_bytes(opened.read(8), "little")
+    if size > MAX_HEADER_BYTES:
+        raise ValueError(
+            f"{file}: not a valid safetensors file: its header has {size} bytes, more "
+            f"than {MAX_HEADER_BYTES}"
+        )
 
 
 class _Names(NamedTuple):
