@@ -26,7 +26,7 @@ from sglang.test.tiny_models import write_tiny_model
 if TYPE_CHECKING:
     from pathlib import Path
 
-register_cpu_ci(est_time=6, suite="cpu")
+register_cpu_ci(est_time=6, suite="cpu", full_time=400)
 register_cuda_ci(est_time=60, suite="cuda")
 
 VOCAB = 256
