@@ -60,6 +60,7 @@ class Bench:
             skip_tokenizer_init=True,
             disable_radix_cache=True,
             max_running_requests=max(args.batch_size),
+            skip_server_warmup=args.skip_server_warmup,
             **sizes | flags,
         )
         self.scheduler: Scheduler = build_served(server_args, self.io)
@@ -181,6 +182,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, nargs="*", default=[32, 128, 512, 1024])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--skip-server-warmup", action="store_true")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:
         model = write_shape(args.shape, Path(made, "model"))

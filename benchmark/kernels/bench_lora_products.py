@@ -1,11 +1,11 @@
 """What adapters add to the products of a layer, in graphs, on the 8B shape.
 
 python benchmark/kernels/bench_lora_products.py --rows 32 --adapters 8 --rank 16
-python benchmark/kernels/bench_lora_products.py --sweep
+python benchmark/kernels/bench_lora_products.py --sweep shrink expand
 
-Microseconds of each linear layer alone and with adapters, and the two halves of the
-adapters' products. With --sweep the sizes of launches are searched; kernels are
-compiled by one process per core first.
+Microseconds of each linear layer alone and with adapters, whose A are behind the rows
+of its weight or apart; and of the product and the rest of the former. With --sweep the
+sizes of launches are searched; kernels are compiled by one process per core first.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from cuda_timing import copies_for, graph_us, weights
 from torch import Tensor
 
 from sglang.srt.forward.adapter_tiles import AdapterTiles, plan_tiles
+from sglang.srt.layers.adapters import JoinedWeight, StackedAdapters
 from sglang.srt.layers.ops.linear.op import linear, linear_gated
 from sglang.srt.layers.ops.lora import triton as kernels
 from sglang.srt.layers.ops.lora.op import AdapterStack
@@ -38,6 +39,7 @@ LINEARS = {
     "gate_up": (4096, (14336, 14336)),
     "down": (14336, (4096,)),
 }
+HALVES = ("shrink", "expand")
 SHRINKS = tuple(itertools.product((512, 1024, 2048), (128, 256, 512), (2, 4)))
 EXPANDS = tuple(itertools.product((64, 128, 256, 512), (2, 4, 8)))
 
@@ -48,6 +50,7 @@ class Layer(NamedTuple):
     name: str
     x: Tensor
     weights: list[Tensor]
+    joined: list[JoinedWeight]
     stacks: list[AdapterStack]
     tiles: AdapterTiles
 
@@ -60,18 +63,29 @@ class Layer(NamedTuple):
             return linear_gated(self.x, self.weights[i], "silu")
         return linear(self.x, self.weights[i])
 
+    def apart(self, i: int) -> Tensor:
+        return self._run(i, None)
+
     def adapted(self, i: int) -> Tensor:
-        inner = kernels.lora_shrink(self.x, self.stacks[i], self.tiles)
-        return self.expand(i, linear(self.x, self.weights[i]), inner)
+        """With A behind the rows of the weight."""
+        return self._run(i, self.joined[i])
 
-    def shrink(self, i: int) -> Tensor:
-        return kernels.lora_shrink(self.x, self.stacks[i], self.tiles)
+    def _run(self, i: int, joined: JoinedWeight | None) -> Tensor:
+        adapters = StackedAdapters(self.stacks[i], joined)
+        if self.is_gated:
+            return adapters.linear_gated(
+                self.x, self.weights[i], None, self.tiles, "silu"
+            )
+        return adapters.linear(self.x, self.weights[i], None, self.tiles)
 
-    def expand(self, i: int, y: Tensor, inner: Tensor) -> Tensor:
+    def product(self, i: int) -> Tensor:
+        return linear(self.x, self.joined[i].weight)
+
+    def expand(self, y: Tensor, i: int) -> Tensor:
         stack, tiles = self.stacks[i], self.tiles
         if self.is_gated:
-            return kernels.lora_expand_gated(y, inner, stack, tiles, "silu")
-        return kernels.lora_expand(y, inner, stack, tiles)
+            return kernels.lora_expand_gated(y, None, stack, tiles, "silu")
+        return kernels.lora_expand(y, None, stack, tiles)
 
     def us(self, run: Callable[[int], object]) -> float:
         calls = [partial(run, i % len(self.stacks)) for i in range(32)]
@@ -98,30 +112,29 @@ def layer_of(name: str, args: argparse.Namespace) -> Layer:
     static.populate(AdapterTiles(words=torch.from_numpy(words).cuda()), args.rows)
     tiles = static.of(args.rows)
     x = torch.randn(args.rows, k, device="cuda").bfloat16()
-    return Layer(name, x, weights(n, k, copies), stacks, tiles)
+    behind = slots * len(sizes) * rank
+    joined = [JoinedWeight(w, None) for w in weights(n + behind, k, copies)]
+    plain = [each.weight[:n] for each in joined]
+    return Layer(name, x, plain, joined, stacks, tiles)
 
 
 def report(args: argparse.Namespace) -> None:
-    print(f"{'':>8} {'plain':>8} {'adapted':>8} {'shrink':>8} {'expand':>8} us")
-    total = np.zeros(2)
+    names = ("plain", "joined", "apart", "product", "expand")
+    print(f"{'us':>8}", *(f"{name:>8}" for name in names))
+    total = np.zeros(3)
     for name in LINEARS:
         layer = layer_of(name, args)
-        inner = layer.shrink(0)
-        y = torch.zeros(args.rows, sum(LINEARS[name][1]), device="cuda").bfloat16()
         found = [
             layer.us(layer.plain),
             layer.us(layer.adapted),
-            layer.us(layer.shrink),
-            layer.us(partial(_expand, layer, y, inner)),
+            layer.us(layer.apart),
+            layer.us(layer.product),
+            layer.us(partial(layer.expand, layer.product(0))),
         ]
-        total += found[:2]
+        total += found[:3]
         print(f"{name:>8}", *(f"{us:>8.2f}" for us in found))
-    added = (total[1] - total[0]) * LAYERS / 1e3
-    print(f"sum of {LAYERS} layers: {added:.3f} ms more")
-
-
-def _expand(layer: Layer, y: Tensor, inner: Tensor, i: int) -> Tensor:
-    return layer.expand(i, y, inner)
+    joined, apart = (total[1:] - total[0]) * LAYERS / 1e3
+    print(f"{LAYERS} layers: {joined:.3f} ms more joined, {apart:.3f} apart")
 
 
 def shapes(halves: str) -> Iterator[Shape]:
@@ -133,10 +146,8 @@ def shapes(halves: str) -> Iterator[Shape]:
                     base, slice_k=slice_k, block_k=block_k, shrink_warps=warps
                 )
     else:
-        for slice_k, (block_n, warps) in itertools.product((512, 1024), EXPANDS):
-            yield dataclasses.replace(
-                base, slice_k=slice_k, block_n=block_n, expand_warps=warps
-            )
+        for block_n, warps in EXPANDS:
+            yield dataclasses.replace(base, block_n=block_n, expand_warps=warps)
 
 
 def use(shape: Shape) -> None:
@@ -146,10 +157,11 @@ def use(shape: Shape) -> None:
 def compile_all(args: argparse.Namespace, job: tuple[str, int, int]) -> None:
     name, share, of = job
     layer = layer_of(name, args)
-    both = [*shapes("shrink"), *shapes("expand")]
-    for shape in both[share::of]:
+    found = [shape for half in args.sweep for shape in shapes(half)]
+    for shape in found[share::of]:
         use(shape)
         layer.adapted(0)
+        layer.apart(0)
     torch.cuda.synchronize()
 
 
@@ -159,11 +171,12 @@ def sweep(args: argparse.Namespace) -> None:
         pool.map(partial(compile_all, args), jobs, chunksize=1)
     for name in LINEARS:
         layer = layer_of(name, args)
-        for half in ("shrink", "expand"):
+        for half in args.sweep:
             found = []
+            run = layer.apart if half == "shrink" else layer.adapted
             for shape in shapes(half):
                 use(shape)
-                found.append((layer.us(layer.adapted), shape))
+                found.append((layer.us(run), shape))
             found.sort(key=lambda pair: pair[0])
             for us, shape in found[:6] + found[-1:]:
                 print(
@@ -179,7 +192,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=32)
     parser.add_argument("--adapters", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--sweep", choices=HALVES, nargs="+", default=[])
     args = parser.parse_args()
     report(args)
     if args.sweep:

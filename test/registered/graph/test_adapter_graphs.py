@@ -11,6 +11,7 @@ import torch
 
 from sglang.srt.forward.adapter_tiles import AdapterTiles, plan_tiles
 from sglang.srt.forward.batch import ForwardMode
+from sglang.srt.lora import stacked_pool
 from sglang.srt.model_executor.adapter_inputs import AdapterInputs
 from sglang.srt.model_executor.breakable_cuda_graph_runner import (
     BreakableCudaGraphRunner,
@@ -56,10 +57,15 @@ def harness_of(folder):
     )
 
 
-@pytest.fixture
-def both(folder):
-    """A harness for eager forwards, and one for graphs."""
-    both = harness_of(folder), harness_of(folder)
+@pytest.fixture(params=["apart", "joined"])
+def both(request, folder, monkeypatch):
+    """A harness for eager forwards, and one for graphs, in which A may be behind the
+    rows of the layer's weight."""
+    both = []
+    for form in ("apart", request.param):
+        most = 0 if form == "joined" else 1 << 20
+        monkeypatch.setattr(stacked_pool, "MOST_JOINED", most)
+        both.append(harness_of(folder))
     for harness in both:
         adapters = harness.runner.adapters
         adapters.pool.hold([ref.revision for ref in adapters.loaded])

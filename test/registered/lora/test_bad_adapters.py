@@ -384,7 +384,9 @@ def test_layers_that_cannot_have_adapters(
 def test_slots_that_do_not_fit_are_refused(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sglang.srt.lora.pool.available_device_bytes", lambda _: 1000)
+    monkeypatch.setattr(
+        "sglang.srt.lora.stacked_pool.available_device_bytes", lambda _: 1000
+    )
     with pytest.raises(ValueError, match="GiB are free; lower --max-loras-per-batch"):
         EngineHarness(
             model,

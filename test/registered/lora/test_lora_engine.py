@@ -104,7 +104,7 @@ def test_the_parts_of_ranks_make_the_whole(tmp_path: Path) -> None:
                 )
                 layout = AdapterLayout(loaded, TARGET_MODULES)
                 pool = PackedPool(layout, num_slots=1, evicts_oldest=False)
-                tensors = read_adapter(adapter, layout, max_rank=3)
+                tensors = read_adapter(adapter, layout, max_rank=3, dtype=torch.float32)
                 pool.add(tensors)
                 pool.hold([tensors.revision])
             of_ranks.append(layout)
@@ -127,10 +127,11 @@ def _product(ranks: tuple[AdaptedModule, ...]) -> torch.Tensor:
     parts: list[list[torch.Tensor]] = []
     for module in ranks:
         kept = module.shards[0].kept_inputs
-        y = torch.zeros(3, sum(module.sizes))
         assert module.linear.adapters is not None
         own = x.narrow(1, kept.start, kept.size)
-        module.linear.adapters.gain(own, AdapterTiles.on_cpu(words)).add(y)
+        nothing = torch.zeros(sum(module.sizes), own.shape[1])
+        tiles = AdapterTiles.on_cpu(words)
+        y = module.linear.adapters.linear(own, nothing, None, tiles)
         parts.append(list(y.split(list(module.sizes), dim=1)))
     if ranks[0].shards[0].kept_inputs.size < whole:
         return torch.stack([torch.cat(own, dim=1) for own in parts]).sum(0)

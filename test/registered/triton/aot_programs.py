@@ -647,7 +647,7 @@ def adapters(dtype: str) -> Iterator[Variant]:
     p = POINTERS[dtype]
     pointers = {"ranks": "*i32", "words": "*i32", "inner": "*fp32"}
     for shape, rank in itertools.product(SHAPES, (16, 64)):
-        common = {"RANK": rank, "TILE_ROWS": TILE, "R_BLOCK": lora.BLOCK_R, "PDL": True}
+        common = {"RANK": rank, "TILE_ROWS": TILE, "PDL": True}
         for k, sizes in (
             (4096, (4096, 1024, 1024)),
             (4096, (14336, 14336, 0)),
@@ -663,22 +663,29 @@ def adapters(dtype: str) -> Iterator[Variant]:
                 shape.shrink_warps,
             )
             n = dict(zip(("N0", "N1", "N2"), sizes, strict=True))
-            n |= {"SHARDS": shards, "SPLIT": triton.cdiv(k, shape.slice_k)}
-            yield Variant(
-                f"lora expand {sizes}",
-                lora.expand_kernel,
-                {"y": p, "b": p, **pointers},
-                {**common, **n, "N_BLOCK": shape.block_n},
-                shape.expand_warps,
-            )
-        gated = {"WIDTH": 14336, "SPLIT": triton.cdiv(4096, shape.slice_k)}
-        yield Variant(
-            "lora expand gated",
-            lora.expand_gated_kernel,
-            {"y": p, "out": p, "b": p, **pointers},
-            {**common, **gated, "N_BLOCK": shape.block_n // 2, "GELU": False},
-            shape.expand_warps,
-        )
+            n |= {"WIDTH": shards * rank, "N_BLOCK": shape.block_n}
+            for inner, parts in (
+                (p, {"SPLIT": 1, "JOINED": True}),
+                ("*fp32", {"SPLIT": triton.cdiv(k, shape.slice_k), "JOINED": False}),
+            ):
+                ends = {"y": p, "out": p, "b": p, **pointers, "inner": inner}
+                yield Variant(
+                    f"lora expand {sizes}",
+                    lora.expand_kernel,
+                    ends,
+                    {**common, **n, **parts},
+                    shape.expand_warps,
+                )
+                if sizes[0] != sizes[1]:
+                    continue
+                gated = {"OUTPUTS": sizes[0], "N_BLOCK": shape.block_n // 2}
+                yield Variant(
+                    "lora expand gated",
+                    lora.expand_gated_kernel,
+                    ends,
+                    {**common, **gated, **parts, "GELU": False},
+                    shape.expand_warps,
+                )
 
 
 def main() -> None:

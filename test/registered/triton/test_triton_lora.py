@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -16,14 +19,9 @@ from sglang.srt.forward.adapter_tiles import (
     plan_tiles,
 )
 from sglang.srt.layers.ops.activation.op import GATED
-from sglang.srt.layers.ops.lora import table
+from sglang.srt.layers.ops.lora import op, table
 from sglang.srt.layers.ops.lora import triton as kernels
-from sglang.srt.layers.ops.lora.op import (
-    AdapterStack,
-    lora_expand_gated_ref,
-    lora_expand_ref,
-    lora_shrink_ref,
-)
+from sglang.srt.layers.ops.lora.op import AdapterStack
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import count
 from sglang.test.state_problem import Draws
@@ -32,10 +30,15 @@ register_cpu_ci(est_time=6, suite="cpu")
 register_cuda_ci(est_time=30, suite="cuda")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-SEEDS = range(count(ci=10, full=120) if DEVICE == "cpu" else 120)
+SEEDS = range(count(ci=10 if DEVICE == "cpu" else 40, full=120))
 # The interpreter multiplies bfloat16 wrongly.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+
+
+REFERENCE = SimpleNamespace(
+    lora_shrink=op.lora_shrink_ref, lora_expand=op.lora_expand_ref
+)
 
 
 class Problem:
@@ -112,9 +115,17 @@ def any_tiles(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(kernels, "shape_of", lambda _: shape)
 
 
+def joined(problem: Problem) -> Tensor:
+    """The layer's product with the inner products of all slots behind it."""
+    a = problem.stack.a.flatten(0, 1)
+    inner = (problem.x.float() @ a.float().t()).to(problem.dtype)
+    return torch.cat((problem.y, inner), dim=1)
+
+
 @pytest.mark.usefixtures("any_tiles")
+@pytest.mark.parametrize("is_joined", [False, True])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_both_forms_equal_loops(seed: int) -> None:
+def test_both_forms_equal_loops(seed: int, is_joined: bool) -> None:
     problem = Problem(seed)
     tiles = problem.tiles()
     if tiles is None:
@@ -123,18 +134,26 @@ def test_both_forms_equal_loops(seed: int) -> None:
     due = problem.by_loops()
     x, stack = problem.x, problem.stack
     clean = stack._replace(b=stack.b.nan_to_num(0.0))
-    inner = lora_shrink_ref(x, clean, tiles)
-    assert_close(lora_expand_ref(problem.y.clone(), inner, clean, tiles), due)
+    both = joined(problem) if is_joined else None
+
+    def expand(ops: Any, stack: AdapterStack) -> Tensor:
+        if both is not None:
+            found = ops.lora_expand(both, None, stack, tiles)
+            out = problem.y.new_empty(problem.y.shape)
+            assert ops.lora_expand(both, None, stack, tiles, out=out) is out
+            assert torch.equal(out, found), "the same bits in every run"
+            return out
+        y, inner = problem.y.clone(), ops.lora_shrink(x, stack, tiles)
+        assert ops.lora_expand(y, inner, stack, tiles) is y
+        return y
+
+    assert_close(expand(REFERENCE, clean), due)
     # A slot without an adapter is not read: its B is not a number.
-    y, inner = problem.y.clone(), kernels.lora_shrink(x, stack, tiles)
-    assert kernels.lora_expand(y, inner, stack, tiles) is y
+    y = expand(kernels, stack)
     assert_close(y, due)
     untouched = np.repeat(problem.of_rows, problem.lens) == 0
     assert torch.equal(y[untouched], problem.y[untouched]), "to the bit"
-    again = kernels.lora_shrink(x, stack, tiles)
-    assert torch.equal(
-        kernels.lora_expand(problem.y.clone(), again, stack, tiles), y
-    ), "the same bits in every run"
+    assert torch.equal(expand(kernels, stack), y), "the same bits in every run"
 
 
 @pytest.mark.usefixtures("any_tiles")
@@ -146,15 +165,15 @@ def test_the_activation_follows(seed: int, activation: str) -> None:
     tiles = problem.tiles()
     if tiles is None:
         return
-    due = GATED[activation](problem.by_loops().to(problem.dtype)).double()
     x, stack = problem.x, problem.stack
-    clean = stack._replace(b=stack.b.nan_to_num(0.0))
-    inner = lora_shrink_ref(x, clean, tiles)
-    y = problem.y.clone()
-    assert_close(lora_expand_gated_ref(y, inner, clean, tiles, activation), due)
-    inner = kernels.lora_shrink(x, stack, tiles)
-    out = kernels.lora_expand_gated(problem.y, inner, stack, tiles, activation)
-    assert_close(out, due)
+    activated = GATED[activation].reference
+    for y, inner in (
+        (problem.y, kernels.lora_shrink(x, stack, tiles)),
+        (joined(problem), None),
+    ):
+        due = activated(kernels.lora_expand(y.clone(), inner, stack, tiles)).double()
+        out = kernels.lora_expand_gated(y.clone(), inner, stack, tiles, activation)
+        assert_close(out, due)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from sglang.srt.distributed.parallel_state import Addend, get_tp_group
 from sglang.srt.distributed.partition import Part, divide, divide_kv_heads
-from sglang.srt.layers.adapters import Gain, LayerAdapters, current_tiles
+from sglang.srt.layers.adapters import JoinedWeight, LayerAdapters, current_tiles
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.activation.op import GATED
 from sglang.srt.layers.ops.linear.op import (
@@ -246,17 +247,34 @@ class Linear(Module):
 
     def forward(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """[..., inputs] -> [..., outputs], written to `out` if given."""
-        gain = self._gain(x)
-        y = linear(x, self._any_weight(), self.bias, out=out)
-        return y if gain is None else gain.add(y)
+        return self._multiply(x, self.bias, out=out)
 
-    def _gain(self, x: Tensor) -> Gain | None:
-        """Begin what adapters add to this layer's product with x, which must come
-        next; None if no token of this forward has an adapter here."""
-        if self.adapters is None:
-            return None
-        tiles = current_tiles()
-        return None if tiles is None else self.adapters.gain(x, tiles)
+    def _multiply(
+        self, x: Tensor, bias: Tensor | None, *, out: Tensor | None = None
+    ) -> Tensor:
+        """`linear`, with the adapters of this forward if a token has one."""
+        weight, adapters = self._any_weight(), self.adapters
+        tiles = None if adapters is None else current_tiles()
+        if adapters is None or tiles is None:
+            return linear(x, weight, bias, out=out)
+        return adapters.linear(x, weight, bias, tiles, out=out)
+
+    @property
+    def _is_adapting(self) -> bool:
+        """Whether a token of this forward may have an adapter here."""
+        return self.adapters is not None and current_tiles() is not None
+
+    def extended(self, rows: int) -> JoinedWeight:
+        """Move the plain weight into a larger matrix, with `rows` rows of zeros behind
+        its own, and return that."""
+        weight, bias = self.weight, self.bias
+        assert weight is not None
+        outputs, inputs = weight.shape
+        joined = weight.data.new_zeros(outputs + rows, inputs)
+        joined[:outputs].copy_(weight.data)
+        weight.data = joined[:outputs]
+        padded = None if bias is None else functional.pad(bias.data, (0, rows))
+        return JoinedWeight(joined, padded)
 
     def _any_weight(self) -> AnyWeight:
         weight = self._packed or self._quantized
@@ -318,16 +336,13 @@ class RowParallelLinear(Linear):
 
     def forward_partial(self, x: Tensor, *, out: Tensor | None = None) -> Tensor:
         """Return this rank's product, for a caller that sums over ranks itself."""
-        gain = self._gain(x)
-        bias = self.bias if self._adds_bias else None
-        y = linear(x, self._any_weight(), bias, out=out)
-        return y if gain is None else gain.add(y)
+        return self._multiply(x, self.bias if self._adds_bias else None, out=out)
 
     def add_partial(self, x: Tensor, total: Tensor) -> Tensor:
         """total [T, output_size] += this rank's product without a bias, in place."""
-        gain = self._gain(x)
-        y = linear_add(x, self._any_weight(), total)
-        return y if gain is None else gain.add(y)
+        if self._is_adapting:
+            return total.add_(self._multiply(x, None))
+        return linear_add(x, self._any_weight(), total)
 
     def forward_into(self, x: Tensor, residual: Tensor | None) -> Addend | None:
         """Add the product to `residual` [T, output_size] if that costs nothing extra.
@@ -338,16 +353,9 @@ class RowParallelLinear(Linear):
         """
         if self._group.size > 1:
             return self._group.sum_later(self.forward_partial(x))
-        if residual is None:
+        if residual is None or self._is_adapting:
             return self.forward(x)
-        gain = self._gain(x)
-        y = linear_into(x, self._any_weight(), self.bias, residual)
-        if gain is None:
-            return y
-        if y is None:
-            gain.add(residual)
-            return None
-        return gain.add(y)
+        return linear_into(x, self._any_weight(), self.bias, residual)
 
 
 class QKVLinear(ColumnParallelLinear):
@@ -402,11 +410,13 @@ class GateUpLinear(ColumnParallelLinear):
 
     def forward_gated(self, x: Tensor, activation: str) -> Tensor:
         """activation(gate(x)) * up(x), for an activation of `GATED`."""
-        gain = self._gain(x)
-        if gain is None and self.bias is None:
-            return linear_gated(x, self._any_weight(), activation)
-        y = linear(x, self._any_weight(), self.bias)
-        return GATED[activation](y) if gain is None else gain.add_gated(y, activation)
+        weight, bias, adapters = self._any_weight(), self.bias, self.adapters
+        tiles = None if adapters is None else current_tiles()
+        if adapters is not None and tiles is not None:
+            return adapters.linear_gated(x, weight, bias, tiles, activation)
+        if bias is None:
+            return linear_gated(x, weight, activation)
+        return GATED[activation](linear(x, weight, bias))
 
 
 def change_parts(

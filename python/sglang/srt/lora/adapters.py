@@ -19,7 +19,8 @@ from sglang.srt.layers.linear import Linear
 from sglang.srt.lora.adapter_config import AdapterConfig, read_adapter_config
 from sglang.srt.lora.adapter_file import AdapterTensors, read_adapter
 from sglang.srt.lora.layout import AdapterLayout
-from sglang.srt.lora.pool import AdapterPool, PackedPool, StackedPool
+from sglang.srt.lora.pool import AdapterPool, PackedPool
+from sglang.srt.lora.stacked_pool import StackedPool
 from sglang.srt.managers.messages.io_struct import LoraRef
 from sglang.srt.models.llama import LoadableModel
 from sglang.srt.utils.quoting import quoted

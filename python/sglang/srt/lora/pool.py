@@ -11,35 +11,19 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from sglang.srt.forward.adapter_tiles import TILE, AdapterTiles
-from sglang.srt.layers.adapters import (
-    PackedAdapter,
-    PackedAdapters,
-    StackedAdapters,
-)
-from sglang.srt.layers.linear import GateUpLinear
-from sglang.srt.layers.ops.activation.op import GATED
+from sglang.srt.layers.adapters import PackedAdapter, PackedAdapters
 from sglang.srt.layers.ops.linear.op import pack_weight
-from sglang.srt.layers.ops.lora.op import AdapterStack
-from sglang.srt.layers.ops.lora.table import TILE_COUNTS
-from sglang.srt.lora.slot_copies import SlotCopies
-from sglang.srt.utils.memory import available_device_bytes
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Iterable, Mapping, Sequence
 
+    from sglang.srt.forward.adapter_tiles import AdapterTiles
     from sglang.srt.lora.adapter_file import AdapterTensors, Pair
     from sglang.srt.lora.layout import AdaptedModule, AdapterLayout, ModuleShard
     from sglang.srt.mem_cache.page_ledger import IntArray
 
 H = TypeVar("H")
-
-
-def padded_rank(rank: int) -> int:
-    """Return the rank that a slot has room for."""
-    return -(-rank // TILE) * TILE
 
 
 class AdapterPool(ABC, Generic[H]):
@@ -170,118 +154,6 @@ class AdapterPool(ABC, Generic[H]):
         """Make a slot empty."""
 
 
-class StackedPool(AdapterPool["tuple[Tensor, int]"]):
-    """Slots at fixed addresses, so that graphs can read them. An adapter is one
-    contiguous piece, and takes one copy.
-
-    Args:
-        rank: largest rank.
-    """
-
-    def __init__(
-        self,
-        layout: AdapterLayout,
-        *,
-        num_slots: int,
-        evicts_oldest: bool,
-        rank: int,
-        dtype: torch.dtype,
-        device: str,
-    ) -> None:
-        super().__init__(
-            layout, num_slots=num_slots, evicts_oldest=evicts_oldest, dtype=dtype
-        )
-        self._rank = padded_rank(rank)
-        self._size = sum(sum(self._sizes(module)) for module in layout.modules)
-        _check_memory(num_slots * self._size * dtype.itemsize, device, self._rank)
-        self._slots_data = torch.zeros(
-            num_slots, self._size, dtype=dtype, device=device
-        )
-        self._ranks = torch.zeros(1 + num_slots, dtype=torch.int32, device=device)
-        self._copies = None if device == "cpu" else SlotCopies(device)
-        start = 0
-        for module in layout.modules:
-            a_size, b_size = self._sizes(module)
-            a = self._slots_data[:, start : start + a_size]
-            b = self._slots_data[:, start + a_size : start + a_size + b_size]
-            start += a_size + b_size
-            rows = len(module.shards) * self._rank
-            module.linear.adapters = StackedAdapters(
-                AdapterStack(
-                    a=a.unflatten(1, (rows, module.inputs)),
-                    b=b.unflatten(1, (sum(module.sizes), self._rank)),
-                    ranks=self._ranks,
-                    sizes=module.sizes,
-                )
-            )
-
-    def _sizes(self, module: AdaptedModule) -> tuple[int, int]:
-        """Elements of A and B of a module; both a multiple of 8."""
-        return (
-            len(module.shards) * self._rank * module.inputs,
-            sum(module.sizes) * self._rank,
-        )
-
-    def warm_up(self) -> None:
-        """Compile all kernels, with tiles without an adapter."""
-        done = set()
-        for module in self.layout.modules:
-            layer = module.linear.adapters
-            shape = (module.inputs, module.sizes)
-            if layer is None or shape in done:
-                continue
-            done.add(shape)
-            new = self._slots_data.new_zeros
-            for count in TILE_COUNTS:
-                words = torch.zeros(
-                    count, 1 + TILE, dtype=torch.int32, device=self._ranks.device
-                )
-                y, x = new(1, sum(module.sizes)), new(1, module.inputs)
-                gain = layer.gain(x, AdapterTiles(words=words))
-                gain.add(y)
-                if isinstance(module.linear, GateUpLinear):
-                    for activation in GATED:
-                        gain.add_gated(y, activation)
-
-    def _prepare(self, adapter: AdapterTensors) -> tuple[Tensor, int]:
-        data = torch.zeros(
-            self._size, dtype=self.dtype, pin_memory=self._copies is not None
-        )
-        start = 0
-        for module in self.layout.modules:
-            a_size, b_size = self._sizes(module)
-            a = data[start : start + a_size].view(-1, self._rank, module.inputs)
-            b = data[start + a_size : start + a_size + b_size].view(-1, self._rank)
-            start += a_size + b_size
-            first = 0
-            for i, shard in enumerate(module.shards):
-                size = shard.kept_outputs.size
-                pair = _kept(adapter.pairs, shard)
-                if pair is not None:
-                    a[i, : len(pair.a)] = pair.a
-                    b[first : first + size, : len(pair.a)] = pair.b
-                first += size
-        return data, adapter.rank
-
-    def _load(self, slot: int, adapter: tuple[Tensor, int]) -> None:
-        data, rank = adapter
-        with self._writing(slot):
-            self._slots_data[slot - 1].copy_(data, non_blocking=True)
-            self._ranks[slot].fill_(rank)
-
-    def _clear(self, slot: int) -> None:
-        with self._writing(slot):
-            self._ranks[slot].fill_(0)
-
-    def _writing(self, slot: int) -> AbstractContextManager[None]:
-        return nullcontext() if self._copies is None else self._copies.writing(slot)
-
-    def reading(self, tiles: AdapterTiles) -> AbstractContextManager[None]:
-        if self._copies is None:
-            return nullcontext()
-        return self._copies.reading(tiles.slots_read)
-
-
 class PackedPool(AdapterPool["list[PackedAdapter | None]"]):
     """Slots of the CPU, whose layers read packed weights."""
 
@@ -305,21 +177,7 @@ class PackedPool(AdapterPool["list[PackedAdapter | None]"]):
             layer.slots[slot] = None
 
 
-def _check_memory(needed: int, device: str, rank: int) -> None:
-    """
-    Raises:
-        ValueError: the slots do not fit; names the flags.
-    """
-    free = available_device_bytes(device)
-    if needed > free:
-        raise ValueError(
-            f"the slots of adapters take {needed / 2**30:.1f} GiB with rank {rank}, "
-            f"but {free / 2**30:.1f} GiB are free; lower --max-loras-per-batch or "
-            "--max-lora-rank, or name fewer --lora-target-modules"
-        )
-
-
-def _kept(pairs: Mapping[ModuleShard, Pair], shard: ModuleShard) -> Pair | None:
+def kept(pairs: Mapping[ModuleShard, Pair], shard: ModuleShard) -> Pair | None:
     """Return this rank's part of a pair, if the adapter has it."""
     pair = pairs.get(shard)
     if pair is None:
@@ -335,7 +193,7 @@ def _pack(
     pairs: Mapping[ModuleShard, Pair], module: AdaptedModule
 ) -> PackedAdapter | None:
     """Pack an adapter's part of a layer; a shard without one is a product of zeros."""
-    found = [_kept(pairs, shard) for shard in module.shards]
+    found = [kept(pairs, shard) for shard in module.shards]
     if not any(found):
         return None
     a, b = [], []

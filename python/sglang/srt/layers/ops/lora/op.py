@@ -1,7 +1,8 @@
 """The products of LoRA adapters, for tokens with different adapters in one batch.
 
-A product has two halves: `lora_shrink` multiplies by A, and `lora_expand` by B. The
-first needs only the layer's input, so it runs before the layer's own product.
+A product has two halves: A, then B (`lora_expand`). The A of all slots may be rows
+behind those of the layer's weight; then the layer's own product computes the first half
+as further outputs. Otherwise `lora_shrink` does.
 """
 
 from __future__ import annotations
@@ -43,6 +44,11 @@ class AdapterStack(NamedTuple):
         """R, to which all ranks are padded; a multiple of 16."""
         return self.b.shape[2]
 
+    @property
+    def width(self) -> int:
+        """Columns of a slot's inner product."""
+        return len(self.sizes) * self.rank
+
 
 def lora_shrink_ref(x: Tensor, stack: AdapterStack, tiles: AdapterTiles) -> Tensor:
     """inner[tile, m] = x[token m of the tile] @ a[slot of the tile].T
@@ -66,26 +72,39 @@ lora_shrink = Op(
 
 
 def lora_expand_ref(
-    y: Tensor, inner: Tensor, stack: AdapterStack, tiles: AdapterTiles
+    y: Tensor,
+    inner: Tensor | None,
+    stack: AdapterStack,
+    tiles: AdapterTiles,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """y[t, shard] += inner[t, shard] @ b[slot, shard].T for each token t that has an
-    adapter, in place.
+    """out[t, shard] = y[t, shard] + inner[t, shard] @ b[slot, shard].T for each token t
+    that has an adapter, and y[t] for the others.
 
     Sums are float32; the inner product and the result are rounded to the dtype.
 
     Args:
         y: [T, N], rows contiguous, of the dtype of the stack.
-        inner: from `lora_shrink` with the same tiles.
+        inner: from `lora_shrink` with the same tiles. If None, y is [T, N + slots *
+            width], with the inner products of all slots behind the outputs.
+        out: [T, N], contiguous. If None, `y` with `inner` and a new tensor without.
 
     Returns:
-        `y`.
+        `out`.
     """
     rank = stack.rank
+    if out is None:
+        out = y if inner is not None else y.new_empty(len(y), sum(stack.sizes))
     slots, rows = (tiles.slots.long() - 1).clamp(min=0), tiles.rows.long()
     live = (rows >= 0) & (tiles.slots > 0)[:, None]
     rows = rows.clamp(min=0, max=len(y) - 1)
-    rounded = inner.sum(0).to(y.dtype).float()
-    total = y.float()
+    if inner is None:
+        behind = y[:, out.shape[1] :].unflatten(1, (-1, stack.width))
+        rounded = behind[rows, slots[:, None]].float()
+    else:
+        rounded = inner.sum(0).to(y.dtype).float()
+    total = y[:, : out.shape[1]].float()
     start = 0
     for shard, size in enumerate(stack.sizes):
         b = stack.b[slots, start : start + size].float()
@@ -96,7 +115,7 @@ def lora_expand_ref(
         part = total[:, start : start + size]
         part.index_add_(0, rows.flatten(), gained.flatten(0, 1))
         start += size
-    return y.copy_(total)
+    return out.copy_(total)
 
 
 lora_expand = Op(
@@ -106,12 +125,12 @@ lora_expand = Op(
 
 def lora_expand_gated_ref(
     y: Tensor,
-    inner: Tensor,
+    inner: Tensor | None,
     stack: AdapterStack,
     tiles: AdapterTiles,
     activation: str,
 ) -> Tensor:
-    """activation(gate) * up, where [gate | up] is `lora_expand` of y [T, 2 * I].
+    """activation(gate) * up, where [gate | up] is `lora_expand` of the same.
 
     Args:
         y: may be overwritten. Every row must be in a tile.

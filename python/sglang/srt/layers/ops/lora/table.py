@@ -32,8 +32,8 @@ SHAPES = (
     Shape(
         most_tiles=FEW_TILES,
         slice_k=1024,
-        block_k=256,
-        shrink_warps=4,
+        block_k=512,
+        shrink_warps=2,
         block_n=256,
         expand_warps=4,
     ),

@@ -1,9 +1,10 @@
 """Triton form of the products of adapters.
 
-`shrink_kernel` multiplies by A, in parts of the sum over K. `expand_kernel` adds the
-parts, multiplies by B and adds to the layer's product; `expand_gated_kernel` applies
-the activation as well. A program handles one tile: tokens of one adapter. Nothing that
-changes from step to step is a launch argument, so captured graphs work for all batches.
+`shrink_kernel` multiplies by A, in parts of the sum over K, unless the layer's own
+product did. `expand_kernel` adds the parts, multiplies by B and adds to the layer's
+product; `expand_gated_kernel` applies the activation as well. A program handles one
+tile: tokens of one adapter. Nothing that changes from step to step is a launch
+argument, so captured graphs work for all batches.
 
 Adapters do not depend on the preceding kernel, so programs fetch them before they wait
 for it. The sums of a token do not depend on the other tokens of its tile.
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.ops.lora.op import AdapterStack
 
 BLOCK_R = 16
+R_BLOCK = tl.constexpr(BLOCK_R)
 MAX_SHARDS = 3
 AHEAD = tl.constexpr(64)  # columns of B
 
@@ -65,7 +67,6 @@ def shrink_kernel(
     SHARDS: tl.constexpr,
     SLICE_K: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    R_BLOCK: tl.constexpr,
     K_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -115,9 +116,7 @@ def _b_rows(b, slot, b_stride, n, RANK: tl.constexpr):
 
 
 @triton.jit
-def _first_weights(
-    b_rows, rank, inside, RANK: tl.constexpr, R_BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+def _first_weights(b_rows, rank, inside, RANK: tl.constexpr, PDL: tl.constexpr):
     """Return the first R_BLOCK columns of B, [R_BLOCK, N], and fetch some others."""
     if PDL and RANK > R_BLOCK and rank > R_BLOCK:
         prefetch_items(tl.trans(b_rows), 0, RANK, AHEAD)
@@ -126,53 +125,73 @@ def _first_weights(
 
 
 @triton.jit
-def _inner_part(
+def _inner_rows(
     inner,
     tile,
+    slot,
+    rows,
+    inner_stride,
+    WIDTH: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    JOINED: tl.constexpr,
+):
+    """Return pointers [TILE_ROWS, 1] to the inner product of each row, whose parts are
+    a launch's tiles apart.
+
+    inner_stride: of rows, if JOINED.
+    """
+    if JOINED:
+        place = rows.to(tl.int64) * inner_stride + (slot - 1) * WIDTH
+    else:
+        place = (tile * TILE_ROWS + tl.arange(0, TILE_ROWS)) * WIDTH
+    return inner + place[:, None]
+
+
+@triton.jit
+def _inner_part(
+    inner_rows,
+    live,
     column,
     WIDTH: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    R_BLOCK: tl.constexpr,
 ):
     """Return the inner product of R_BLOCK columns, [TILE_ROWS, R_BLOCK]."""
-    r = column + tl.arange(0, R_BLOCK)
+    r = column + tl.arange(0, R_BLOCK)[None, :]
     total = tl.zeros([TILE_ROWS, R_BLOCK], dtype=tl.float32)
     for split in tl.static_range(SPLIT):
-        m = (split * tl.num_programs(0) + tile) * TILE_ROWS + tl.arange(0, TILE_ROWS)
-        total += tl.load(inner + m[:, None] * WIDTH + r[None, :])
+        part = inner_rows + split * tl.num_programs(0) * TILE_ROWS * WIDTH
+        total += tl.load(part + r, mask=live, other=0.0).to(tl.float32)
     return total
 
 
 @triton.jit
 def _gained(
-    inner,
-    tile,
+    inner_rows,
+    live,
     shard,
     b_rows,
     weight,
     rank,
     inside,
+    WIDTH: tl.constexpr,
     RANK: tl.constexpr,
-    SHARDS: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    R_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr,
 ):
-    """Return inner[tile, :, shard] . B, [TILE_ROWS, N_BLOCK]; `weight` is the first
-    block of B."""
-    WIDTH: tl.constexpr = SHARDS * RANK
+    """Return inner[:, shard] . B, [TILE_ROWS, N_BLOCK]; `weight` is the first block of
+    B."""
     total = tl.zeros([TILE_ROWS, N_BLOCK], dtype=tl.float32)
     if rank > 0:
         first = shard * RANK
-        part = _inner_part(inner, tile, first, WIDTH, SPLIT, TILE_ROWS, R_BLOCK)
+        part = _inner_part(inner_rows, live, first, WIDTH, SPLIT, TILE_ROWS)
         part = part.to(weight.dtype)
         total = tl.dot(part, weight, total, input_precision="ieee")
         if RANK > R_BLOCK:
             for column in range(R_BLOCK, rank, R_BLOCK):
                 part = _inner_part(
-                    inner, tile, first + column, WIDTH, SPLIT, TILE_ROWS, R_BLOCK
+                    inner_rows, live, first + column, WIDTH, SPLIT, TILE_ROWS
                 ).to(weight.dtype)
                 r = column + tl.arange(0, R_BLOCK)
                 later = tl.load(b_rows + r[:, None], mask=inside, other=0.0)
@@ -180,27 +199,36 @@ def _gained(
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def expand_kernel(
     inner,
     b,
     ranks,
     words,
     y,
+    out,
+    tokens,
     y_stride,
+    out_stride,
     b_stride,
     N0: tl.constexpr,
     N1: tl.constexpr,
     N2: tl.constexpr,
+    WIDTH: tl.constexpr,
     RANK: tl.constexpr,
-    SHARDS: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    R_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr,
+    JOINED: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """y[row m, n] += inner[tile, m, shard of n] . b[slot, n].
+    """out[row m, n] = y[row m, n] + inner[row m, shard of n] . b[slot, n].
+
+    If JOINED, also for rows without an adapter; otherwise `out` is `y`.
+
+    Args:
+        inner: [T, slots * WIDTH] in the rows of y if JOINED, otherwise by tile and row.
+        tokens: rows of y.
 
     Programs: (tiles, blocks of N0, of N1 and of N2).
     """
@@ -221,28 +249,28 @@ def expand_kernel(
     n = begin + block * N_BLOCK + tl.arange(0, N_BLOCK)
     inside = (n < end)[None, :]
     b_rows = _b_rows(b, slot, b_stride, n, RANK)
-    weight = _first_weights(b_rows, rank, inside, RANK, R_BLOCK, PDL)
+    weight = _first_weights(b_rows, rank, inside, RANK, PDL)
     wait_for_inputs(PDL)
-    if rank > 0:
+    if rank > 0 or JOINED:
+        live = ((rows >= 0) & (rows < tokens))[:, None]
         place = y + rows.to(tl.int64)[:, None] * y_stride + n[None, :]
-        mask = (rows >= 0)[:, None] & inside
-        before = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+        before = tl.load(place, mask=live & inside, other=0.0).to(tl.float32)
         total = _gained(
-            inner,
-            tile,
+            _inner_rows(inner, tile, slot, rows, y_stride, WIDTH, TILE_ROWS, JOINED),
+            live,
             shard,
             b_rows,
             weight,
             rank,
             inside,
+            WIDTH,
             RANK,
-            SHARDS,
             SPLIT,
             TILE_ROWS,
-            R_BLOCK,
             N_BLOCK,
         )
-        tl.store(place, (before + total).to(y.dtype.element_ty), mask=mask)
+        place = out + rows.to(tl.int64)[:, None] * out_stride + n[None, :]
+        tl.store(place, (before + total).to(out.dtype.element_ty), mask=live & inside)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -256,65 +284,70 @@ def expand_gated_kernel(
     tokens,
     y_stride,
     b_stride,
-    WIDTH: tl.constexpr,
+    OUTPUTS: tl.constexpr,
     RANK: tl.constexpr,
     SPLIT: tl.constexpr,
     TILE_ROWS: tl.constexpr,
-    R_BLOCK: tl.constexpr,
     N_BLOCK: tl.constexpr,
     GELU: tl.constexpr,
+    JOINED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """out[row m, n] = activation(gate[n]) * up[n], where [gate | up] is y[row m] with
     the adapters' products added. Also for rows without an adapter.
 
-    tokens: rows of y. Programs: (tiles, blocks of WIDTH).
+    Args: as `expand_kernel`.
+
+    Programs: (tiles, blocks of OUTPUTS).
     """
     let_next_start(PDL)
+    WIDTH: tl.constexpr = 2 * RANK
     tile, block = tl.program_id(0), tl.program_id(1)
     slot = _tile_slot(words, tile, TILE_ROWS)
     rank = tl.load(ranks + slot)
     rows = _tile_rows(words, tile, TILE_ROWS)
     n = block * N_BLOCK + tl.arange(0, N_BLOCK)
-    inside = (n < WIDTH)[None, :]
+    inside = (n < OUTPUTS)[None, :]
     gate_rows = _b_rows(b, slot, b_stride, n, RANK)
-    up_rows = _b_rows(b, slot, b_stride, WIDTH + n, RANK)
-    gate_weight = _first_weights(gate_rows, rank, inside, RANK, R_BLOCK, PDL)
-    up_weight = _first_weights(up_rows, rank, inside, RANK, R_BLOCK, PDL)
+    up_rows = _b_rows(b, slot, b_stride, OUTPUTS + n, RANK)
+    gate_weight = _first_weights(gate_rows, rank, inside, RANK, PDL)
+    up_weight = _first_weights(up_rows, rank, inside, RANK, PDL)
     wait_for_inputs(PDL)
-    mask = ((rows >= 0) & (rows < tokens))[:, None] & inside
-    rows = rows.to(tl.int64)[:, None]
-    place = y + rows * y_stride + n[None, :]
+    live = ((rows >= 0) & (rows < tokens))[:, None]
+    mask = live & inside
+    wide = rows.to(tl.int64)[:, None]
+    place = y + wide * y_stride + n[None, :]
     gate = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(place + WIDTH, mask=mask, other=0.0).to(tl.float32)
+    up = tl.load(place + OUTPUTS, mask=mask, other=0.0).to(tl.float32)
+    inner_rows = _inner_rows(
+        inner, tile, slot, rows, y_stride, WIDTH, TILE_ROWS, JOINED
+    )
     gate += _gained(
-        inner,
-        tile,
+        inner_rows,
+        live,
         0,
         gate_rows,
         gate_weight,
         rank,
         inside,
+        WIDTH,
         RANK,
-        2,
         SPLIT,
         TILE_ROWS,
-        R_BLOCK,
         N_BLOCK,
     )
     up += _gained(
-        inner,
-        tile,
+        inner_rows,
+        live,
         1,
         up_rows,
         up_weight,
         rank,
         inside,
+        WIDTH,
         RANK,
-        2,
         SPLIT,
         TILE_ROWS,
-        R_BLOCK,
         N_BLOCK,
     )
     # The activation gets the sum rounded as it would be stored.
@@ -322,7 +355,7 @@ def expand_gated_kernel(
     up = up.to(y.dtype.element_ty).to(tl.float32)
     result = activated(gate, up, GELU)
     tl.store(
-        out + rows * WIDTH + n[None, :], result.to(out.dtype.element_ty), mask=mask
+        out + wide * OUTPUTS + n[None, :], result.to(out.dtype.element_ty), mask=mask
     )
 
 
@@ -370,7 +403,12 @@ def lora_shrink(x: Tensor, stack: AdapterStack, tiles: AdapterTiles) -> Tensor:
 
 
 def lora_expand(
-    y: Tensor, inner: Tensor, stack: AdapterStack, tiles: AdapterTiles
+    y: Tensor,
+    inner: Tensor | None,
+    stack: AdapterStack,
+    tiles: AdapterTiles,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """`ops.lora.lora_expand`.
 
@@ -378,34 +416,35 @@ def lora_expand(
         ValueError: a shape or a dtype does not fit.
     """
     _check_expand("lora_expand", y, inner, stack, tiles)
-    count = len(tiles.words)
-    shape = shape_of(count)
+    if out is None:
+        out = y if inner is not None else y.new_empty(len(y), sum(stack.sizes))
+    elif out.shape != (len(y), sum(stack.sizes)) or out.stride(1) != 1:
+        raise ValueError(f"lora_expand: out {_form(out)}, {_form_of(stack)}")
+    count, shape = len(tiles.words), shape_of(len(tiles.words))
     sizes = (*stack.sizes, 0, 0)
     blocks = sum(triton.cdiv(size, shape.block_n) for size in stack.sizes)
     if count:
         expand_kernel[(count, blocks)](
-            inner,
-            stack.b,
-            stack.ranks,
-            tiles.words,
-            y,
+            *_expanded(y, inner, stack, tiles, out),
             y.stride(0),
+            out.stride(0),
             stack.b.stride(0),
             N0=sizes[0],
             N1=sizes[1],
             N2=sizes[2],
-            SHARDS=len(stack.sizes),
-            SPLIT=len(inner),
+            WIDTH=stack.width,
+            SPLIT=1 if inner is None else len(inner),
             N_BLOCK=shape.block_n,
+            JOINED=inner is None,
             num_warps=shape.expand_warps,
             **_common(stack, y.device),
         )
-    return y
+    return out
 
 
 def lora_expand_gated(
     y: Tensor,
-    inner: Tensor,
+    inner: Tensor | None,
     stack: AdapterStack,
     tiles: AdapterTiles,
     activation: str,
@@ -416,61 +455,75 @@ def lora_expand_gated(
         ValueError: a shape or a dtype does not fit.
     """
     _check_expand("lora_expand_gated", y, inner, stack, tiles)
-    width = y.shape[1] // 2
-    if stack.sizes != (width, width):
+    outputs = sum(stack.sizes) // 2
+    if stack.sizes != (outputs, outputs):
         raise ValueError(f"lora_expand_gated: {_form_of(stack)}, expected gate and up")
-    count = len(tiles.words)
-    shape = shape_of(count)
+    count, shape = len(tiles.words), shape_of(len(tiles.words))
     # A program has a block of both.
     block_n = shape.block_n // 2
-    out = y.new_empty(len(y), width)
+    out = y.new_empty(len(y), outputs)
     if count:
-        expand_gated_kernel[(count, triton.cdiv(width, block_n))](
-            inner,
-            stack.b,
-            stack.ranks,
-            tiles.words,
-            y,
-            out,
-            len(y),
+        expand_gated_kernel[(count, triton.cdiv(outputs, block_n))](
+            *_expanded(y, inner, stack, tiles, out),
             y.stride(0),
             stack.b.stride(0),
-            WIDTH=width,
-            SPLIT=len(inner),
+            OUTPUTS=outputs,
+            SPLIT=1 if inner is None else len(inner),
             N_BLOCK=block_n,
             GELU=IS_GELU[activation],
+            JOINED=inner is None,
             num_warps=shape.expand_warps,
             **_common(stack, y.device),
         )
     return out
 
 
+def _expanded(
+    y: Tensor,
+    inner: Tensor | None,
+    stack: AdapterStack,
+    tiles: AdapterTiles,
+    out: Tensor,
+) -> tuple[Any, ...]:
+    """Return the first arguments of both kernels."""
+    if inner is None:
+        inner = y[:, sum(stack.sizes) :]
+    return inner, stack.b, stack.ranks, tiles.words, y, out, len(y)
+
+
 def _common(stack: AdapterStack, device: torch.device) -> dict[str, Any]:
     return {
         "RANK": stack.rank,
         "TILE_ROWS": TILE,
-        "R_BLOCK": BLOCK_R,
         **launch_options(device),
     }
 
 
 def _check_expand(
-    op: str, y: Tensor, inner: Tensor, stack: AdapterStack, tiles: AdapterTiles
+    op: str,
+    y: Tensor,
+    inner: Tensor | None,
+    stack: AdapterStack,
+    tiles: AdapterTiles,
 ) -> None:
-    rank, shards = stack.rank, len(stack.sizes)
+    outputs, rank = sum(stack.sizes), stack.rank
+    joined = outputs + stack.b.shape[0] * stack.width
     fits = (
         y.dim() == 2
-        and y.shape[1] == stack.b.shape[1] == sum(stack.sizes)
+        and y.shape[1] == (joined if inner is None else outputs)
         and y.stride(1) == 1
+        and stack.b.shape[1] == outputs
         and stack.b.stride()[1:] == (rank, 1)
         and rank % BLOCK_R == 0
-        and 1 <= shards <= MAX_SHARDS
+        and 1 <= len(stack.sizes) <= MAX_SHARDS
         and y.dtype == stack.b.dtype
-        and inner.shape[1:] == (len(tiles.words), TILE, shards * rank)
-        and inner.is_contiguous()
     )
+    if inner is not None:
+        shape = (len(tiles.words), TILE, stack.width)
+        fits &= inner.shape[1:] == shape and inner.is_contiguous()
     if not fits:
-        raise ValueError(f"{op}: y {_form(y)}, inner {_form(inner)}, {_form_of(stack)}")
+        form = None if inner is None else _form(inner)
+        raise ValueError(f"{op}: y {_form(y)}, inner {form}, {_form_of(stack)}")
 
 
 def _form(tensor: Tensor) -> str:
