@@ -104,7 +104,7 @@ def lora_expand_ref(
         rounded = behind[rows, slots[:, None]].float()
     else:
         rounded = inner.sum(0).to(y.dtype).float()
-    total = y[:, : out.shape[1]].float()
+    total = y[:, : out.shape[1]].to(torch.float32, copy=True)
     start = 0
     for shard, size in enumerate(stack.sizes):
         b = stack.b[slots, start : start + size].float()

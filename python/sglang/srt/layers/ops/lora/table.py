@@ -34,7 +34,7 @@ SHAPES = (
         slice_k=1024,
         block_k=512,
         shrink_warps=2,
-        block_n=256,
+        block_n=128,
         expand_warps=4,
     ),
     Shape(
