@@ -22,7 +22,12 @@ from cuda_timing import bandwidths, copies_for, graph_us
 from torch import Tensor
 
 from sglang.srt.sampling import sampler
-from sglang.srt.sampling.ops.keep_prefix.op import keep_prefix, keep_prefix_ref
+from sglang.srt.sampling.ops.draw.op import draw, draw_ref
+from sglang.srt.sampling.ops.keep_prefix.op import (
+    Filters,
+    keep_prefix,
+    keep_prefix_ref,
+)
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingRow
 from sglang.srt.sampling.sampling_params import SamplingParams
 
@@ -34,7 +39,7 @@ FILTERS = {
 }
 SHAPES = ("flat", "peaked")
 TREES = (16, 64)
-FORMS = {"us": keep_prefix, "reference_us": keep_prefix_ref}
+FORMS = {"us": (keep_prefix, draw), "reference_us": (keep_prefix_ref, draw_ref)}
 
 
 def make_logits(shape: str, rows: int, vocab: int) -> Tensor:
@@ -53,14 +58,14 @@ def make_info(rows: int, vocab: int, filters: dict[str, float]) -> SamplingBatch
 
 def cut(form: Callable[..., Tensor], probs: Tensor, info: SamplingBatchInfo) -> Tensor:
     """Filter a copy, because `form` may overwrite `probs`; `measure` times copies."""
-    return form(
-        probs.clone(),
+    filters = Filters(
         rows=info.filter_rows,
         top_ks=info.top_ks,
         top_ps=info.top_ps,
         max_top_k=info.max_top_k,
         min_ps=info.min_ps if info.needs_min_p else None,
     )
+    return form(probs.clone(), filters)
 
 
 def choose(info: SamplingBatchInfo, nodes: int, logits: Tensor) -> Tensor:
@@ -86,14 +91,14 @@ def measure(
     probs = [torch.softmax(batch.float() / 0.8, dim=-1) for batch in batches[:4]]
     repeated = info.repeat_rows(nodes)
     row["copy_us"] = graph_us([partial(torch.clone, p) for p in probs])
-    for name, form in FORMS.items():
+    for name, (keep, draws) in FORMS.items():
         row[f"cut_{name}"] = (
-            graph_us([partial(cut, form, p, repeated) for p in probs]) - row["copy_us"]
+            graph_us([partial(cut, keep, p, repeated) for p in probs]) - row["copy_us"]
         )
-        sampler.keep_prefix = form
+        sampler.draw = draws
         row[f"step_{name}"] = step_us(info, nodes, batches)
         chosen.append([choose(info, nodes, batch) for batch in batches])
-    sampler.keep_prefix = keep_prefix
+    sampler.draw = draw
     row["same_tokens"] = all(map(torch.equal, *chosen))
     return row
 

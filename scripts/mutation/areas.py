@@ -270,6 +270,7 @@ AREAS = (
             "sampling.ops.keep_prefix.op",
             "sampling.ops.noise",
             "sampling.ops.row_ops",
+            "sampling.ops.softmax_rows.op",
             "sampling.penalties",
             "sampling.sampler",
             "sampling.sampling_batch_info",

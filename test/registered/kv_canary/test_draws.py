@@ -7,6 +7,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -18,6 +19,7 @@ from kv_canary.reporter import CanaryViolation
 from sglang.srt.layers import logits_processor
 from sglang.srt.managers.worker.grammar_masks import GrammarMasks
 from sglang.srt.sampling import penalties, sampler, sampling_batch_info
+from sglang.srt.sampling.ops.keep_prefix.op import Filters
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness, Finished
@@ -153,12 +155,12 @@ def wrong_head_rows() -> Iterator[None]:
 @contextmanager
 def reversed_logits() -> Iterator[None]:
     """The sampler gets the rows of the logits in reverse order."""
-    process = sampler.process_logits
+    edit = sampler.edit_logits
 
     def reversed_rows(logits: Tensor, *args: Any, **options: Any) -> Tensor:
-        return process(flipped(logits), *args, **options)
+        return edit(flipped(logits), *args, **options)
 
-    with patch.object(sampler, "process_logits", reversed_rows):
+    with patch.object(sampler, "edit_logits", reversed_rows):
         yield
 
 
@@ -178,11 +180,11 @@ def reversed_parameters() -> Iterator[None]:
 def late_noise() -> Iterator[None]:
     """The noise of a draw is that of the position after it."""
 
-    def late(op: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        def run(x: Tensor, **given: Tensor) -> Tensor:
+    def late(op: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*x: Any, **given: Tensor) -> Any:
             if "positions" in given:
                 given["positions"] = given["positions"] + 1
-            return op(x, **given)
+            return op(*x, **given)
 
         return run
 
@@ -280,19 +282,20 @@ def no_bans() -> Iterator[None]:
 @contextmanager
 def one_more_id() -> Iterator[None]:
     """Top-k and top-p keep an id more than they should, min-p has a lower floor."""
-    keep = sampler.keep_prefix
+    draw = sampler.draw
 
-    def more(probs: Tensor, **filters: Any) -> Tensor:
-        floors = filters["min_ps"]
-        filters |= {
-            "top_ks": filters["top_ks"] + 1,
-            "top_ps": (filters["top_ps"] + 0.02).clamp(max=1.0),
-            "max_top_k": filters["max_top_k"] + 1,
-            "min_ps": None if floors is None else floors * 0.8,
-        }
-        return keep(probs, **filters)
+    def more(probs: Tensor, filters: Filters, **noise: Tensor) -> Any:
+        floors = filters.min_ps
+        wider = replace(
+            filters,
+            top_ks=filters.top_ks + 1,
+            top_ps=(filters.top_ps + 0.02).clamp(max=1.0),
+            max_top_k=filters.max_top_k + 1,
+            min_ps=None if floors is None else floors * 0.8,
+        )
+        return draw(probs, wider, **noise)
 
-    with patch.object(sampler, "keep_prefix", more):
+    with patch.object(sampler, "draw", more):
         yield
 
 

@@ -16,7 +16,9 @@ from sglang.srt.sampling.ops.row_ops import argmax_rows, inverse_cdf, negated_be
 from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.sampler import (
     Sampler,
+    edit_logits,
     filtered_probs,
+    heat,
     process_logits,
     target_weights,
 )
@@ -306,11 +308,12 @@ def test_weights_of_a_node_follow_the_tokens_on_its_path() -> None:
             lens=torch.full((4,), step),
         )
         places = torch.tensor([step, step - 1, 1, 1])
-        processed, weights = target_weights(
+        edited, weights = target_weights(
             logits, info, nodes=nodes, positions=places, history=history
         )
-        expected = process_logits(logits, plain, positions=places, history=history)
-        assert torch.equal(processed, expected)
+        expected = edit_logits(logits, plain, positions=places, history=history)
+        assert torch.equal(edited, expected)
+        expected = heat(expected, plain)
         assert torch.equal(weights[:2], filtered_probs(expected, plain)[:2])
         assert torch.equal(weights[2:], torch.eye(vocab_size)[expected[2:].argmax(-1)])
 

@@ -67,7 +67,15 @@ from sglang.srt.mem_cache.ops.move_kv import triton as move_kv
 from sglang.srt.sampling.ops.choose_tokens import triton as choose_tokens
 from sglang.srt.sampling.ops.divide_rows import triton as divide_rows
 from sglang.srt.sampling.ops.draw import triton as draw
-from sglang.srt.sampling.ops.keep_prefix import triton as keep_prefix
+from sglang.srt.sampling.ops.keep_prefix import (
+    triton as keep_prefix,
+)
+from sglang.srt.sampling.ops.keep_prefix import (
+    triton_collect,
+    triton_guess,
+    triton_search,
+)
+from sglang.srt.sampling.ops.softmax_rows import triton as softmax_rows
 from sglang.test.scale import sampled
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -251,38 +259,44 @@ def stores_of_8_bits() -> Iterator[Variant]:
 
 
 def filters() -> Iterator[Variant]:
+    floats = dict.fromkeys(("probs", "top_ps", "min_ps"), "*fp32")
+    words = dict.fromkeys(("bounds", "candidates", "cuts"), "*i32")
+    longs = dict.fromkeys(("rows", "top_ks", "counted"), "*i64")
+    types = {**floats, **words, **longs}
+    splits = {"SPLITS": 3, "SPLITS_BLOCK": 4}
     for ids, has_min_p in itertools.product((512, 8192), (True, False)):
-        yield Variant(
-            f"keep_prefix {ids} min_p={has_min_p}",
-            keep_prefix.keep_prefix_kernel,
-            {
-                **dict.fromkeys(("probs", "top_ps", "min_ps"), "*fp32"),
-                "top_ks": "*i64",
-                "candidates": "*i32",
-            },
-            {
-                "BLOCK": min(ids, 4096),
-                "WIDE_BLOCK": 2 * ids,
-                "SAMPLE": 4096,
-                "CANDIDATES": ids,
-                "HAS_MIN_P": has_min_p,
-            },
-            16,
-        )
+        block = min(ids, 4096)
+        sizes = {"BLOCK": block, "SAMPLE": 4096, "FEW": 512, "CANDIDATES": ids}
+        for kernel, warps in (
+            (triton_guess.guess_kernel, 4),
+            (triton_collect.collect_kernel, 8 if block >= 4096 else 4),
+            (triton_search.search_kernel, 16),
+            (keep_prefix.zero_kernel, 4),
+        ):
+            known = {**splits, **sizes, "HAS_MIN_P": has_min_p, "PDL": True}
+            known |= {} if has_min_p else {"rows": None}
+            yield Variant(
+                f"{kernel.__name__} {ids} min_p={has_min_p}",
+                kernel,
+                {name: t for name, t in types.items() if name in kernel.arg_names},
+                {name: x for name, x in known.items() if name in kernel.arg_names},
+                warps,
+            )
 
 
 def filtered_draws() -> Iterator[Variant]:
-    for block in (512, 4096):
+    for block, rows in ((512, {}), (4096, {}), (4096, {"rows": None})):
         yield Variant(
-            f"draw {block}",
+            f"draw {block} {rows}",
             draw.draw_kernel,
             {
-                "weights": "*fp32",
-                **dict.fromkeys(("seeds", "positions", "out"), "*i64"),
+                "probs": "*fp32",
+                "cuts": "*i32",
+                **dict.fromkeys(("rows", "seeds", "positions", "out"), "*i64"),
                 "sums": "*fp64",
                 "counters": "*i32",
             },
-            {"SPLITS": 3, "SPLITS_BLOCK": 4, "BLOCK": block, "PDL": True},
+            {"SPLITS": 3, "SPLITS_BLOCK": 4, "BLOCK": block, "PDL": True, **rows},
             8 if block >= 4096 else 4,
         )
     for dtype in ("fp32", "bf16"):
@@ -292,6 +306,30 @@ def filtered_draws() -> Iterator[Variant]:
             {"logits": f"*{dtype}", "temperatures": "*fp32", "out": "*fp32"},
             {"BLOCK": 4096, "PDL": True},
             4,
+        )
+
+
+def softmaxes() -> Iterator[Variant]:
+    floats = dict.fromkeys(("maxima", "sums", "totals", "probs"), "*fp32")
+    types = {**floats, "temperatures": "*fp32", "counters": "*i32"}
+    known = {"SPLITS": 3, "SPLITS_BLOCK": 4, "SHARE": 128, "EXACT": True, "PDL": True}
+    for dtype, (kernel, warps) in itertools.product(
+        ("fp32", "bf16"),
+        (
+            (softmax_rows.max_kernel, 4),
+            (softmax_rows.sum_kernel, 4),
+            (softmax_rows.softmax_kernel, 8),
+        ),
+    ):
+        given = {**types, "logits": f"*{dtype}", "rows": "*i64"}
+        sizes = {**known, "BLOCK": 4096}
+        sizes |= {} if dtype == "bf16" else {"rows": None}
+        yield Variant(
+            f"{kernel.__name__} {dtype}",
+            kernel,
+            {name: t for name, t in given.items() if name in kernel.arg_names},
+            {name: x for name, x in sizes.items() if name in kernel.arg_names},
+            warps,
         )
 
 
@@ -693,6 +731,7 @@ def main() -> None:
     variants += [
         *filters(),
         *filtered_draws(),
+        *softmaxes(),
         *rank_sums(),
         *products(),
         *tall_products(),

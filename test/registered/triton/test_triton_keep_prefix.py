@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -9,8 +12,10 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from sglang.srt.sampling import sampler
+from sglang.srt.sampling.ops.draw import triton as draw_kernels
+from sglang.srt.sampling.ops.draw.op import draw_ref
 from sglang.srt.sampling.ops.keep_prefix import triton as kernels
-from sglang.srt.sampling.ops.keep_prefix.op import keep_prefix_ref
+from sglang.srt.sampling.ops.keep_prefix.op import Filters, keep_prefix_ref
 from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo, SamplingRow
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
@@ -43,22 +48,24 @@ FILTERS = [
 
 
 def set_tiles(
-    monkeypatch: pytest.MonkeyPatch,
-    block: int,
-    wide_block: int,
-    candidates: int,
-    sample: int,
+    monkeypatch: pytest.MonkeyPatch, block: int, candidates: int, few: int, sample: int
 ) -> None:
     monkeypatch.setattr(kernels, "_BLOCK", block)
-    monkeypatch.setattr(kernels, "_WIDE_BLOCK", wide_block)
     monkeypatch.setattr(kernels, "_CANDIDATES", candidates)
+    monkeypatch.setattr(kernels, "_FEW", few)
     monkeypatch.setattr(kernels, "_SAMPLE", sample)
+    for module in (kernels, draw_kernels):
+        monkeypatch.setattr(module, "split_rows", partial(split, block))
+
+
+def split(block: int, op: str, rows: int, vocab: int) -> tuple[int, int]:
+    return block, -(-vocab // block)
 
 
 @pytest.fixture
 def many_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sizes that make short rows need samples, several tiles and passes."""
-    set_tiles(monkeypatch, 64, 128, 32, 16)
+    set_tiles(monkeypatch, 64, 32, 8, 16)
 
 
 @pytest.fixture(params=["one tile", "many tiles"])
@@ -81,17 +88,17 @@ def both(
     top_ps = torch.tensor(columns[1], device=DEVICE)
     is_cut = [k < vocab or p < 1.0 for k, p in zip(top_ks, columns[1], strict=True)]
     filtering = torch.tensor(is_cut, device=DEVICE).nonzero().flatten()
-    arguments = {
-        "rows": filtering if len(filtering) else None,
-        "top_ks": torch.tensor(top_ks, device=DEVICE),
-        "top_ps": top_ps,
-        "max_top_k": max(k for k, cut in zip(top_ks, is_cut, strict=True) if cut)
+    made = Filters(
+        rows=filtering if len(filtering) else None,
+        top_ks=torch.tensor(top_ks, device=DEVICE),
+        top_ps=top_ps,
+        max_top_k=max(k for k, cut in zip(top_ks, is_cut, strict=True) if cut)
         if any(is_cut)
         else 0,
-        "min_ps": torch.tensor(columns[2], device=DEVICE) if any(columns[2]) else None,
-    }
-    expected = keep_prefix_ref(probs.clone(), **arguments)
-    return expected, kernels.cut_rows(probs.clone(), **arguments)
+        min_ps=torch.tensor(columns[2], device=DEVICE) if any(columns[2]) else None,
+    )
+    expected = keep_prefix_ref(probs.clone(), made)
+    return expected, kernels.keep_prefix(probs.clone(), made)
 
 
 def assert_same_bits(expected: Tensor, got: Tensor) -> None:
@@ -194,8 +201,12 @@ def test_the_sampler_draws_the_same_tokens(
     logits = logits_like("ties", len(rows) * nodes, vocab)
     positions = torch.arange(len(rows) * nodes, device=DEVICE)
     chosen, weights = [], []
-    for form in (keep_prefix_ref, kernels.cut_rows):
-        monkeypatch.setattr(sampler, "keep_prefix", form)
+    for draw, keep in (
+        (draw_ref, keep_prefix_ref),
+        (draw_kernels.draw, kernels.keep_prefix),
+    ):
+        monkeypatch.setattr(sampler, "draw", draw)
+        monkeypatch.setattr(sampler, "keep_prefix", keep)
         of_nodes = sampler.node_choices(
             logits, info, nodes=nodes, positions=positions, history=None
         )
@@ -214,18 +225,19 @@ def test_the_sampler_draws_the_same_tokens(
 
 def test_refusals() -> None:
     probs = torch.full((2, 8), 0.125, device=DEVICE)
-    arguments = {
-        "rows": torch.arange(2, device=DEVICE),
-        "top_ks": torch.full((2,), 8, device=DEVICE),
-        "top_ps": torch.full((2,), 0.5, device=DEVICE),
-        "max_top_k": 8,
-        "min_ps": None,
-    }
+    filters = Filters(
+        rows=torch.arange(2, device=DEVICE),
+        top_ks=torch.full((2,), 8, device=DEVICE),
+        top_ps=torch.full((2,), 0.5, device=DEVICE),
+        max_top_k=8,
+        min_ps=None,
+    )
     with pytest.raises(ValueError, match="probs"):
-        kernels.cut_rows(probs[:, :4], **arguments)
+        kernels.keep_prefix(probs[:, :4], filters)
     with pytest.raises(ValueError, match="top_ks"):
-        kernels.cut_rows(probs, **{**arguments, "top_ks": probs[:, 0].long()[:1]})
-    assert kernels.cut_rows(probs, **{**arguments, "rows": None}) is probs
+        kernels.keep_prefix(probs, replace(filters, top_ks=filters.top_ks[:1]))
+    assert kernels.keep_prefix(probs, replace(filters, rows=None)) is probs
+    assert probs.all()
 
 
 if __name__ == "__main__":

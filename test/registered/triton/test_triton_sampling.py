@@ -3,6 +3,8 @@ torch sampler's rules."""
 
 from __future__ import annotations
 
+from typing import Any, cast
+
 import pytest
 import torch
 
@@ -14,7 +16,11 @@ from sglang.srt.sampling.ops.divide_rows.op import divide_rows_ref
 from sglang.srt.sampling.ops.divide_rows.triton import divide_rows
 from sglang.srt.sampling.ops.draw import triton as draw_kernels
 from sglang.srt.sampling.ops.draw.op import draw_ref
-from sglang.srt.sampling.ops.draw.triton import draw
+from sglang.srt.sampling.ops.keep_prefix import triton as cuts
+from sglang.srt.sampling.ops.keep_prefix.op import Filters, keep_prefix_ref
+from sglang.srt.sampling.ops.softmax_rows import op as softmax_op
+from sglang.srt.sampling.ops.softmax_rows import triton as softmaxes
+from sglang.srt.sampling.ops.softmax_rows.op import softmax_rows_ref
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=10, suite="cpu")
@@ -32,7 +38,7 @@ def same_numbers_every_time() -> None:
 
 def keys(rows: int) -> torch.Tensor:
     mixed = [noise.mix_seed(seed) for seed in range(rows)]
-    return torch.tensor(mixed, device=DEVICE)
+    return torch.tensor(mixed, dtype=torch.int64, device=DEVICE)
 
 
 @pytest.mark.parametrize("vocab", VOCABS)
@@ -122,6 +128,27 @@ def test_draw_from_nan_or_nothing_stays_in_range() -> None:
     assert all(0 <= token < 40 for token in tokens.tolist())
 
 
+def draw(
+    weights: torch.Tensor,
+    *,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    form: Any = draw_kernels.draw,
+    top_p: float = 1.0,
+) -> torch.Tensor:
+    rows, vocab = weights.shape
+    filters = Filters(
+        rows=None if top_p == 1.0 else torch.arange(rows, device=DEVICE),
+        top_ks=torch.full((rows,), vocab, device=DEVICE),
+        top_ps=torch.full((rows,), top_p, device=DEVICE),
+        max_top_k=vocab,
+        min_ps=None,
+    )
+    tokens, kept = form(weights, filters, seeds=seeds, positions=positions)
+    assert top_p < 1.0 or kept is weights
+    return cast(torch.Tensor, tokens)
+
+
 @pytest.mark.parametrize("vocab", VOCABS)
 def test_draw_from_weights(vocab: int) -> None:
     """Float64 sums tell which id the noise falls on; the reference may only differ
@@ -144,17 +171,27 @@ def test_draw_from_weights(vocab: int) -> None:
         width = weights.double().gather(1, tokens[:, None])
         assert (width > 0).all()
         assert (end - width <= target * (1 + 1e-12)).all()
-        expected = draw_ref(weights, seeds=keys(rows), positions=positions)
+        expected = draw(weights, seeds=keys(rows), positions=positions, form=draw_ref)
         is_close = ((end - target).abs() < 1e-6) | ((end - width - target).abs() < 1e-6)
         assert ((tokens == expected) | is_close[:, 0]).all()
 
 
 def test_draw_for_more_rows_than_a_launch_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draw_kernels, "_MAX_ROWS", 4)
-    weights = torch.rand(11, 50, device=DEVICE)
-    positions = torch.arange(11, device=DEVICE)
-    tokens = draw(weights, seeds=keys(11), positions=positions)
-    assert torch.equal(tokens, draw_ref(weights, seeds=keys(11), positions=positions))
+    for module in (draw_kernels, cuts):
+        monkeypatch.setattr(module, "MAX_ROWS", 4)
+    probs = torch.softmax(torch.randn(11, 50, device=DEVICE), dim=-1)
+    at = {"seeds": keys(11), "positions": torch.arange(11, device=DEVICE)}
+    expected = draw(probs.clone(), **at, top_p=0.7, form=draw_ref)
+    assert torch.equal(draw(probs.clone(), **at, top_p=0.7), expected)
+    filters = Filters(
+        rows=torch.arange(11, device=DEVICE),
+        top_ks=torch.full((11,), 3, device=DEVICE),
+        top_ps=torch.ones(11, device=DEVICE),
+        max_top_k=3,
+        min_ps=torch.full((11,), 0.5, device=DEVICE),
+    )
+    expected = keep_prefix_ref(probs.clone(), filters)
+    assert torch.equal(cuts.keep_prefix(probs, filters), expected)
 
 
 @pytest.mark.parametrize("bad", [0.0, NAN, INF])
@@ -181,6 +218,41 @@ def test_division_rounds_like_torch(vocab: int, dtype: torch.dtype) -> None:
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "vocab",
+    [5128] if DEVICE == "cpu" else [16384, 32000, 50260, 128256, 151936, 262144],
+)
+def test_softmax_has_the_bits_of_torchs(
+    vocab: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU. The interpreter has another exponential function and other sums."""
+    if DEVICE == "cpu":
+        monkeypatch.setattr(softmax_op, "LEAST_VOCAB", 0)
+    for rows in (7,) if DEVICE == "cpu" else (1, 9, 70, 300):
+        wide = (torch.randn(rows, vocab + 4, device=DEVICE) * 3).to(dtype)
+        wide[1:2] *= 10
+        wide[2:3, 9:] = -INF
+        wide[3:4] = 0
+        wide[4:5, 7] = NAN
+        wide[5:6, vocab - 1] = INF
+        wide[6:7] = -INF
+        logits = wide[:, :vocab]
+        temperatures = torch.rand(rows, device=DEVICE) * 2 + 0.05
+        expected = softmax_rows_ref(logits, temperatures)
+        got = softmaxes.softmax_rows(logits, temperatures)
+        # Numbers below those that are normal may be 0.
+        expected, got = (torch.where(x.abs() < 2e-38, 0.0, x) for x in (expected, got))
+        exact = {"rtol": 0, "atol": 0}
+        close = {"rtol": 1e-5, "atol": 1e-12}
+        torch.testing.assert_close(
+            got,
+            expected,
+            **(close if DEVICE == "cpu" else exact),
+            equal_nan=True,
+        )
+
+
 def test_refusals() -> None:
     logits = torch.zeros(2, 4, device=DEVICE)
     with pytest.raises(ValueError, match="together"):
@@ -189,7 +261,7 @@ def test_refusals() -> None:
         choose_tokens(logits[:1].expand(5000, 4))
     assert choose_tokens(logits[:0]).shape == (0,)
     two = {"seeds": keys(2), "positions": torch.arange(2, device=DEVICE)}
-    with pytest.raises(ValueError, match="weights"):
+    with pytest.raises(ValueError, match="probs"):
         draw(logits[:, :3], **two)
     with pytest.raises(ValueError, match="seeds"):
         draw(logits[:1], **two)

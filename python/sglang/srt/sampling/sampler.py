@@ -17,7 +17,8 @@ from sglang.srt.sampling.ops import row_ops
 from sglang.srt.sampling.ops.choose_tokens.op import choose_tokens
 from sglang.srt.sampling.ops.divide_rows.op import divide_rows
 from sglang.srt.sampling.ops.draw.op import draw
-from sglang.srt.sampling.ops.keep_prefix.op import keep_prefix
+from sglang.srt.sampling.ops.keep_prefix.op import Filters, keep_prefix
+from sglang.srt.sampling.ops.softmax_rows.op import softmax_rows
 from sglang.srt.sampling.penalties import (
     TokenHistory,
     apply_logit_bias,
@@ -35,8 +36,8 @@ class Choice(NamedTuple):
 
     Fields:
         token_ids: [R] int64 on the device.
-        edited: [R, V] float32, the logits of a tree's nodes after bias, penalties,
-            bans, mask and temperature; None if there are none of these.
+        edited: [R, V], the logits of a tree's nodes after bias, penalties, bans and
+            mask; None if all are greedy and there are none of these.
         kept: [R, V] float32, the probabilities that filters left; None without filters.
     """
 
@@ -98,11 +99,11 @@ class Sampler:
         """
         if logprobs is not None:
             logits = logits.float()
-        processed = process_logits(logits, info, positions=positions, history=history)
-        choice = select_tokens(processed, info, positions)
+        edited = edit_logits(logits, info, positions=positions, history=history)
+        choice = select_tokens(edited, info, positions)
         if logprobs is None:
             return SamplerOutput(choice, None)
-        scored = compute_logprobs(processed, choice.token_ids, logprobs)
+        scored = compute_logprobs(heat(edited, info), choice.token_ids, logprobs)
         return SamplerOutput(choice, scored)
 
     __call__ = forward
@@ -115,11 +116,33 @@ def process_logits(
     positions: torch.Tensor,
     history: TokenHistory | None = None,
 ) -> torch.Tensor:
-    """Return the logits that tokens are drawn from, before top-k, top-p and min-p.
+    """Return the logits that tokens are drawn from, before top-k, top-p and min-p: as
+    `edit_logits` does, then divided by the temperature.
+
+    Returns `logits` itself if nothing applies, otherwise a new float32 tensor.
+    """
+    edited = edit_logits(logits, info, positions=positions, history=history)
+    return heat(edited, info)
+
+
+def heat(edited: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
+    """Return logits [R, V] divided by the temperature, 1 for greedy rows; float32
+    unless all are greedy."""
+    return edited if info.is_all_greedy else divide_rows(edited, info.temperatures)
+
+
+def edit_logits(
+    logits: torch.Tensor,
+    info: SamplingBatchInfo,
+    *,
+    positions: torch.Tensor,
+    history: TokenHistory | None = None,
+) -> torch.Tensor:
+    """Return the logits that tokens are chosen by, before the temperature.
 
     Applied in this order: logit bias, penalties, ban of stop ids below
-    `min_new_tokens`, grammar mask, temperature (1 for greedy rows). Returns `logits`
-    itself if nothing applies, otherwise a new float32 tensor.
+    `min_new_tokens`, grammar mask. Returns `logits` itself if nothing applies,
+    otherwise a new float32 tensor.
     """
     if info.is_plain_greedy:
         return logits
@@ -131,10 +154,7 @@ def process_logits(
         if history is None:
             raise ValueError("rows with penalties need a TokenHistory, got None")
         apply_penalties(edited, info, history)
-    edited = _restrict(edited, info, positions)
-    if info.is_all_greedy:
-        return edited
-    return divide_rows(edited, info.temperatures)
+    return _restrict(edited, info, positions)
 
 
 def _restrict(
@@ -165,19 +185,22 @@ def select_tokens(
     token does not depend on the other rows.
 
     Args:
-        logits: [R, V] from `process_logits`, left unmodified: float32, or in the
-            model's dtype if every row is greedy.
+        logits: [R, V] from `edit_logits`, left unmodified; any float dtype.
         positions: [R] int64, which key the noise together with the rows' seeds.
     """
-    if not (info.needs_sort or info.needs_min_p):
+    if not info.filters_draws:
         return Choice(_choose_unfiltered(logits, info, positions))
     if info.is_all_greedy:
         return Choice(row_ops.argmax_rows(logits))
-    probs = filtered_probs(logits, info)
-    drawn = draw(probs, seeds=info.seeds, positions=positions)
+    drawn, kept = draw(
+        softmax_rows(logits, info.temperatures),
+        _filters(info),
+        seeds=info.seeds,
+        positions=positions,
+    )
     if info.has_greedy:
         drawn = torch.where(info.greedy_rows, row_ops.argmax_rows(logits), drawn)
-    return Choice(drawn, kept=probs)
+    return Choice(drawn, kept=kept)
 
 
 def _choose_unfiltered(
@@ -187,7 +210,7 @@ def _choose_unfiltered(
     if info.is_all_greedy:
         return choose_tokens(logits)
     return choose_tokens(
-        logits,
+        heat(logits, info),
         seeds=info.seeds,
         positions=positions,
         greedy_rows=info.greedy_rows,
@@ -217,9 +240,9 @@ def node_choices(
     if info.is_plain_greedy:
         return select_tokens(logits, info, positions)
     info = info.repeat_rows(nodes, keep_mask=True)
-    processed = process_logits(logits, info, positions=positions, history=history)
-    choice = select_tokens(processed, info, positions)
-    return choice._replace(edited=processed)
+    edited = edit_logits(logits, info, positions=positions, history=history)
+    choice = select_tokens(edited, info, positions)
+    return choice._replace(edited=edited)
 
 
 def target_weights(
@@ -235,17 +258,17 @@ def target_weights(
     Args: as for `node_choices`.
 
     Returns:
-        The processed logits [b * nodes, V] float32, and weights of the same shape that
+        The edited logits [b * nodes, V], and float32 weights of the same shape that
         need not sum to 1; the nodes of a greedy request have one nonzero weight.
     """
     info = info.repeat_rows(nodes, keep_mask=True)
-    processed = process_logits(logits, info, positions=positions, history=history)
-    weights = filtered_probs(processed, info)
+    edited = edit_logits(logits, info, positions=positions, history=history)
+    weights = filtered_probs(heat(edited, info), info)
     if info.has_greedy:
-        best = processed.argmax(dim=-1, keepdim=True)
+        best = edited.argmax(dim=-1, keepdim=True)
         certain = torch.zeros_like(weights).scatter_(1, best, 1.0)
         weights = certain.where(info.greedy_rows[:, None], weights)
-    return processed, weights
+    return edited, weights
 
 
 def filtered_probs(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tensor:
@@ -254,14 +277,14 @@ def filtered_probs(logits: torch.Tensor, info: SamplingBatchInfo) -> torch.Tenso
     All three filters use the same distribution (`keep_prefix`). The kept probabilities
     are not rescaled. Greedy rows are not filtered.
     """
-    probs = torch.softmax(logits, dim=-1)
-    if not (info.needs_sort or info.needs_min_p):
-        return probs
+    return keep_prefix(torch.softmax(logits, dim=-1), _filters(info))
+
+
+def _filters(info: SamplingBatchInfo) -> Filters:
     top_ks = info.top_ks
     if info.has_greedy:
         top_ks = top_ks.masked_fill(info.greedy_rows, info.vocab_size)
-    return keep_prefix(
-        probs,
+    return Filters(
         rows=info.filter_rows,
         top_ks=top_ks,
         top_ps=info.top_ps,

@@ -262,6 +262,11 @@ class SamplingBatchInfo:
         return bool(self.needs & _MIN_P)
 
     @property
+    def filters_draws(self) -> bool:
+        """Whether some row is drawn after top-k, top-p or min-p."""
+        return self.needs_sort or self.needs_min_p
+
+    @property
     def has_penalty(self) -> bool:
         return bool(self.needs & _PENALTY)
 

@@ -21,8 +21,13 @@ from sglang.srt.draft_trees.ops.verify.op import (
     verify_tree_target_only,
 )
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult, compute_logprobs
+from sglang.srt.sampling.ops.divide_rows.op import divide_rows
 from sglang.srt.sampling.penalties import TokenHistory
-from sglang.srt.sampling.sampler import Choice, node_choices, target_weights
+from sglang.srt.sampling.sampler import (
+    Choice,
+    node_choices,
+    target_weights,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
@@ -76,7 +81,7 @@ class Decision(NamedTuple):
     """What a verification decided by.
 
     Fields:
-        logits: [b * D, V], edited as the requests ask.
+        logits: [b * D, V], edited as the requests ask, before the temperature.
         choices: [b, D], of the target, or None if lowered thresholds also accept
             others.
         made: how the choices were made; None likewise.
@@ -122,7 +127,7 @@ def accept_drafts(
             choices = agree(choices.contiguous())
         verify_tree_greedy(tree, choices, result=result)
         return Decision(logits if made.edited is None else made.edited, choices, made)
-    processed, weights = target_weights(
+    edited, weights = target_weights(
         logits, info, nodes=nodes, positions=positions, history=history
     )
     verify_tree_target_only(
@@ -136,7 +141,7 @@ def accept_drafts(
     )
     for tensor in (result.predict, result.accept_index, result.accept_lens):
         agree(tensor)
-    return Decision(processed, None, None)
+    return Decision(edited, None, None)
 
 
 def node_history(
@@ -170,25 +175,36 @@ def node_history(
 
 
 def accepted_logprobs(
-    processed: Tensor, *, node_rows: Tensor, tokens: Tensor, request: LogprobRequest
+    edited: Tensor,
+    info: SamplingBatchInfo,
+    *,
+    node_rows: Tensor,
+    tokens: Tensor,
+    request: LogprobRequest,
 ) -> LogprobResult:
     """Compute logprobs of the tokens gained, S + 1 entries for each request that asks.
     Entries past a request's accept length are meaningless.
 
     Args:
-        processed: [b * D, V], from `accept_drafts`.
+        edited: [b * D, V], from `accept_drafts`.
+        info: sampling state of the b requests.
         node_rows, tokens: int64 [b, S + 1], from `gather_accepted`.
         request: logprobs that the b requests want.
     """
     width = tokens.shape[1]
+    temperatures = info.temperatures
     if request.rows is not None:
         node_rows = node_rows.index_select(0, request.rows)
         tokens = tokens.index_select(0, request.rows)
+        temperatures = temperatures.index_select(0, request.rows)
     named_ids = request.named_ids
     if named_ids is not None:
         named_ids = named_ids.repeat_interleave(width, dim=0)
     return compute_logprobs(
-        processed.index_select(0, node_rows.reshape(-1)).float(),
+        divide_rows(
+            edited.index_select(0, node_rows.reshape(-1)),
+            temperatures.repeat_interleave(width),
+        ),
         tokens.reshape(-1),
         LogprobRequest(
             rows=None,

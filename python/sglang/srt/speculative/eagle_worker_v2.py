@@ -416,6 +416,7 @@ class EAGLEWorkerV2:
         if batch.logprob_request is not None:
             logprobs = accepted_logprobs(
                 decided.logits,
+                batch.sampling_info,
                 node_rows=live.node_rows,
                 tokens=live.tokens,
                 request=batch.logprob_request,

@@ -16,13 +16,20 @@ def on_host(x: torch.Tensor) -> bool:
     return x.is_cpu
 
 
+def require_together(*given: torch.Tensor | None) -> None:
+    """Raise ValueError unless a call has all of these arguments or none."""
+    there = [x is not None for x in given]
+    if any(there) != all(there):
+        raise ValueError("some arguments of those that must be given together are not")
+
+
 def argmax_rows(x: torch.Tensor) -> torch.Tensor:
     """Return [R] int64: index of the largest value of each row of `x` [R, V].
 
     On the CPU the first of equal values. NaN counts as the largest.
     """
     if on_host(x):
-        return torch.from_numpy(x.numpy().argmax(axis=1))
+        return torch.from_numpy(x.float().numpy().argmax(axis=1))
     return torch.argmax(x, dim=-1)
 
 

@@ -8,10 +8,22 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+MAX_ROWS = 4096
+"""Rows of a launch at most."""
 MAX_BLOCK = 8192
 """Ids of a split at most."""
 MAX_SPLITS = 128
 """Splits of a row at most."""
+
+
+@triton.jit
+def row_of(rows, program):
+    """Return the row that a program takes: its own, or what `rows` names for it; that
+    is negative if there is none."""
+    row = program.to(tl.int64)
+    if rows is not None:
+        row = tl.load(rows + program)
+    return row
 
 
 @triton.jit
@@ -43,17 +55,17 @@ def find_within(weights, target):
     return tl.sum((cumulative <= target).to(tl.int32), axis=0)
 
 
-def split_rows(op: str, rows: int, vocab: int, *, most_rows: int) -> tuple[int, int]:
+def split_rows(op: str, rows: int, vocab: int) -> tuple[int, int]:
     """Return the ids per split, and the splits of a row.
 
     Raises:
-        ValueError: more rows or splits than the scratch of `op` holds.
+        ValueError: more rows or splits than scratches hold.
     """
     block = split_size(rows, vocab)
     splits = triton.cdiv(vocab, block)
-    if rows > most_rows or splits > MAX_SPLITS:
+    if rows > MAX_ROWS or splits > MAX_SPLITS:
         raise ValueError(
-            f"{op}: {rows} rows of {vocab} ids exceed {most_rows} rows or "
+            f"{op}: {rows} rows of {vocab} ids exceed {MAX_ROWS} rows or "
             f"{MAX_SPLITS * MAX_BLOCK} ids"
         )
     return block, splits

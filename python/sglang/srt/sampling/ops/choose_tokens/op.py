@@ -36,7 +36,7 @@ def choose_tokens_ref(
     """
     wide = logits.float()
     if seeds is None or positions is None or greedy_rows is None:
-        require_together(seeds, positions, greedy_rows)
+        row_ops.require_together(seeds, positions, greedy_rows)
         return row_ops.argmax_rows(wide)
     scaled = wide if temperatures is None else wide / temperatures[:, None]
     weights = torch.softmax(scaled, dim=-1)
@@ -44,13 +44,6 @@ def choose_tokens_ref(
     if row_ops.on_host(logits) and not bool(greedy_rows.any()):
         return drawn
     return torch.where(greedy_rows, row_ops.argmax_rows(wide), drawn)
-
-
-def require_together(*given: Tensor | None) -> None:
-    """Raise ValueError unless a draw has all of its arguments or none."""
-    there = [x is not None for x in given]
-    if any(there) != all(there):
-        raise ValueError("seeds, positions and greedy_rows must be given together")
 
 
 choose_tokens = Op(

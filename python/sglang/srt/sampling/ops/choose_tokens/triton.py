@@ -16,8 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from sglang.srt.sampling.ops.choose_tokens.op import require_together
+from sglang.srt.sampling.ops.row_ops import require_together
 from sglang.srt.sampling.ops.triton_draw import (
+    MAX_ROWS,
     MAX_SPLITS,
     find_split,
     find_within,
@@ -31,11 +32,10 @@ from sglang.srt.utils.triton_launch import (
     wait_for_inputs,
 )
 
-_MAX_ROWS = 4096
 # Per row and split: the best (key, id) and the largest logit and sum of exponentials.
 _SCRATCH = Scratch(
-    partial_bytes=_MAX_ROWS * MAX_SPLITS * 16,
-    counters=_MAX_ROWS,
+    partial_bytes=MAX_ROWS * MAX_SPLITS * 16,
+    counters=MAX_ROWS,
 )
 
 _LOWEST = tl.constexpr(-(2**63))
@@ -188,11 +188,11 @@ def choose_tokens(
     out = torch.empty(rows, dtype=torch.int64, device=logits.device)
     if rows == 0:
         return out
-    block, splits = split_rows("choose_tokens", rows, vocab, most_rows=_MAX_ROWS)
+    block, splits = split_rows("choose_tokens", rows, vocab)
     partial, counters = _SCRATCH.get(
         logits.device, partial_bytes=rows * splits * 16, counters=rows
     )
-    third = _MAX_ROWS * MAX_SPLITS
+    third = MAX_ROWS * MAX_SPLITS
     best_keys = partial[: 8 * third].view(torch.int64)
     maxima = partial[8 * third : 12 * third].view(torch.float32)
     sums = partial[12 * third :].view(torch.float32)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
 import torch
 from torch import Tensor
 
@@ -9,15 +11,55 @@ from sglang.srt.sampling.ops import row_ops
 from sglang.srt.utils.dispatch import Op
 
 
-def keep_prefix_ref(
-    probs: Tensor,
-    *,
-    rows: Tensor | None,
-    top_ks: Tensor,
-    top_ps: Tensor,
-    max_top_k: int,
-    min_ps: Tensor | None,
-) -> Tensor:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Filters:
+    """What is removed from R distributions.
+
+    Fields:
+        rows: [F] int64, the rows that top-k or top-p filters; None if there are none.
+        top_ks: [R] int64 in [1, V]; V for rows without top-k.
+        top_ps: [R] float32; 1 for rows without top-p.
+        max_top_k: the largest top-k of `rows`; V if one of them only has top-p.
+        min_ps: [R] float32; 0 for rows without min-p. None if there are none.
+    """
+
+    rows: Tensor | None
+    top_ks: Tensor
+    top_ps: Tensor
+    max_top_k: int
+    min_ps: Tensor | None
+
+    @property
+    def are_none(self) -> bool:
+        """Whether nothing is removed."""
+        return self.rows is None and self.min_ps is None
+
+    def narrow(self, first: int, end: int) -> Filters:
+        """Return those of the rows [first, end), for kernels, which find the rows to
+        filter by themselves."""
+        min_ps = self.min_ps
+        return replace(
+            self,
+            top_ks=self.top_ks[first:end],
+            top_ps=self.top_ps[first:end],
+            min_ps=None if min_ps is None else min_ps[first:end],
+        )
+
+    def select(self, rows: Tensor) -> Filters:
+        """Return those of `rows` [n] int64. Waits for the device."""
+        min_ps, filtering = self.min_ps, self.rows
+        if filtering is not None:
+            filtering = torch.isin(rows, filtering).nonzero()[:, 0]
+        return replace(
+            self,
+            rows=filtering if filtering is not None and len(filtering) else None,
+            top_ks=self.top_ks[rows],
+            top_ps=self.top_ps[rows],
+            min_ps=None if min_ps is None else min_ps[rows],
+        )
+
+
+def keep_prefix_ref(probs: Tensor, filters: Filters) -> Tensor:
     """Return `probs` with 0 for ids that top-k, top-p or min-p removes, without waiting
     for the device. May overwrite `probs`.
 
@@ -27,12 +69,9 @@ def keep_prefix_ref(
 
     Args:
         probs: [R, V] float32, contiguous, each row a softmax.
-        rows: [F] int64, the rows that top-k or top-p filters; None if there are none.
-        top_ks: [R] int64 in [1, V]; V for rows without top-k.
-        top_ps: [R] float32; 1 for rows without top-p.
-        max_top_k: the largest top-k of `rows`; V if one of them only has top-p.
-        min_ps: [R] float32; 0 for rows without min-p. None if there are none.
     """
+    rows, top_ks, top_ps = filters.rows, filters.top_ks, filters.top_ps
+    max_top_k, min_ps = filters.max_top_k, filters.min_ps
     if rows is not None:
         if rows.numel() == probs.shape[0]:
             probs = _cut(probs, top_ks, top_ps, max_top_k)
