@@ -245,6 +245,57 @@ def node_choices(
     return choice._replace(edited=edited)
 
 
+class NodeDraws:
+    """Draws of the tokens after nodes of b trees, where filters apply, of some nodes at
+    a time: only those that are reached cost anything.
+
+    Draws are those of `node_choices`.
+
+    Attributes:
+        choice: of all b * nodes rows. Token ids are -1 until they are drawn, `kept` is
+            undefined until then; those of greedy requests are there from the first.
+    """
+
+    def __init__(
+        self,
+        logits: torch.Tensor,
+        info: SamplingBatchInfo,
+        *,
+        nodes: int,
+        positions: torch.Tensor,
+        history: TokenHistory | None,
+    ) -> None:
+        """Args: as for `node_choices`."""
+        edited = logits
+        if info.edits_logits or info.vocab_mask is not None:
+            of_nodes = info.repeat_rows(nodes, keep_mask=True)
+            edited = edit_logits(logits, of_nodes, positions=positions, history=history)
+        token_ids = torch.full_like(positions, -1)
+        if info.has_greedy:
+            is_greedy = info.greedy_rows.repeat_interleave(nodes)
+            token_ids = row_ops.argmax_rows(edited).where(is_greedy, -1)
+        kept = torch.empty(edited.shape, dtype=torch.float32, device=edited.device)
+        self.choice = Choice(token_ids, edited, kept)
+        self._info = info
+        self._filters = _filters(info)
+        self._positions = positions
+
+    def draw(self, rows: torch.Tensor) -> None:
+        """Draw the token after the node rows[q] of each request q; none if that is
+        negative."""
+        token_ids, edited, kept = self.choice
+        assert edited is not None and kept is not None
+        softmax_rows(edited, self._info.temperatures, rows=rows, out=kept)
+        draw(
+            kept,
+            self._filters,
+            seeds=self._info.seeds,
+            positions=self._positions,
+            rows=rows,
+            out=token_ids,
+        )
+
+
 def target_weights(
     logits: torch.Tensor,
     info: SamplingBatchInfo,

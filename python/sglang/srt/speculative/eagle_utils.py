@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -19,12 +20,16 @@ from sglang.srt.draft_trees.ops.tree.op import top_k_probs
 from sglang.srt.draft_trees.ops.verify.op import (
     verify_tree_greedy,
     verify_tree_target_only,
+    walk_tree,
 )
 from sglang.srt.sampling.logprobs import LogprobRequest, LogprobResult, compute_logprobs
+from sglang.srt.sampling.ops import row_ops
 from sglang.srt.sampling.ops.divide_rows.op import divide_rows
+from sglang.srt.sampling.ops.softmax_rows.op import splits_vocab
 from sglang.srt.sampling.penalties import TokenHistory
 from sglang.srt.sampling.sampler import (
     Choice,
+    NodeDraws,
     node_choices,
     target_weights,
 )
@@ -35,6 +40,11 @@ if TYPE_CHECKING:
 
 EAGLE3 = "EAGLE3"
 STANDALONE = "STANDALONE"
+_ROWS_AT_ONCE = 64
+"""Drawing after so many nodes takes about as long as drawing after a few."""
+_NODES_OF_TREES = 8
+"""Smaller trees are drawn from at once, however many there are, so that every kernel is
+compiled by a warm-up with nine requests."""
 
 
 def get_draft_hidden_dim(model_runner: ModelRunner) -> int | None:
@@ -119,9 +129,10 @@ def accept_drafts(
     nodes = tree.tokens.shape[1]
     positions = tree.positions.view(-1) + 1
     if info.is_all_greedy or thresholds.are_exact:
-        made = node_choices(
-            logits, info, nodes=nodes, positions=positions, history=history
-        )
+        choose = node_choices
+        if _draws_along_paths(logits, info, nodes=nodes):
+            choose = partial(_choose_along_paths, tree, result=result)
+        made = choose(logits, info, nodes=nodes, positions=positions, history=history)
         choices = made.token_ids.view(-1, nodes)
         if not info.is_all_greedy:
             choices = agree(choices.contiguous())
@@ -142,6 +153,45 @@ def accept_drafts(
     for tensor in (result.predict, result.accept_index, result.accept_lens):
         agree(tensor)
     return Decision(edited, None, None)
+
+
+def _draws_along_paths(logits: Tensor, info: SamplingBatchInfo, *, nodes: int) -> bool:
+    """Whether to draw node by node along the accepted paths, instead of after all nodes
+    at once."""
+    return (
+        info.filters_draws
+        and len(logits) > _ROWS_AT_ONCE
+        and nodes >= _NODES_OF_TREES
+        and (row_ops.on_host(logits) or splits_vocab(logits.shape[1]))
+    )
+
+
+def _choose_along_paths(
+    tree: DraftTree,
+    logits: Tensor,
+    info: SamplingBatchInfo,
+    *,
+    nodes: int,
+    positions: Tensor,
+    history: TokenHistory | None,
+    result: VerifyResult,
+) -> Choice:
+    """Do as `node_choices` for the nodes on accepted paths: choose after the root, then
+    after the accepted child, and so on. For a path that has ended, launches exit at
+    once.
+
+    Args:
+        result: overwritten.
+    """
+    draws = NodeDraws(logits, info, nodes=nodes, positions=positions, history=history)
+    choices = draws.choice.token_ids.view_as(tree.tokens)
+    rows = torch.empty_like(result.accept_lens)
+    for _ in range(result.accept_index.shape[1]):
+        walk_tree(tree, choices, result=result, rows=rows)
+        if row_ops.on_host(rows) and not bool((rows >= 0).any()):
+            break
+        draws.draw(rows)
+    return draws.choice
 
 
 def node_history(

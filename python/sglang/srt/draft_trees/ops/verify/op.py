@@ -62,6 +62,29 @@ verify_tree_greedy = Op(
 )
 
 
+def walk_tree_ref(
+    tree: DraftTree, target_ids: Tensor, *, result: VerifyResult, rows: Tensor
+) -> None:
+    """Follow the target's choices as far as they have been made: `verify_tree_greedy`
+    where a negative choice has not, and proposed tokens are at least 0.
+
+    Args:
+        rows: [b] int64, written: the last node of each path among all b * D nodes if
+            the choice after it has not been made, or -1.
+    """
+    verify_tree_greedy(tree, target_ids, result=result)
+    ends = result.accept_index.gather(1, result.accept_lens[:, None] - 1)[:, 0]
+    is_open = target_ids.view(-1)[ends] < 0
+    rows.copy_(ends.where(is_open, -1))
+
+
+walk_tree = Op(
+    reference=walk_tree_ref,
+    triton=_TRITON + "triton_greedy:walk_tree",
+    place="tree.tokens",
+)
+
+
 def verify_tree_target_only_ref(
     tree: DraftTree,
     target_probs: Tensor,

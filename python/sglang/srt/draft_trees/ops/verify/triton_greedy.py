@@ -63,6 +63,7 @@ def greedy_kernel(
     predict,
     accept_index,
     accept_lens,
+    rows,
     WALK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -97,15 +98,36 @@ def greedy_kernel(
     tl.store(predict + first + node, following, mask=is_node)
     tl.store(accept_index + q * (STEPS + 1) + column, path, mask=column <= STEPS)
     tl.store(accept_lens + q, length.to(tl.int64))
+    if rows is not None:
+        choice = tl.sum(tl.where(node == current, target, 0), axis=0)
+        tl.store(rows + q, tl.where(choice < 0, first + current, -1))
 
 
 def verify_tree_greedy(
     tree: DraftTree, target_ids: Tensor, *, result: VerifyResult
 ) -> None:
     """See `op.py`."""
+    _walk("verify_tree_greedy", tree, target_ids, result, None)
+
+
+def walk_tree(
+    tree: DraftTree, target_ids: Tensor, *, result: VerifyResult, rows: Tensor
+) -> None:
+    """See `op.py`."""
+    require("walk_tree", len(tree.tokens), torch.int64, rows=rows)
+    _walk("walk_tree", tree, target_ids, result, rows)
+
+
+def _walk(
+    op: str,
+    tree: DraftTree,
+    target_ids: Tensor,
+    result: VerifyResult,
+    open_rows: Tensor | None,
+) -> None:
     rows, nodes = tree.tokens.shape
-    steps = require_result("verify_tree_greedy", tree, result)
-    require("verify_tree_greedy", rows * nodes, torch.int64, target_ids=target_ids)
+    steps = require_result(op, tree, result)
+    require(op, rows * nodes, torch.int64, target_ids=target_ids)
     if rows == 0:
         return
     greedy_kernel[(rows,)](
@@ -115,6 +137,7 @@ def verify_tree_greedy(
         result.predict,
         result.accept_index,
         result.accept_lens,
+        open_rows,
         WALK=make_walk(nodes=nodes, steps=steps, topk=result.rejected.shape[1]),
         num_warps=1,
         **launch_options(target_ids.device),
