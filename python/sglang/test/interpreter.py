@@ -1,4 +1,5 @@
-"""Makes Triton's interpreter cheaper for tests, without changing its results."""
+"""Makes Triton's interpreter cheaper for tests, without changing its results, except
+for products of bfloat16, which it gets wrong."""
 
 from __future__ import annotations
 
@@ -28,6 +29,7 @@ def make_cheaper() -> None:
     _patch_once(interpreter)
     _skip_unread_checks(interpreter)
     _look_types_up_once(interpreter)
+    _widen_bfloat16(interpreter)
     if os.environ.get("TRITON_INTERPRET") == "1":
         _describe_once(interpreter.tl.core)
 
@@ -75,6 +77,26 @@ def _look_types_up_once(interpreter: Any) -> None:
         return found
 
     interpreter._get_np_dtype = np_dtype
+
+
+def _widen_bfloat16(interpreter: Any) -> None:
+    """Multiply matrices of bfloat16 as float32, which holds their products.
+
+    The interpreter keeps bfloat16 as its bits, and would multiply those.
+    """
+    builder = type(interpreter.interpreter_builder)
+    multiply = builder.create_dot
+    core = interpreter.tl
+
+    def widen(operand: Any) -> Any:
+        if operand.dtype.scalar != core.bfloat16:
+            return operand
+        return interpreter.interpreter_builder.cast_impl(operand, core.float32)
+
+    def create_dot(self: Any, a: Any, b: Any, *options: Any) -> Any:
+        return multiply(self, widen(a), widen(b), *options)
+
+    builder.create_dot = create_dot
 
 
 def _describe_once(core: Any) -> None:

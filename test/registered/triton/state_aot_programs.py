@@ -13,8 +13,10 @@ import torch
 # Sets the path of the package, and leaves the interpreter.
 from aot_programs import POINTERS, Variant, compile_variant
 
+from sglang.srt.layers.ops.state.gated_delta import tree_kernel
 from sglang.srt.layers.ops.state.gated_delta import triton as delta
 from sglang.srt.layers.ops.state.gated_delta import triton_kernels as delta_kernels
+from sglang.srt.layers.ops.state.gated_delta.inputs import DeltaInputs
 from sglang.srt.layers.ops.state.shared.rows import search_steps
 from sglang.srt.layers.ops.state.short_conv import triton as conv
 from sglang.srt.layers.ops.state.short_conv import triton_kernels as conv_kernels
@@ -104,37 +106,38 @@ def delta_rules() -> Iterator[Variant]:
         uncounted = {} if "folded" in pointers else UNCOUNTED
         kernel = delta_kernels.decode_kernel
         yield Variant(f"decode {name}", kernel, pointers, sizes | uncounted, 4)
-        for nodes in (0, 6, 20, delta.MOST_NODES):
-            form = delta.chunk_form(DTYPES[dtype], nodes=nodes)
-            yield from _chunk_kernels(f"{form} {name}", pointers, sizes, form)
+        heads = torch.empty(1, 1, 1, dtype=DTYPES[dtype], device="meta")
+        precision = delta.scan_precision(heads.dtype)
+        yield from _chunk_kernels(name, pointers, sizes, precision)
+        kernel = tree_kernel.tree_kernel
+        gates = torch.empty(1, 1, device="meta")
+        inputs = DeltaInputs(
+            q=heads, k=heads, v=heads, g=gates, beta=gates, scale=1.0, normalise=True
+        )
+        for nodes in (6, 20, delta.MOST_NODES):
+            form = {"FORM": delta.tree_form(inputs, nodes=nodes)}
+            yield Variant(f"{form} {name}", kernel, pointers, sizes | form, 4)
         kernel = delta_kernels.commit_kernel
         constants = sizes | {"PATH": 16} | uncounted
         yield Variant(f"commit {name}", kernel, pointers | PATH, constants, 4)
 
 
 def _chunk_kernels(
-    name: str,
-    pointers: dict[str, str],
-    sizes: dict[str, object],
-    form: delta_kernels.ChunkForm,
+    name: str, pointers: dict[str, str], sizes: dict[str, object], precision: str
 ) -> Iterator[Variant]:
-    of_trees = ("mask", "node_keys", "node_u")
-    absent = dict.fromkeys(RAGGED if form.nodes else of_trees)
-    if form.nodes or "folded" not in pointers:
-        absent |= UNCOUNTED
-    kept = {key: kind for key, kind in pointers.items() if key not in absent}
-    kept |= {} if form.nodes else RAGGED
-    constants = {**sizes, "FORM": form, "STEPS": search_steps(8), **absent}
-    scan = delta_kernels.scan_kernel, delta.SCAN_OPTIONS[form.precision]
-    launches = [(delta_kernels.prepare_kernel, {"num_warps": 4}, 0), (*scan, 0)]
-    if not form.nodes:
-        launches.append((*scan, 2))
-    for kernel, options, tracks in launches:
+    constants = {**sizes, "PRECISION": precision, "STEPS": search_steps(8)}
+    constants |= {} if "folded" in pointers else UNCOUNTED
+    scan = delta_kernels.scan_kernel, delta.SCAN_OPTIONS[precision]
+    for kernel, options, tracks in (
+        (delta_kernels.prepare_kernel, {"num_warps": 4}, 0),
+        (*scan, 0),
+        (*scan, 2),
+    ):
         given = constants | ({"TRACKS": tracks} if tracks else UNTRACKED)
         yield Variant(
             f"{kernel.__name__} {name}{' tracked' if tracks else ''}",
             kernel,
-            kept | (TRACKS if tracks else {}),
+            pointers | RAGGED | (TRACKS if tracks else {}),
             {key: value for key, value in given.items() if key in kernel.arg_names},
             options["num_warps"],
             options.get("num_stages", 3),
@@ -171,6 +174,7 @@ def main() -> None:
             delta_kernels.prepare_kernel,
             delta_kernels.scan_kernel,
             delta_kernels.commit_kernel,
+            tree_kernel.tree_kernel,
         )
         ptx = compiled.asm["ptx"]
         assert not is_product or "wgmma" in ptx or "mma.sync" in ptx, variant.name

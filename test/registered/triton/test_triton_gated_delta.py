@@ -215,6 +215,45 @@ def test_trees_and_commits_equal_the_recurrence(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
+    ("nodes", "d_k", "d_v", "chains"),
+    [
+        (33, 40, 24, False),
+        (64, 128, 32, True),
+        (64, 128, 32, False),
+        (7, 100, 48, True),
+    ],
+)
+def test_trees_of_bfloat16_keep_15_bits(
+    nodes: int, d_k: int, d_v: int, chains: bool
+) -> None:
+    """A product of two split factors is off by 3 * 2^-16 where rounding cuts off; a
+    node adds up its own and what its ancestors were off by."""
+    draws = Draws(nodes, device=DEVICE)
+    inputs = draws.delta(
+        2 * nodes, key_heads=1, heads=2, d_k=d_k, d_v=d_v, dtype=torch.bfloat16
+    )
+    # As if nothing had been rounded: these hold the same numbers.
+    exact = dataclasses.replace(
+        inputs, q=inputs.q.float(), k=inputs.k.float(), v=inputs.v.float()
+    )
+    state, trees = draws.normal(3, 2, d_k, d_v), draws.trees(2, nodes, chains=chains)
+    args = {"slots": draws.longs([2, 1]), "mask": trees.mask}
+    found, expected = (
+        DeltaNodes.allocate(2 * nodes, state, key_heads=1) for _ in range(2)
+    )
+    out = kernels.gated_delta_tree(inputs, state, nodes=found, **args)
+    wanted = op.gated_delta_tree.reference(exact, state, nodes=expected, **args)
+    most = expected.u.abs().amax()
+    assert (found.u - expected.u).abs().amax() <= 2**-14 * most
+    torch.testing.assert_close(found.k, expected.k, rtol=1e-6, atol=1e-7)
+    # One bit less where rounding cuts off.
+    rounding = 2**-7 if DEVICE == "cpu" else 2**-8
+    most = wanted.abs().amax()
+    difference = (out.float() - wanted).abs()
+    assert (difference <= rounding * wanted.abs() + 2**-14 * most).all()
+
+
+@pytest.mark.parametrize(
     "size", [(40, 8)] if DEVICE == "cpu" else [(100, 8), (128, 128)]
 )
 def test_several_chunks_of_float32(size: tuple[int, int]) -> None:
@@ -265,6 +304,25 @@ def test_equal_keys_do_not_cancel() -> None:
     ]
     assert_close(*outs, dtype=torch.float32)
     assert_close(state, expected, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_deep_chain_of_equal_keys_stays_exact(dtype: torch.dtype) -> None:
+    """Nodes below the round's depth grow to 1e18 meanwhile, and are replaced."""
+    draws = Draws(2, device=DEVICE)
+    inputs = draws.delta(64, key_heads=1, heads=1, d_k=16, d_v=16, dtype=dtype)
+    inputs.k[:] = inputs.k[:1].clone()
+    still = dataclasses.replace(
+        inputs, g=torch.zeros_like(inputs.g), beta=torch.ones_like(inputs.beta)
+    )
+    state, trees = draws.normal(2, 1, 16, 16), draws.trees(1, 64, chains=True)
+    found, expected = (DeltaNodes.allocate(64, state, key_heads=1) for _ in range(2))
+    args = {"slots": draws.longs([1]), "mask": trees.mask}
+    kernels.gated_delta_tree(still, state, nodes=found, **args)
+    op.gated_delta_tree.reference(still, state, nodes=expected, **args)
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-13
+    most = float(expected.u.abs().amax())
+    torch.testing.assert_close(found.u, expected.u, rtol=0, atol=tolerance * most)
 
 
 def test_padded_rows_stay_in_the_scratch_slot() -> None:

@@ -11,8 +11,8 @@ from sglang.srt.layers.ops.state.gated_delta.inputs import (
     DeltaNodes,
     require_delta,
 )
+from sglang.srt.layers.ops.state.gated_delta.tree_kernel import TreeForm, tree_kernel
 from sglang.srt.layers.ops.state.gated_delta.triton_kernels import (
-    ChunkForm,
     DeltaSizes,
     commit_kernel,
     decode_kernel,
@@ -101,7 +101,6 @@ def gated_delta_prefill(
     folded: Tensor | None = None,
 ) -> Tensor:
     _require_memory(inputs, state)
-    tokens, heads, _ = inputs.v.shape
     rows = len(slots)
     require("gated_delta", rows, torch.int64, slots=slots)
     require("gated_delta", rows + 1, torch.int64, qo_indptr=qo_indptr)
@@ -111,13 +110,10 @@ def gated_delta_prefill(
         _chunks(
             inputs,
             state,
+            out,
             slots=slots,
             qo_indptr=qo_indptr,
             has_state=has_state,
-            out=out,
-            decays=torch.empty(
-                (tokens, heads), dtype=torch.float32, device=state.device
-            ),
             tracks=tracks,
             folded=folded,
         )
@@ -146,14 +142,30 @@ def gated_delta_tree(
     require("gated_delta", inputs.v.numel(), nodes.k.dtype, u=nodes.u)
     out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     if rows:
-        _chunks(
-            inputs,
+        sizes = _input_sizes(inputs, state)
+        tree_kernel[(triton.cdiv(sizes.d_v, sizes.v_tile), sizes.heads, rows)](
+            inputs.q,
+            inputs.k,
+            inputs.v,
+            inputs.g,
+            inputs.beta,
+            mask,
             state,
-            slots=slots,
-            mask=mask,
-            out=out,
-            decays=nodes.decay,
-            nodes=nodes,
+            slots,
+            out,
+            nodes.k,
+            nodes.u,
+            nodes.decay,
+            inputs.scale,
+            inputs.q.stride(0),
+            inputs.k.stride(0),
+            inputs.v.stride(0),
+            state.stride(0),
+            FORM=tree_form(inputs, nodes=width),
+            SIZES=sizes,
+            num_warps=4,
+            num_stages=3,
+            **launch_options(state.device),
         )
     return out
 
@@ -197,58 +209,58 @@ def gated_delta_commit(
     )
 
 
-def chunk_form(dtype: torch.dtype, *, nodes: int) -> ChunkForm:
-    """Return the form of trees of `nodes` nodes, or of ragged rows if there are none.
-
-    A verification multiplies with the precision of the decode steps that it replaces; a
-    prefill of half precision does not need more than tf32 keeps. Products of 32 rows
-    spill registers, those of 64 do not.
+def tree_form(inputs: DeltaInputs, *, nodes: int) -> TreeForm:
+    """Return the form of trees of `nodes` nodes. Splitting more channels at a time into
+    parts spills registers.
     """
-    is_half = dtype.itemsize == 2
-    return ChunkForm(
+    exact = inputs.q.dtype is inputs.k.dtype is torch.bfloat16
+    return TreeForm(
         nodes=nodes,
-        chunk=LEAST if 0 < nodes <= LEAST else CHUNK,
-        precision="tf32" if is_half and not nodes else "tf32x3",
+        block=block_of(nodes, least=LEAST),
+        exact=exact,
+        channels=2 * LEAST if exact else LEAST,
     )
+
+
+def scan_precision(dtype: torch.dtype) -> str:
+    """Return how a prefill of inputs of `dtype` multiplies: half precision does not
+    need more than tf32 keeps.
+    """
+    return "tf32" if dtype.itemsize == 2 else "tf32x3"
 
 
 def _chunks(
     inputs: DeltaInputs,
     state: Tensor,
+    out: Tensor,
     *,
     slots: Tensor,
-    out: Tensor,
-    decays: Tensor,
-    qo_indptr: Tensor | None = None,
-    has_state: Tensor | None = None,
-    tracks: StateTracks | None = None,
-    folded: Tensor | None = None,
-    mask: Tensor | None = None,
-    nodes: DeltaNodes | None = None,
+    qo_indptr: Tensor,
+    has_state: Tensor,
+    tracks: StateTracks | None,
+    folded: Tensor | None,
 ) -> None:
-    """Launch both kernels, for ragged rows, or for trees if there is a mask."""
+    """Launch both kernels of a prefill."""
     tokens, heads, d_v = inputs.v.shape
     rows = len(slots)
-    is_tree = mask is not None
-    form = chunk_form(inputs.k.dtype, nodes=0 if mask is None else mask.shape[1])
-    places = rows if is_tree else tokens // CHUNK + rows
+    places = tokens // CHUNK + rows
     sizes = _input_sizes(inputs, state)
-    matrices = torch.empty(
-        (places, heads, 2, form.chunk, form.chunk),
-        dtype=torch.float32,
-        device=state.device,
-    )
-    shared = {"FORM": form, "SIZES": sizes, **launch_options(state.device)}
+    precision = scan_precision(inputs.k.dtype)
+
+    def scratch(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=state.device)
+
+    matrices = scratch(places, heads, 2, CHUNK, CHUNK)
+    decays = scratch(tokens, heads)
+    shared = {"PRECISION": precision, "SIZES": sizes, **launch_options(state.device)}
     prepare_kernel[(places, heads)](
         inputs.q,
         inputs.k,
         inputs.g,
         inputs.beta,
         qo_indptr,
-        mask,
         matrices,
         decays,
-        None if nodes is None else nodes.k,
         rows,
         inputs.scale,
         inputs.q.stride(0),
@@ -269,7 +281,6 @@ def _chunks(
         has_state,
         qo_indptr,
         out,
-        None if nodes is None else nodes.u,
         inputs.scale,
         inputs.q.stride(0),
         inputs.k.stride(0),
@@ -277,7 +288,7 @@ def _chunks(
         state.stride(0),
         **count_arguments(folded, state),
         **track_arguments("gated_delta", tracks, rows=rows),
-        **SCAN_OPTIONS[form.precision],
+        **SCAN_OPTIONS[precision],
         **shared,
     )
 

@@ -1,8 +1,8 @@
-"""Triton kernels of the gated delta rule. `chunked.py` has the formulas.
+"""Triton kernels of the gated delta rule. `chunked.py` has the formulas; trees are in
+`tree_kernel.py`.
 
 `prepare_kernel` solves what does not need the state, for all chunks at once;
-`scan_kernel` takes the state through the chunks of a row. Only the former knows whether
-"before" is the order of a prefill or ancestry in a tree.
+`scan_kernel` takes the state through the chunks of a row.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -20,6 +20,7 @@ from sglang.srt.layers.ops.state.shared.row_count import (
     write_count,
 )
 from sglang.srt.layers.ops.state.shared.rows import find_row, first_place
+from sglang.srt.layers.ops.state.shared.tracks import CHUNK as CHUNK_TOKENS
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
 
@@ -42,21 +43,8 @@ class DeltaSizes(NamedTuple):
     normalise: bool
 
 
-class ChunkForm(NamedTuple):
-    """What rows are, and how the chunk kernels multiply; their argument FORM.
-
-    Fields:
-        nodes: nodes of a tree, or 0 for ragged rows.
-        chunk: tokens of a chunk, at least `nodes`; 16 or 64.
-        precision: of products of float32 matrices.
-    """
-
-    nodes: int
-    chunk: int
-    precision: str
-
-
 _BLOCK = tl.constexpr(16)
+_CHUNK = tl.constexpr(CHUNK_TOKENS)
 
 
 @triton.jit
@@ -68,9 +56,8 @@ def _normed(x, axis: tl.constexpr, NORMALISE: tl.constexpr):
 
 
 @triton.jit
-def _state_cells(state, slot, stride, head, column, SIZES: tl.constexpr):
-    """Return pointers to columns of a head's S, [k_block, columns], and their mask."""
-    channel = tl.arange(0, SIZES.k_block)
+def state_cells(state, slot, stride, head, channel, column, SIZES: tl.constexpr):
+    """Return pointers to cells of a head's S, [channels, columns], and their mask."""
     place = (head * SIZES.d_k + channel[:, None]) * SIZES.d_v + column[None, :]
     is_cell = (channel < SIZES.d_k)[:, None] & (column < SIZES.d_v)[None, :]
     return state + slot * stride + place, is_cell
@@ -113,7 +100,7 @@ def decode_kernel(
     slot = tl.load(slots + row)
     counts = RowCounts(folded, folded_stride, _is_first(head))
     before = read_count(counts, slot, True)
-    cell, is_cell = _state_cells(state, slot, state_stride, head, column, SIZES)
+    cell, is_cell = state_cells(state, slot, state_stride, head, channel, column, SIZES)
     here = tl.load(cell, mask=is_cell, other=0.0).to(tl.float32)
     keys = tl.load(k + row * k_stride + key, mask=is_channel, other=0.0).to(tl.float32)
     keys = _normed(keys, 0, SIZES.normalise)
@@ -192,49 +179,35 @@ def prepare_kernel(
     g,
     beta,
     qo_indptr,
-    mask,
     matrices,
     decays,
-    node_keys,
     rows,
     scale,
     q_stride,
     k_stride,
     STEPS: tl.constexpr,
-    FORM: tl.constexpr,
+    PRECISION: tl.constexpr,
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Of a chunk and head: (I + A)^-1 and the weights of u in the outputs, beside each
-    other in `matrices`, and G. Trees have a `mask`, ragged rows `qo_indptr`.
+    other in `matrices`, and G.
     """
-    NODES: tl.constexpr = FORM.nodes
-    CHUNK: tl.constexpr = FORM.chunk
-    PRECISION: tl.constexpr = FORM.precision
+    CHUNK: tl.constexpr = _CHUNK
     place = tl.program_id(0)
     head = tl.program_id(1)
     i = tl.arange(0, CHUNK)
     let_next_start(PDL)
     wait_for_inputs(PDL)
-    if NODES > 0:
-        begin = place * NODES
-        count = NODES
-    else:
-        row = find_row(qo_indptr, rows, place, CHUNK, STEPS)
-        done = (place - first_place(qo_indptr, row, CHUNK)) * CHUNK
-        begin = tl.load(qo_indptr + row).to(tl.int32) + done
-        count = tl.load(qo_indptr + row + 1).to(tl.int32) - begin
+    row = find_row(qo_indptr, rows, place, CHUNK, STEPS)
+    done = (place - first_place(qo_indptr, row, CHUNK)) * CHUNK
+    begin = tl.load(qo_indptr + row).to(tl.int32) + done
+    count = tl.load(qo_indptr + row + 1).to(tl.int32) - begin
     if count > 0:
         is_token = i < count
         token = begin + i
         key_head = head // SIZES.group
         is_upto = i[:, None] >= i[None, :]
-        if NODES > 0:
-            seen = mask + place.to(tl.int64) * NODES * NODES
-            seen += i[:, None] * NODES + i[None, :]
-            is_pair = is_token[:, None] & is_token[None, :]
-            is_ancestor = tl.load(seen, mask=is_pair, other=0) != 0
-            is_upto = is_upto & (is_ancestor | (i[:, None] == i[None, :]))
         gate = token.to(tl.int64) * SIZES.heads + head
         steps = tl.load(g + gate, mask=is_token, other=0.0)
         decay = tl.sum(tl.where(is_upto, steps[None, :], 0.0), axis=1)
@@ -246,14 +219,6 @@ def prepare_kernel(
         matrix = matrices + matrix * 2 * CHUNK * CHUNK
         cell = matrix + i[:, None] * CHUNK + i[None, :]
         keys = _load_heads(k, token, key_head, k_stride, is_token, SIZES)
-        if NODES > 0:
-            channel = tl.arange(0, SIZES.k_block)
-            target = token.to(tl.int64) * (SIZES.heads // SIZES.group) + key_head
-            target = target[:, None] * SIZES.d_k + channel[None, :]
-            is_kept = is_token & (head % SIZES.group == 0)
-            is_key = is_kept[:, None] & (channel < SIZES.d_k)[None, :]
-            kept = keys.to(node_keys.dtype.element_ty)
-            tl.store(node_keys + target, kept, mask=is_key)
         products = tl.dot(keys, tl.trans(keys), input_precision=PRECISION)
         strength = tl.load(beta + gate, mask=is_token, other=0.0).to(tl.float32)
         lower = strength[:, None] * gap * products
@@ -303,7 +268,6 @@ def scan_kernel(  # noqa: PLR0913, PLR0915 - a tuple's pointers would be special
     has_state,
     qo_indptr,
     out,
-    node_u,
     scale,
     q_stride,
     k_stride,
@@ -314,14 +278,13 @@ def scan_kernel(  # noqa: PLR0913, PLR0915 - a tuple's pointers would be special
     track_lens,
     track_slots,
     TRACKS: tl.constexpr,
-    FORM: tl.constexpr,
+    PRECISION: tl.constexpr,
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Outputs of a row and the state after it, or outputs of a tree and its u."""
-    NODES: tl.constexpr = FORM.nodes
-    CHUNK: tl.constexpr = FORM.chunk
-    PRECISION: tl.constexpr = FORM.precision
+    """Outputs of a row, and the state after it."""
+    CHUNK: tl.constexpr = _CHUNK
+    channel = tl.arange(0, SIZES.k_block)
     column = tl.program_id(0) * SIZES.v_tile + tl.arange(0, SIZES.v_tile)
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -331,17 +294,11 @@ def scan_kernel(  # noqa: PLR0913, PLR0915 - a tuple's pointers would be special
     let_next_start(PDL)
     wait_for_inputs(PDL)
     slot = tl.load(slots + row)
-    cell, is_cell = _state_cells(state, slot, state_stride, head, column, SIZES)
-    if NODES > 0:
-        begin = row * NODES
-        length = NODES
-        place = row
-        is_known = True
-    else:
-        begin = tl.load(qo_indptr + row).to(tl.int32)
-        length = tl.load(qo_indptr + row + 1).to(tl.int32) - begin
-        place = first_place(qo_indptr, row, CHUNK)
-        is_known = tl.load(has_state + row) != 0
+    cell, is_cell = state_cells(state, slot, state_stride, head, channel, column, SIZES)
+    begin = tl.load(qo_indptr + row).to(tl.int32)
+    length = tl.load(qo_indptr + row + 1).to(tl.int32) - begin
+    place = first_place(qo_indptr, row, CHUNK)
+    is_known = tl.load(has_state + row) != 0
     here = tl.load(cell, mask=is_cell & is_known, other=0.0).to(tl.float32)
     counts = RowCounts(folded, folded_stride, _is_first(head))
     before = read_count(counts, slot, is_known)
@@ -368,32 +325,28 @@ def scan_kernel(  # noqa: PLR0913, PLR0915 - a tuple's pointers would be special
         result += tl.dot(weights, u, input_precision=PRECISION)
         target = gate[:, None] * SIZES.d_v + column[None, :]
         tl.store(out + target, result.to(out.dtype.element_ty), mask=is_value)
-        if NODES > 0:
-            tl.store(node_u + target, u.to(node_u.dtype.element_ty), mask=is_value)
-        else:
-            count = tl.minimum(length - done, CHUNK)
-            last = (begin + done + count - 1).to(tl.int64) * SIZES.heads + head
-            last = tl.load(decays + last)
-            fading = tl.where(is_token, tl.exp(last - decay), 0.0)
-            added = tl.trans(keys * fading[:, None])
-            here = tl.exp(last) * here + tl.dot(added, u, input_precision=PRECISION)
-            _store_tracks(
-                here.to(state.dtype.element_ty),
-                done + count,
-                cell,
-                is_cell,
-                slot,
-                state_stride,
-                counts,
-                before,
-                row,
-                track_lens,
-                track_slots,
-                TRACKS,
-            )
-    if NODES == 0:
-        tl.store(cell, here.to(state.dtype.element_ty), mask=is_cell)
-        write_count(counts, slot, before + length, True)
+        count = tl.minimum(length - done, CHUNK)
+        last = (begin + done + count - 1).to(tl.int64) * SIZES.heads + head
+        last = tl.load(decays + last)
+        fading = tl.where(is_token, tl.exp(last - decay), 0.0)
+        added = tl.trans(keys * fading[:, None])
+        here = tl.exp(last) * here + tl.dot(added, u, input_precision=PRECISION)
+        _store_tracks(
+            here.to(state.dtype.element_ty),
+            done + count,
+            cell,
+            is_cell,
+            slot,
+            state_stride,
+            counts,
+            before,
+            row,
+            track_lens,
+            track_slots,
+            TRACKS,
+        )
+    tl.store(cell, here.to(state.dtype.element_ty), mask=is_cell)
+    write_count(counts, slot, before + length, True)
 
 
 @triton.jit(do_not_specialize=["nodes"], do_not_specialize_on_alignment=["folded"])
@@ -441,7 +394,9 @@ def commit_kernel(
         slot = tl.load(slots + row)
         counts = RowCounts(folded, folded_stride, _is_first(head))
         before = read_count(counts, slot, True)
-        cell, is_cell = _state_cells(state, slot, state_stride, head, column, SIZES)
+        cell, is_cell = state_cells(
+            state, slot, state_stride, head, channel, column, SIZES
+        )
         here = tl.load(cell, mask=is_cell, other=0.0).to(tl.float32)
         added = tl.trans(keys * fading[:, None])
         here = tl.exp(last) * here + tl.dot(added, u, input_precision="tf32x3")
