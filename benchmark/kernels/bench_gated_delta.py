@@ -21,6 +21,7 @@ from bench_moe import best_us
 from cuda_timing import bandwidths, copies_for, graph_us
 from torch import Tensor
 
+from kv_canary.state_sums import StateCells
 from sglang.bench_utils.floor import measure_bandwidth
 from sglang.srt.layers.ops.state.gated_delta.inputs import DeltaInputs, DeltaNodes
 from sglang.srt.layers.ops.state.gated_delta.op import (
@@ -29,6 +30,7 @@ from sglang.srt.layers.ops.state.gated_delta.op import (
     gated_delta_prefill,
     gated_delta_tree,
 )
+from sglang.srt.mem_cache.state_sums import StateSums
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 PATH = 5
@@ -76,8 +78,11 @@ DTYPES = {
 class Layers:
     """Calls on the states of several layers in turn, so that no cache holds them."""
 
-    def __init__(self, shape: Shape, state_dtype: torch.dtype) -> None:
+    def __init__(
+        self, shape: Shape, state_dtype: torch.dtype, *, has_sums: bool
+    ) -> None:
         self.shape = shape
+        self.has_sums = has_sums
         self.state_dtype = state_dtype
         self.dtype = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
@@ -88,6 +93,16 @@ class Layers:
         size = (layers, rows + 1, shape.heads, shape.d_k, shape.d_v)
         states = torch.zeros(size, dtype=self.state_dtype, device=DEVICE)
         return states.unbind()
+
+    def sums(self, state: Tensor) -> StateSums | None:
+        """Return checksums of a layer's states, which are zeros."""
+        if not self.has_sums:
+            return None
+        size = (len(state), StateCells.of(state).number)
+        return StateSums(
+            kept=torch.zeros(size, dtype=torch.int64, device=DEVICE),
+            marks=torch.zeros(len(state), dtype=torch.int32, device=DEVICE),
+        )
 
     def inputs(self, tokens: int) -> DeltaInputs:
         shape = self.shape
@@ -128,7 +143,7 @@ def time_us(calls: Sequence[Call]) -> float:
 def decode_row(layers: Layers, batch: int, copy_gb_s: float) -> Row:
     inputs, slots = layers.inputs(batch), slots_of(batch)
     calls = [
-        partial(gated_delta_decode, inputs, state, slots=slots)
+        partial(gated_delta_decode, inputs, state, slots=slots, sums=layers.sums(state))
         for state in layers.states(batch)
     ]
     nbytes = 2 * layers.state_bytes(batch) + layers.input_bytes(batch)
@@ -145,6 +160,7 @@ def prefill_row(layers: Layers, tokens: int, copy_gb_s: float) -> Row:
             slots=slots_of(1),
             qo_indptr=torch.tensor([0, tokens], device=DEVICE),
             has_state=torch.ones(1, dtype=torch.bool, device=DEVICE),
+            sums=layers.sums(state),
         )
         for state in layers.states(1)[:4]
     ]
@@ -168,7 +184,15 @@ def tree_rows(
         mask[node] |= mask[(node - 1) // 2]
     masks = mask.to(DEVICE).repeat(batch, 1, 1)
     calls: list[Call] = [
-        partial(gated_delta_tree, inputs, state, slots=slots, mask=masks, nodes=kept)
+        partial(
+            gated_delta_tree,
+            inputs,
+            state,
+            slots=slots,
+            mask=masks,
+            nodes=kept,
+            sums=layers.sums(state),
+        )
         for state in states
     ]
     nbytes = layers.state_bytes(batch) + layers.input_bytes(batch * nodes)
@@ -179,7 +203,15 @@ def tree_rows(
     path = path + nodes * torch.arange(batch, device=DEVICE)[:, None]
     lens = torch.full((batch,), length, device=DEVICE)
     calls = [
-        partial(gated_delta_commit, kept, state, slots=slots, path=path, path_lens=lens)
+        partial(
+            gated_delta_commit,
+            kept,
+            state,
+            slots=slots,
+            path=path,
+            path_lens=lens,
+            sums=layers.sums(state),
+        )
         for state in states
     ]
     nbytes = 2 * layers.state_bytes(batch) + layers.node_bytes(batch * length)
@@ -240,12 +272,16 @@ def main() -> None:
     parser.add_argument("--batch", type=numbers, default=numbers(batch))
     parser.add_argument("--nodes", type=numbers, default=[4, 16, 64])
     parser.add_argument("--prefill", type=numbers, default=numbers(prefill))
+    parser.add_argument(
+        "--sums", action="store_true", help="keep and compare checksums of all bytes"
+    )
     parser.add_argument("--threads", type=int, default=None)
     args = parser.parse_args()
     if args.threads is not None:
         torch.set_num_threads(args.threads)
     shape = SHAPES[args.shape]
     report = {"shape": args.shape, "state_dtype": args.state_dtype, **asdict(shape)}
+    report["sums"] = args.sums
     if is_cuda:
         rates = bandwidths()
         report["device"] = torch.cuda.get_device_name()
@@ -254,7 +290,8 @@ def main() -> None:
         rates = {"read": measured.read_gb_s, "copy": measured.copy_gb_s}
         report["device"] = platform.processor() or platform.machine()
         report["threads"] = torch.get_num_threads()
-    rows = measure(Layers(shape, DTYPES[args.state_dtype]), args, rates)
+    layers = Layers(shape, DTYPES[args.state_dtype], has_sums=args.sums)
+    rows = measure(layers, args, rates)
     print(f"{args.shape} on {report['device']}, copying {rates['copy']:.1f} GB/s")
     print_table(rows)
     print(json.dumps(report | {"gb_s": rates, "rows": rows}))

@@ -23,6 +23,7 @@ from kv_canary.kernels.reference import (
     notes,
     records,
     slot_sums,
+    state_sums,
     states,
     write,
 )
@@ -70,6 +71,7 @@ _note_tokens = _op(notes.note_tokens)
 _send_tokens = _op(notes.send_tokens, is_native=False)
 _check_drawn = _op(drawn.check_drawn)
 _finish_accepted = _op(accepted.finish_accepted)
+_compare_states = _op(state_sums.compare_states, is_native=False)
 _check_states = _op(states.check_states, is_native=False)
 _note_states = _op(states.note_states, is_native=False)
 
@@ -156,6 +158,19 @@ def check_states(state: CanaryState, rows: StateRows, source: Fingerprint) -> No
     * VERIFY_REAL_KV: its bytes have another fingerprint than its writer's.
     """
     _check_states(state, rows, source, Launch.VERIFY)
+
+
+def compare_states(states: Tensor, kept: Tensor, marks: Tensor, slots: Tensor) -> None:
+    """Compare states that no operation loads with what was kept of them.
+
+    Args:
+        states: [slots, layers, ...] as in `StateCells.of`, contiguous in a layer.
+        kept: int64 [slots, layers, cells], contiguous in a layer.
+        marks: int32 [slots, layers], contiguous; set to 1 where sums differ, for
+            `StateRows.marks`.
+        slots: [n] int64.
+    """
+    _compare_states(states, kept, marks, slots)
 
 
 def sweep_states(state: CanaryState, rows: StateRows, source: Fingerprint) -> None:

@@ -166,6 +166,15 @@ class Fingerprint:
 NO_FINGERPRINT = Fingerprint()
 
 
+def require_samples(source: Fingerprint) -> None:
+    """Raise ValueError if all bytes are to be hashed, of states."""
+    if source.mode in (FingerprintMode.ROTATE, FingerprintMode.ALL):
+        raise ValueError(
+            f"a fingerprint of states in mode {source.mode.name}: only samples are "
+            "hashed; all bytes are compared by whoever folds (`StateRows.marks`)"
+        )
+
+
 def create_fingerprint(
     mode: FingerprintMode, layout: PoolLayout, *, rotation_period: int = 1024
 ) -> Fingerprint:

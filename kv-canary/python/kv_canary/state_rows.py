@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kv_canary.records import Launch
 from kv_canary.view import require_vector
 
 if TYPE_CHECKING:
@@ -30,6 +31,8 @@ class StateRows:
             `req_rows`.
         folded: int32 [slots, layers], contiguous in a slot, or None: tokens that the
             kernels of each layer have folded into a slot.
+        marks: int32 [slots, layers], contiguous, or None: not 0 where the kernels of a
+            layer loaded other bytes than were stored last. Cleared when reported.
     """
 
     slots: Tensor
@@ -40,6 +43,7 @@ class StateRows:
     lineages: Tensor
     lineage_rows: Tensor | None = None
     folded: Tensor | None = None
+    marks: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -59,3 +63,9 @@ class StateRows:
 
 
 _VECTORS = ("slots", "due_slots", "req_rows", "serials", "lengths", "lineages")
+
+
+def loads_of(launch: Launch) -> Launch:
+    """Return who found what a launch reads in marks: a sweep itself, or else the
+    layers of the forward."""
+    return launch if launch is Launch.SWEEP else Launch.ATTENTION

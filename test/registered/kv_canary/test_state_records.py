@@ -16,11 +16,13 @@ from kv_canary.layout import (
     create_fingerprint,
 )
 from kv_canary.records import (
+    NO_HEAD,
     TAG_LAUNCH_MASK,
     Counter,
     Launch,
     Ring,
     WriterKind,
+    unpack_place,
     unpack_word3,
 )
 from kv_canary.state import CanaryState, create_state
@@ -32,7 +34,8 @@ register_cpu_ci(est_time=15, suite="cpu")
 register_cuda_ci(est_time=20, suite="cuda")
 
 SLOTS, LAYERS, ROWS = 12, 3, 5
-MODES = list(FingerprintMode)
+# All bytes are summed by the layers, which mark the slots.
+MODES = [FingerprintMode.NONE, FingerprintMode.PARTIAL]
 # There is no native form.
 FORMS = [form for form in backends() if form.launch.note_states is not None]
 each_form = pytest.mark.parametrize("backend", FORMS, ids=lambda form: form.name)
@@ -56,6 +59,7 @@ class World:
             num_slots=SLOTS, req_rows=9, ring_capacity=64, num_managers=1, device=DEVICE
         )
         self.folded = torch.zeros(SLOTS, 2 * LAYERS, dtype=torch.int32, device=DEVICE)
+        self.marks = torch.zeros(SLOTS, LAYERS, dtype=torch.int32, device=DEVICE)
         self.lineages = self.numbers(9)
 
     def bytes(self, *shape: int) -> torch.Tensor:
@@ -77,6 +81,7 @@ class World:
             lengths=long([max(n, 0) for n in lengths]),
             lineages=self.lineages,
             folded=self.folded,
+            marks=self.marks,
         )
 
     def fold(self, rows: StateRows) -> None:
@@ -136,26 +141,64 @@ def test_sound_states_pass_and_damage_is_named(backend: Backend, mode) -> None:
 
 @each_form
 @pytest.mark.parametrize("part", ["conv", "matrix"])
-def test_changed_bytes_are_named(backend: Backend, part: str) -> None:
-    """`all`: any bit. `rotate`, `partial`: as the lineage chooses the place, within
-    few forwards."""
-    for mode in MODES[1:]:
-        world, seen = World(2, mode), 0
-        for turn in range({"PARTIAL": 120}.get(mode.name, 20)):
-            rows = world.rows([turn + 1, 5])
-            world.lineages[1] = world.numbers(1)[0]
-            world.note(backend, rows)
-            where = world.numbers(2).remainder(97).tolist()
-            flat = getattr(world, part)[1].view(-1)
-            cell = where[0] % len(flat)
-            flat[cell] *= -1
-            found = world.found(backend, rows)
-            flat[cell] *= -1
-            assert found in ([], [(Reason.VERIFY_REAL_KV, 1, 0)])
-            seen += bool(found)
-            if mode is FingerprintMode.ALL:
-                assert found
-        assert seen >= {"PARTIAL": 1, "ROTATE": 3, "ALL": 20}[mode.name]
+def test_changed_samples_are_named(backend: Backend, part: str) -> None:
+    """The lineage chooses the place, within few forwards."""
+    world, seen = World(2, FingerprintMode.PARTIAL), 0
+    for turn in range(120):
+        rows = world.rows([turn + 1, 5])
+        world.lineages[1] = world.numbers(1)[0]
+        world.note(backend, rows)
+        where = world.numbers(2).remainder(97).tolist()
+        flat = getattr(world, part)[1].view(-1)
+        cell = where[0] % len(flat)
+        flat[cell] *= -1
+        found = world.found(backend, rows)
+        flat[cell] *= -1
+        assert found in ([], [(Reason.VERIFY_REAL_KV, 1, 0)])
+        seen += bool(found)
+    assert seen
+
+
+@each_form
+@pytest.mark.parametrize("noted", [False, True], ids=["check", "note"])
+def test_marks_are_named_once(backend: Backend, noted: bool) -> None:
+    """By whichever launch comes next, with the record that the layers have read; not
+    those of a row whose slot was freed, or that nobody has."""
+    world = World(5, FingerprintMode.NONE)
+    rows = world.rows([8, 9, -1, 30])
+    world.note(backend, rows)
+    read = world.state.tail[2].tolist()
+    poisoned = long([4])
+    backend.launch.poison(world.state, poisoned, None)
+    world.marks[2, 1:] = world.marks[4, 0] = world.marks[7, 1] = 1
+    ahead = dataclasses.replace(rows, lengths=rows.lengths + (rows.lengths > 0))
+    for _ in range(2):
+        if noted:
+            world.note(backend, ahead)
+        else:
+            backend.launch.check_states(world.state, rows, world.source)
+        found = [e for e in entries(world.state) if e[Ring.SLOT] == 2]
+        world.state.ring_count.zero_()
+        if not read:
+            assert not found
+            continue
+        (entry,) = found
+        assert entry[Ring.REASONS] == Reason.VERIFY_REAL_KV
+        assert entry[Ring.TAG] & 255 == Launch.ATTENTION
+        assert entry[Ring.POSITION] == entry[Ring.FOUND_WORD0] >> 32 == 8
+        assert entry[Ring.FOUND_WORD3] == read[3]
+        assert entry[Ring.BATCH_ROW] == 1
+        assert unpack_place(entry[Ring.FOUND_FINGERPRINT]) == (1, NO_HEAD)
+        read = []
+    assert world.marks.nonzero().tolist() == [[7, 1]]
+
+
+@pytest.mark.parametrize("mode", [FingerprintMode.ROTATE, FingerprintMode.ALL])
+@each_form
+def test_all_bytes_are_not_hashed_here(backend: Backend, mode: FingerprintMode) -> None:
+    world = World(6, mode)
+    with pytest.raises(ValueError, match="only samples are hashed"):
+        backend.launch.check_states(world.state, world.rows([3]), world.source)
 
 
 @each_form
@@ -180,7 +223,7 @@ def test_a_layer_that_folds_too_little_or_twice_is_named(backend: Backend) -> No
 @each_form
 def test_a_checkpoint_is_noted_beside_the_rows(backend: Backend) -> None:
     """With lineages of its own, and without the end of a forward; slot 0 is none."""
-    world = World(4, FingerprintMode.ALL)
+    world = World(4, FingerprintMode.PARTIAL)
     own = long([5, 6, 7])
     rows = StateRows(
         slots=long([9, 0, 10]),
@@ -209,7 +252,7 @@ def test_a_checkpoint_is_noted_beside_the_rows(backend: Backend) -> None:
 
 @each_form
 def test_a_sweep_asks_for_no_owner_and_names_no_request(backend: Backend) -> None:
-    world = World(3, FingerprintMode.ALL)
+    world = World(3, FingerprintMode.NONE)
     rows = world.rows([7, 3, -1, 300])
     world.note(backend, rows)
     nobody = dataclasses.replace(rows, serials=torch.zeros_like(rows.serials))
@@ -222,7 +265,7 @@ def test_a_sweep_asks_for_no_owner_and_names_no_request(backend: Backend) -> Non
     counters = world.state.counters.tolist()
     assert (counters[Counter.SWEPT_SLOTS], counters[Counter.SWEEP_LAUNCHES]) == (3, 1)
     assert counters[Counter.VERIFIED_SLOTS] == counters[Counter.VERIFY_LAUNCHES] == 0
-    world.matrix[2, 1, 0, 0, 0] += 1
+    world.marks[2, 1] = 1
     sweep()
     (found,) = entries(world.state)
     assert found[Ring.REASONS] == Reason.VERIFY_REAL_KV
@@ -243,6 +286,7 @@ def test_all_forms_write_the_same(mode: FingerprintMode) -> None:
                 rows = world.rows(lengths)
                 world.note(form, rows)
                 world.matrix[3, 1, 0, 0, 0] += 1
+                world.marks[lengths[0] % SLOTS, step % LAYERS] = 1
                 form.launch.check_states(
                     world.state,
                     dataclasses.replace(rows, lengths=rows.lengths + step % 2),

@@ -5,6 +5,7 @@ Prints one line per variant with its shared memory in bytes, then a summary.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator
 
@@ -32,6 +33,8 @@ TRACKS = {"track_lens": "*i64", "track_slots": "*i64"}
 UNTRACKED = {**dict.fromkeys(TRACKS), "TRACKS": 0}
 FOLDED = {"folded": "*i32"}
 UNCOUNTED = {"folded": None, "folded_stride": None}
+SUMS = {"checksums": "*i64", "marks": "*i32"}
+UNSUMMED = dict.fromkeys(("checksums", "checksums_stride", "marks", "marks_stride"))
 
 
 def convolutions() -> Iterator[Variant]:
@@ -61,7 +64,7 @@ def convolutions() -> Iterator[Variant]:
         yield Variant(f"conv tree {dtype}", kernel, args, tree, 4)
         constants = {
             "CHANNELS": channels,
-            "CHANNEL_BLOCK": conv.STATE_CHANNELS,
+            "CHANNEL_BLOCK": conv.CHANNELS,
             "WIDTH": width,
             "PDL": True,
             **uncounted,
@@ -70,11 +73,11 @@ def convolutions() -> Iterator[Variant]:
         kernel = conv_kernels.fold_kernel
         without = constants | dict.fromkeys(PATH)
         args = pointers | RAGGED
-        yield Variant(f"conv fold {dtype}", kernel, args, without | UNTRACKED, 2)
+        yield Variant(f"conv fold {dtype}", kernel, args, without | UNTRACKED, 1)
         args, tracked = args | TRACKS, without | {"TRACKS": 2}
-        yield Variant(f"conv fold tracked {dtype}", kernel, args, tracked, 2)
+        yield Variant(f"conv fold tracked {dtype}", kernel, args, tracked, 1)
         without = constants | dict.fromkeys(RAGGED) | UNTRACKED
-        yield Variant(f"conv commit {dtype}", kernel, pointers | PATH, without, 2)
+        yield Variant(f"conv commit {dtype}", kernel, pointers | PATH, without, 1)
 
 
 def delta_rules() -> Iterator[Variant]:
@@ -115,8 +118,10 @@ def delta_rules() -> Iterator[Variant]:
             q=heads, k=heads, v=heads, g=gates, beta=gates, scale=1.0, normalise=True
         )
         for nodes in (6, 20, delta.MOST_NODES):
-            form = {"FORM": delta.tree_form(inputs, nodes=nodes)}
-            yield Variant(f"{form} {name}", kernel, pointers, sizes | form, 4)
+            form = delta.tree_form(inputs, nodes=nodes)
+            constants = sizes | {"FORM": form}
+            warps = delta.tree_warps(form)
+            yield Variant(f"{form} {name}", kernel, pointers, constants, warps)
         kernel = delta_kernels.commit_kernel
         constants = sizes | {"PATH": 16} | uncounted
         yield Variant(f"commit {name}", kernel, pointers | PATH, constants, 4)
@@ -160,10 +165,25 @@ def copies() -> Iterator[Variant]:
         )
 
 
+def with_sums(variants: Iterator[Variant]) -> Iterator[Variant]:
+    """Yield kernels without checksums, and with them."""
+    for variant in variants:
+        if "checksums" not in variant.kernel.arg_names:
+            yield variant
+            continue
+        constants, pointers = variant.constants, variant.pointers
+        yield variant._replace(constants=constants | UNSUMMED)
+        name = f"{variant.name} summed"
+        yield variant._replace(name=name, pointers=pointers | SUMS)
+
+
 def main() -> None:
-    variants = [*convolutions(), *delta_rules(), *copies()]
+    kernels = itertools.chain(convolutions(), delta_rules(), copies())
+    variants = list(with_sums(kernels))
     chosen = sampled(
-        variants, key=lambda v: (v.kernel, v.constants.get("TRACKS")), ci=3
+        variants,
+        key=lambda v: (v.kernel, v.constants.get("TRACKS"), "marks" in v.pointers),
+        ci=2,
     )
     for variant in chosen:
         compiled = compile_variant(variant)
@@ -177,6 +197,8 @@ def main() -> None:
             tree_kernel.tree_kernel,
         )
         ptx = compiled.asm["ptx"]
+        form = variant.constants.get("FORM")
+        is_product &= form is None or form.precision != "ieee"
         assert not is_product or "wgmma" in ptx or "mma.sync" in ptx, variant.name
         if variant.kernel is copy_slots.copy_kernel:
             wide = re.findall(r"(?:ld|st)\.global\.v4\.b32", ptx)

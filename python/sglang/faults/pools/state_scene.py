@@ -166,7 +166,8 @@ def choose_layer(scene: Scene) -> StateLayer:
 
 def parts_of(layer: LayerState) -> list[Tensor]:
     matrix = [] if layer.matrix is None else [layer.matrix]
-    return [layer.conv, *matrix, layer.conv_folded, layer.matrix_folded]
+    sums = [of.kept for of in (layer.conv_sums, layer.matrix_sums) if of is not None]
+    return [layer.conv, *matrix, layer.conv_folded, layer.matrix_folded, *sums]
 
 
 def flip_bit(scene: Scene, slot: int) -> None:

@@ -19,7 +19,12 @@ from torch import Tensor
 
 from kv_canary import launches
 from kv_canary.evidence import Owner
-from kv_canary.layout import LayerGroup, PoolLayout, create_fingerprint
+from kv_canary.layout import (
+    NO_FINGERPRINT,
+    LayerGroup,
+    PoolLayout,
+    create_fingerprint,
+)
 from kv_canary.pool_checks import PoolChecks
 from kv_canary.records import (
     KIND_MASK,
@@ -32,6 +37,7 @@ from kv_canary.records import (
 from kv_canary.runtime.uploads import upload
 from kv_canary.state import CanaryState, create_state
 from kv_canary.state_rows import StateRows
+from kv_canary.state_sums import StateCells
 from kv_canary.violation import pool_number
 from sglang.srt.forward.context import get_forward_context
 from sglang.srt.kv_canary.groups import EngineGroup
@@ -45,6 +51,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kv_canary.accepted import AcceptedPath
+    from kv_canary.layout import Fingerprint
     from kv_canary.reporter import OwnerOf
     from kv_canary.view import ForwardView
     from sglang.srt.forward.state_plan import DueCheckpoints
@@ -111,6 +118,7 @@ class StateGroup(EngineGroup):
 
     Args:
         pool: the states.
+        source: all of their bytes, for copies.
         primary: state of the group whose lineages the rows have.
 
     Attributes:
@@ -126,12 +134,14 @@ class StateGroup(EngineGroup):
         state: CanaryState,
         checks: PoolChecks,
         pool: StatePool,
+        source: Fingerprint,
         primary: CanaryState,
     ) -> None:
         super().__init__(state=state, checks=checks)
         self.pool = pool
         self.branch_checks = self.decode_checks = checks
         self._source = checks.fingerprint
+        self._bytes = source
         self._primary = primary
         self._lineages = primary.expected_lineage
         self._num_rows = 0
@@ -149,6 +159,8 @@ class StateGroup(EngineGroup):
 
     def poison(self, slots: Tensor) -> None:
         super().poison(slots)
+        if self.pool.marks is not None:
+            self.pool.marks.index_fill_(0, slots, 0)
         # The last owner may have folded as many tokens as the next one will, and would
         # hide that the next one's are missing, or are folded onto its state.
         self.pool.folded.index_fill_(0, slots, FREED)
@@ -170,7 +182,7 @@ class StateGroup(EngineGroup):
     def _differs(self, dst: Tensor, src: Tensor) -> Tensor:
         """Return 1 for each slot of `dst` with other bytes than its source, else 0."""
         unlike = torch.zeros_like(dst)
-        for words in self._source.strided_words():
+        for words in self._bytes.strided_words():
             if words is not None:
                 differs = words[:, dst] != words[:, src]
                 unlike |= differs.any(dim=2).any(dim=0).long()
@@ -191,6 +203,7 @@ class StateGroup(EngineGroup):
             lengths=view.prefix_lens,
             lineages=self._lineages,
             folded=self.pool.folded,
+            marks=self.pool.marks,
         )
         self._tracked = self._checkpoints(view, states)
         return view
@@ -245,6 +258,7 @@ class StateGroup(EngineGroup):
             lengths=path.prefix_lens + path.accept_lens,
             lineages=self._lineages,
             folded=self.pool.folded,
+            marks=self.pool.marks,
         )
         self._note(rows, WriterKind.VERIFY, ends_forward=False)
         if due is not None:
@@ -326,6 +340,9 @@ class StateGroup(EngineGroup):
         # Any rows but 0: they belong to no request.
         rows = torch.arange(1, count + 1, device=slots.device)
         lineages = self._primary.tail[last, Record.LINEAGE]
+        for states, kept in self.pool.with_sums():
+            assert self.pool.marks is not None
+            launches.compare_states(states, kept, self.pool.marks, slots)
         launches.sweep_states(
             self.state,
             StateRows(
@@ -337,6 +354,7 @@ class StateGroup(EngineGroup):
                 lineages=torch.cat((lineages[:1], lineages)),
                 # Not compared, but other arguments would be another kernel.
                 folded=self.pool.folded,
+                marks=self.pool.marks,
             ),
             self._source,
         )
@@ -391,7 +409,7 @@ def create_state_group(
     """
     layout = _layout_of(pool)
     try:
-        fingerprint = create_fingerprint(FINGERPRINTS[config.real_data], layout)
+        source = create_fingerprint(FINGERPRINTS[config.real_data], layout)
     except ValueError as error:
         raise ValueError(f"{error}. Use --kv-canary-real-data none") from error
     state = create_state(
@@ -404,12 +422,21 @@ def create_state_group(
     )
     group = StateGroup(
         state=state,
-        checks=PoolChecks(fingerprint=fingerprint),
+        checks=PoolChecks(
+            fingerprint=NO_FINGERPRINT if config.covers_all_bytes else source
+        ),
         pool=pool,
+        source=source,
         primary=primary,
     )
     pool.register_on_copy(group.on_copy)
     pool.folded.fill_(FREED)
+    if config.covers_all_bytes:
+        matrix = pool.matrix
+        pool.keep_sums(
+            conv_cells=StateCells.of(pool.conv[:, 0]).number,
+            matrix_cells=0 if matrix is None else StateCells.of(matrix[:, 0]).number,
+        )
     return group
 
 

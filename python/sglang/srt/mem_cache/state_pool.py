@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.mem_cache.ops.copy_slots.op import copy_slots
+from sglang.srt.mem_cache.state_sums import StateSums
 
 if TYPE_CHECKING:
     from sglang.srt.configs.state_config import DeltaShape
@@ -75,12 +76,15 @@ class LayerState:
         conv: [slots, C, W - 1]. matrix: [slots, H, d_k, d_v], or None.
         conv_folded, matrix_folded: int32 [slots]; how many tokens the operations have
             folded into each.
+        conv_sums, matrix_sums: checksums of both, or None.
     """
 
     conv: Tensor
     matrix: Tensor | None
     conv_folded: Tensor
     matrix_folded: Tensor
+    conv_sums: StateSums | None = None
+    matrix_sums: StateSums | None = None
 
 
 class StatePool:
@@ -92,6 +96,9 @@ class StatePool:
         folded: int32 [slots, 2 * layers], or [slots, layers] without matrices: tokens
             folded into the convolution and the matrices of each layer, counted by the
             operations where they store.
+        conv_sums, matrix_sums: int64 [slots, layers, cells] checksums, or None; see
+            `keep_sums`. marks: int32 [slots, layers], set where operations load what
+            has other sums than were kept; or None.
     """
 
     def __init__(
@@ -114,15 +121,46 @@ class StatePool:
         self.folded = torch.zeros(
             (slots, parts * layers), dtype=torch.int32, device=device
         )
+        self.conv_sums: Tensor | None = None
+        self.matrix_sums: Tensor | None = None
+        self.marks: Tensor | None = None
         self._on_copy: list[Callable[[Tensor, Tensor], None]] = []
-        self._layers = {
+        self._layers = self._views()
+
+    def keep_sums(self, *, conv_cells: int, matrix_cells: int) -> None:
+        """From now on operations keep checksums of the states that they store, so many
+        for each slot and layer, and compare those that they load. All states are zeros
+        still."""
+        slots, layers = self.conv.shape[:2]
+
+        def zeros(*size: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=self.conv.device)
+
+        self.conv_sums = zeros(slots, layers, conv_cells)
+        if self.matrix is not None:
+            self.matrix_sums = zeros(slots, layers, matrix_cells)
+        self.marks = zeros(slots, layers, dtype=torch.int32)
+        self._layers = self._views()
+
+    def _views(self) -> dict[int, LayerState]:
+        parts = self.folded.shape[1] // len(self.shape.layers)
+
+        def sums(kept: Tensor | None, layer: int) -> StateSums | None:
+            if kept is None:
+                return None
+            assert self.marks is not None
+            return StateSums(kept=kept[:, layer], marks=self.marks[:, layer])
+
+        return {
             layer: LayerState(
                 conv=self.conv[:, i],
                 matrix=None if self.matrix is None else self.matrix[:, i],
                 conv_folded=self.folded[:, parts * i],
                 matrix_folded=self.folded[:, parts * i + parts - 1],
+                conv_sums=sums(self.conv_sums, i),
+                matrix_sums=sums(self.matrix_sums, i),
             )
-            for i, layer in enumerate(shape.layers)
+            for i, layer in enumerate(self.shape.layers)
         }
 
     def layer(self, layer_id: int) -> LayerState:
@@ -146,17 +184,23 @@ class StatePool:
 
     def named(self) -> list[tuple[str, Tensor]]:
         """Return everything that a slot has, by name; each [slots, ...]."""
-        names = (
-            ("conv", "folded") if self.matrix is None else ("conv", "matrix", "folded")
-        )
-        return list(zip(names, self._tensors(), strict=True))
+        names = ("conv", "matrix", "folded", "conv_sums", "matrix_sums")
+        tensors = ((name, getattr(self, name)) for name in names)
+        return [(name, tensor) for name, tensor in tensors if tensor is not None]
+
+    def with_sums(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the states of all slots with their checksums, if these are kept."""
+        pairs = ((self.conv, self.conv_sums), (self.matrix, self.matrix_sums))
+        return [
+            (states, sums)
+            for states, sums in pairs
+            if states is not None and sums is not None
+        ]
 
     def bytes(self) -> list[Tensor]:
         """Return the states of all slots as uint8 [slots, layers, ...]."""
-        return [
-            part.view(torch.uint8) for name, part in self.named() if name != "folded"
-        ]
+        states = (self.conv, self.matrix)
+        return [part.view(torch.uint8) for part in states if part is not None]
 
     def _tensors(self) -> list[Tensor]:
-        matrix = [] if self.matrix is None else [self.matrix]
-        return [self.conv, *matrix, self.folded]
+        return [tensor for _, tensor in self.named()]

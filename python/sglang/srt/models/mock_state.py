@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from sglang.srt.layers.ops.state.shared.sums import compare_sums, keep_sums
 from sglang.srt.layers.state.layer import StateLayer
 from sglang.srt.models import mock_math, mock_ops
 
@@ -57,7 +58,7 @@ class MockFold(StateLayer):
     def fold(self, packed: Tensor, state: StateForward) -> Tensor:
         terms = mock_math.term(mock_math.from_signs(packed), LAYER)
         cells = state.layer(self.layer_id)
-        before, is_whole = _read(cells, state.slots)
+        before, is_whole = _read(cells, state.slots, has_state=state.has_state)
         if state.trees is not None:
             folds = self._fold_trees(terms, before, is_whole, state.trees)
         elif state.qo_indptr is None:
@@ -120,9 +121,13 @@ class MockFold(StateLayer):
         return folds
 
 
-def _read(cells: LayerState, slots: Tensor) -> tuple[Tensor, Tensor]:
+def _read(
+    cells: LayerState, slots: Tensor, *, has_state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the sums in these slots [R], and whether they are valid, bool [R]."""
     assert cells.matrix is not None
+    compare_sums(cells.conv_sums, cells.conv, slots, has_state=has_state)
+    compare_sums(cells.matrix_sums, cells.matrix, slots, has_state=has_state)
     halves = [part[slots].flatten(1)[:, :_HALF] for part in (cells.conv, cells.matrix)]
     code = torch.cat([half.float() for half in halves], dim=1)
     return mock_math.from_signs(code), (code.abs() == 1).all(-1)
@@ -140,3 +145,5 @@ def _write(cells: LayerState, slots: Tensor, folds: Tensor, count: Tensor) -> No
         stored = torch.zeros(len(slots), part[0].numel(), device=part.device)
         stored[:, :_HALF] = half
         part[slots] = stored.view(-1, *part.shape[1:]).to(part.dtype)
+    keep_sums(cells.conv_sums, cells.conv, slots)
+    keep_sums(cells.matrix_sums, cells.matrix, slots)

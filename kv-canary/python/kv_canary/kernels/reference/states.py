@@ -9,9 +9,12 @@ import torch
 from kv_canary.checks import Reason
 from kv_canary.hashing import mix64
 from kv_canary.kernels.reference.report import Report, flag
-from kv_canary.layout import FingerprintMode
+from kv_canary.layout import FingerprintMode, require_samples
 from kv_canary.records import (
+    HALF_BITS,
     KIND_MASK,
+    NO_HEAD,
+    PLACE_LAYER_SHIFT,
     POISON_WORD,
     SERIAL_BITS,
     SERIAL_MASK,
@@ -26,6 +29,7 @@ from kv_canary.records import (
     pack_word3_tensor,
     sample_place,
 )
+from kv_canary.state_rows import loads_of
 from kv_canary.view import NO_MANAGER
 
 if TYPE_CHECKING:
@@ -49,6 +53,7 @@ def check_states(
     slot = rows.slots
     in_range = (slot > 0) & (slot < state.num_slots)
     reads = live & (rows.lengths > 0) & in_range
+    _report_marks(state, rows, reads, launch)
     record = state.tail[slot * reads] * reads[:, None]
     freed = reads & (record[:, Record.WORD0] == POISON_WORD)
     sound = reads & ~freed
@@ -105,6 +110,7 @@ def note_states(
     writes &= (rows.slots > 0) & (rows.slots < state.num_slots)
     if rows.folded is not None:
         _check_folded(state, rows, rows.folded, writes)
+    _report_marks(state, rows, writes, Launch.TAIL)
     slot = rows.slots[writes]
     lineage = rows.lineages[rows.lineage_index[writes]]
     position = rows.lengths[writes] - 1
@@ -150,20 +156,56 @@ def _check_folded(
     )
 
 
+def _report_marks(
+    state: CanaryState, rows: StateRows, live: Tensor, launch: Launch
+) -> None:
+    """Report the first layer that loaded other bytes than were stored last, and clear
+    the marks of `live` rows."""
+    if rows.marks is None:
+        return
+    slot = rows.slots * live
+    is_marked = (rows.marks[slot] != 0) & live[:, None]
+    rows.marks.index_fill_(0, slot, 0)
+    record = state.tail[slot]
+    position = record[:, Record.WORD0] >> 32
+    found = is_marked.any(dim=1) & (record[:, Record.WORD0] != POISON_WORD)
+    layer = is_marked.to(torch.int32).argmax(dim=1)
+    place = (layer << PLACE_LAYER_SHIFT | NO_HEAD) << HALF_BITS
+    Report(state, loads_of(launch), NO_MANAGER).add(
+        {
+            Ring.REASONS: flag(Reason.VERIFY_REAL_KV, found),
+            Ring.REQ_ROW: rows.req_rows * (launch is not Launch.SWEEP),
+            Ring.SERIAL: rows.serials,
+            Ring.SLOT: rows.slots,
+            Ring.POSITION: position,
+            Ring.EXPECTED_WORD0: pack_word0_tensor(torch.full_like(slot, -1), position),
+            Ring.FOUND_WORD0: record[:, Record.WORD0],
+            Ring.EXPECTED_LINEAGE: record[:, Record.LINEAGE],
+            Ring.FOUND_LINEAGE: record[:, Record.LINEAGE],
+            Ring.FOUND_WORD3: record[:, Record.WORD3],
+            Ring.BATCH_ROW: torch.arange(len(slot), device=slot.device),
+            Ring.EXPECTED_SLOT: rows.due_slots,
+            Ring.FOUND_FINGERPRINT: place,
+            Ring.COMPUTED_FINGERPRINT: place,
+        }
+    )
+
+
 def fingerprint(source: Fingerprint, slots: Tensor, lineages: Tensor) -> Tensor:
     """Return the fingerprints [n] of state slots, of the convolution's inputs and of
-    the matrices.
+    the matrices: of 16 bytes of every layer. The lineage chooses where, so that every
+    place gets its turn.
 
-    PARTIAL: 16 bytes of every layer. ROTATE: all bytes of one layer. The lineage
-    chooses where, so that every place gets its turn.
+    Raises:
+        ValueError: a mode for all bytes, which the operations of the layers compare.
     """
     if source.mode is FingerprintMode.NONE:
         return torch.zeros_like(slots)
+    require_samples(source)
     k_words, v_words = source.strided_words()
     assert k_words is not None and v_words is not None
-    add_up = _SUMS[source.mode]
-    low = add_up(k_words, slots, lineages)
-    high = add_up(v_words, slots, lineages)
+    low = _sum_samples(k_words, slots, lineages)
+    high = _sum_samples(v_words, slots, lineages)
     return (low & TOKEN_MASK) | (high << 32)
 
 
@@ -176,25 +218,3 @@ def _sum_samples(words: Tensor, slots: Tensor, lineages: Tensor) -> Tensor:
     index = 2 * chunk[..., None] + torch.arange(2, device=slots.device)
     found = words[layer[..., None], slots[:, None, None], index]
     return mix64(found ^ fingerprint_keys(layer[..., None], index)).sum((1, 2))
-
-
-def _sum_layer(words: Tensor, slots: Tensor, lineages: Tensor) -> Tensor:
-    layers, _, count = words.shape
-    layer, _ = sample_place(lineages, layers=layers, chunks=1)
-    index = torch.arange(count, device=slots.device)
-    keys = fingerprint_keys(layer[:, None], index)
-    return mix64(words[layer, slots] ^ keys).sum(1)
-
-
-def _sum_all(words: Tensor, slots: Tensor, lineages: Tensor) -> Tensor:
-    layers, _, count = words.shape
-    layer = torch.arange(layers, device=slots.device)[:, None]
-    keys = fingerprint_keys(layer, torch.arange(count, device=slots.device))
-    return mix64(words[:, slots] ^ keys[:, None]).sum((0, 2))
-
-
-_SUMS = {
-    FingerprintMode.PARTIAL: _sum_samples,
-    FingerprintMode.ROTATE: _sum_layer,
-    FingerprintMode.ALL: _sum_all,
-}

@@ -9,19 +9,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
 from kv_canary.checks import Reason
 from kv_canary.kernels.triton.args import byte_args, hashing_args, state_args
-from kv_canary.kernels.triton.grid import cdiv
 from kv_canary.kernels.triton.hash import (
     LOW_HALF,
     NONE,
-    PARTIAL,
     POISON,
-    ROTATE,
     SERIAL_BITS,
     SERIAL_MASK,
     mix64,
@@ -29,14 +25,21 @@ from kv_canary.kernels.triton.hash import (
     pack_word3,
 )
 from kv_canary.kernels.triton.report import RingFinding, report_one
-from kv_canary.layout import FingerprintMode
+from kv_canary.layout import require_samples
 from kv_canary.records import KIND_MASK as RECORDS_KIND_MASK
-from kv_canary.records import TAG_LAUNCH_MASK, Counter, Launch, WriterKind, ring_tag
+from kv_canary.records import (
+    NO_HEAD,
+    PLACE_LAYER_SHIFT,
+    TAG_LAUNCH_MASK,
+    Counter,
+    Launch,
+    WriterKind,
+    ring_tag,
+)
+from kv_canary.state_rows import loads_of
 from kv_canary.view import NO_MANAGER
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kv_canary.layout import Fingerprint
     from kv_canary.state import CanaryState
     from kv_canary.state_rows import StateRows
@@ -56,7 +59,8 @@ SWEEP_LAUNCHES = tl.constexpr(int(Counter.SWEEP_LAUNCHES))
 SWEEP = tl.constexpr(int(Launch.SWEEP))
 LAUNCH_MASK = tl.constexpr(TAG_LAUNCH_MASK)
 FOLDS = tl.constexpr(int(Reason.STATE_FOLDS))
-SUM_TILE = tl.constexpr(1024)
+LAYER_SHIFT = tl.constexpr(PLACE_LAYER_SHIFT)
+WHOLE_LAYER = tl.constexpr(NO_HEAD)
 TAIL_SLOTS = tl.constexpr(int(Counter.TAIL_SLOTS))
 TAIL_LAUNCHES = tl.constexpr(int(Counter.TAIL_LAUNCHES))
 
@@ -72,6 +76,7 @@ class _Rows(NamedTuple):
     lineages: Any
     lineage_rows: Any
     folded: Any
+    marks: Any
 
 
 class _Row(NamedTuple):
@@ -133,89 +138,9 @@ def _sum_samples(
 
 
 @triton.jit
-def _sum_words(
-    words,
-    slot,
-    layer,
-    layers,
-    slot_stride,
-    begin,
-    WORDS: tl.constexpr,
-    EACH: tl.constexpr,
-    TOTAL: tl.constexpr,
-):
-    """Sum EACH hashed words from `begin` on, of `layer` or, where TOTAL words are in
-    more than one layer, of the layers from the first on."""
-    sums = tl.zeros([SUM_TILE], dtype=tl.int64)
-    rows = words + slot * slot_stride
-    for start in range(begin, begin + EACH, SUM_TILE):
-        flat = start + tl.arange(0, SUM_TILE)
-        of_layer = layer + flat // WORDS
-        index = (flat % WORDS).to(tl.int64)
-        inside = flat < TOTAL
-        word = tl.load(rows + of_layer * layers + index, mask=inside, other=0)
-        hashed = mix64(word ^ mix64((of_layer << 32) | index))
-        sums += tl.where(inside, hashed, 0)
-    return tl.sum(sums, axis=0)
-
-
-@triton.jit
-def sum_states_kernel(
-    state,
-    rows,
-    data,
-    sums,
-    K_EACH: tl.constexpr,
-    V_EACH: tl.constexpr,
-    IS_NOTE: tl.constexpr,
-    HASHING: tl.constexpr,
-):
-    """Add a share of the hashed words of one row's slot to `sums` [N, 2]. What is
-    hashed depends on the lineage of its record, or if it IS_NOTE on the row's."""
-    row = tl.program_id(0).to(tl.int64)
-    split = tl.program_id(1)
-    own = _load_row(state, rows, row)
-    if own.holds:
-        LAYERS: tl.constexpr = 1 if HASHING.mode == ROTATE else HASHING.layers
-        layer = own.slot * 0
-        if HASHING.mode == ROTATE:
-            lineage = own.lineage
-            if not IS_NOTE:
-                lineage = tl.load(state.tail + own.slot * 4 + 1)
-            layer = ((mix64(lineage) & LOW_HALF) * HASHING.layers) >> 32
-        low = _sum_words(
-            data.k_words,
-            own.slot,
-            layer,
-            data.k_layers,
-            data.k_slot_stride,
-            split * K_EACH,
-            WORDS=HASHING.k_words,
-            EACH=K_EACH,
-            TOTAL=LAYERS * HASHING.k_words,
-        )
-        high = _sum_words(
-            data.v_words,
-            own.slot,
-            layer,
-            data.v_layers,
-            data.v_slot_stride,
-            split * V_EACH,
-            WORDS=HASHING.v_words,
-            EACH=V_EACH,
-            TOTAL=LAYERS * HASHING.v_words,
-        )
-        tl.atomic_add(sums + 2 * row, low)
-        tl.atomic_add(sums + 2 * row + 1, high)
-
-
-@triton.jit
-def _fingerprint(data, sums, row, slot, lineage, HASHING: tl.constexpr):
+def _fingerprint(data, slot, lineage, HASHING: tl.constexpr):
     if HASHING.mode == NONE:
         found = slot * 0
-    elif HASHING.mode != PARTIAL:
-        low, high = tl.load(sums + 2 * row), tl.load(sums + 2 * row + 1)
-        found = (low & LOW_HALF) | (high << 32)
     else:
         low = _sum_samples(
             data.k_words,
@@ -243,12 +168,12 @@ def _fingerprint(data, sums, row, slot, lineage, HASHING: tl.constexpr):
 
 @triton.jit
 def _check_record(
-    state, data, sums, own, row, word0, lineage, word3, is_sweep, HASHING: tl.constexpr
+    state, data, own, word0, lineage, word3, is_sweep, HASHING: tl.constexpr
 ):
     """Return the reasons against a record that is not poison, and the fingerprints
     that it holds and that the bytes have."""
     kept = tl.load(state.tail + own.slot * 4 + 2)
-    computed = _fingerprint(data, sums, row, own.slot, lineage, HASHING)
+    computed = _fingerprint(data, own.slot, lineage, HASHING)
     is_other = ((word3 ^ own.serial) & SERIAL_MASK) != 0
     is_other = is_other & (((word3 >> SERIAL_BITS) & KIND_MASK) != MOVE)
     reasons = tl.where((word0 >> 32) != own.length - 1, POSITION, 0)
@@ -258,8 +183,48 @@ def _check_record(
     return reasons, kept, computed
 
 
-@triton.jit(do_not_specialize=["tag"])
-def check_states_kernel(state, rows, data, sums, tag, HASHING: tl.constexpr):
+@triton.jit
+def _report_marks(state, rows, own, req, row, tag, LAYERS: tl.constexpr):
+    """Report the first layer that loaded other bytes than were stored last, and clear
+    the marks."""
+    BLOCK: tl.constexpr = triton.next_power_of_2(LAYERS)
+    layer = tl.arange(0, BLOCK)
+    mask = layer < LAYERS
+    marks = rows.marks + own.slot * LAYERS + layer
+    is_marked = tl.load(marks, mask=mask, other=0) != 0
+    first = tl.min(tl.where(is_marked, layer, LAYERS), axis=0)
+    record = state.tail + own.slot * 4
+    word0 = tl.load(record)
+    if first < LAYERS:
+        tl.store(marks, 0, mask=is_marked)
+        if word0 != POISON:
+            lineage = tl.load(record + 1)
+            place = ((first.to(tl.int64) << LAYER_SHIFT) | WHOLE_LAYER) << 32
+            finding = RingFinding(
+                reasons=REAL_KV,
+                req_row=req,
+                serial=own.serial,
+                slot=own.slot,
+                position=word0 >> 32,
+                expected_word0=pack_word0(own.slot * 0 - 1, word0 >> 32),
+                found_word0=word0,
+                expected_lineage=lineage,
+                found_lineage=lineage,
+                found_word3=tl.load(record + 3),
+                clock=tl.load(state.clock),
+                batch_row=row,
+                expected_slot=own.due_slot,
+                found_fingerprint=place,
+                computed_fingerprint=place,
+                tag=tag,
+            )
+            report_one(state, finding)
+
+
+@triton.jit(do_not_specialize=["tag", "read_tag"])
+def check_states_kernel(
+    state, rows, data, tag, read_tag, MARKS: tl.constexpr, HASHING: tl.constexpr
+):
     """Compare the record of one row's slot with the row's prefix. `tag` says whether
     the launch is a sweep, so that both run one compiled kernel."""
     row = tl.program_id(0).to(tl.int64)
@@ -276,13 +241,16 @@ def check_states_kernel(state, rows, data, sums, tag, HASHING: tl.constexpr):
     kept = word0 * 0
     computed = kept
     if own.holds:
+        if MARKS > 0:
+            req = tl.where(is_sweep, 0, own.req)
+            _report_marks(state, rows, own, req, row, read_tag, MARKS)
         visited = tl.where(is_sweep, SWEPT_SLOTS, VERIFIED_SLOTS)
         tl.atomic_add(state.counters + visited, 1)
         if word0 == POISON:
             reasons |= FREED
         else:
             unlike, kept, computed = _check_record(
-                state, data, sums, own, row, word0, lineage, word3, is_sweep, HASHING
+                state, data, own, word0, lineage, word3, is_sweep, HASHING
             )
             reasons |= unlike
     if row == 0:
@@ -341,26 +309,29 @@ def _check_folded(state, rows, own, row, tag, LAYERS: tl.constexpr):
         report_one(state, finding)
 
 
-@triton.jit(do_not_specialize=["kind", "tag"])
+@triton.jit(do_not_specialize=["kind", "tag", "read_tag"])
 def note_states_kernel(
     state,
     rows,
     data,
-    sums,
     kind,
     tag,
+    read_tag,
     ENDS: tl.constexpr,
     LAYERS: tl.constexpr,
+    MARKS: tl.constexpr,
     HASHING: tl.constexpr,
 ):
-    """Check what LAYERS layers have folded, and write the record of one row's slot. If
-    it ENDS a forward, the last program advances the clock."""
+    """Check what LAYERS counts of folds and MARKS marks say, and write the record of
+    one row's slot. If it ENDS a forward, the last program advances the clock."""
     row = tl.program_id(0).to(tl.int64)
     own = _load_row(state, rows, row)
     if own.holds:
         if LAYERS > 0:
             _check_folded(state, rows, own, row, tag, LAYERS)
-        of_bytes = _fingerprint(data, sums, row, own.slot, own.lineage, HASHING)
+        if MARKS > 0:
+            _report_marks(state, rows, own, own.req, row, read_tag, MARKS)
+        of_bytes = _fingerprint(data, own.slot, own.lineage, HASHING)
         word0 = pack_word0(own.slot * 0 - 1, own.length - 1)
         word3 = pack_word3(tl.load(state.clock), kind, own.serial)
         for half in tl.static_range(2):
@@ -392,10 +363,9 @@ def check_states(
             state_args(state),
             _row_args(rows),
             byte_args(source),
-            _sum(state, rows, source, is_note=False),
             ring_tag(launch, NO_MANAGER, state.pool),
-            HASHING=hashing_args(source, chunk=1),
-            num_warps=1,
+            ring_tag(loads_of(launch), NO_MANAGER, state.pool),
+            **_constants(rows, source),
         )
 
 
@@ -411,47 +381,22 @@ def note_states(
             state_args(state),
             _row_args(rows),
             byte_args(source),
-            _sum(state, rows, source, is_note=True),
             int(kind),
             ring_tag(Launch.TAIL, NO_MANAGER, state.pool),
+            ring_tag(loads_of(Launch.TAIL), NO_MANAGER, state.pool),
             ENDS=ends_forward,
             LAYERS=0 if rows.folded is None else rows.folded.shape[1],
-            HASHING=hashing_args(source, chunk=1),
-            num_warps=1,
+            **_constants(rows, source),
         )
 
 
-_MOST_SPLITS = 64
-"""Programs that hash one slot, of megabytes."""
-
-
-def _sum(
-    state: CanaryState, rows: StateRows, source: Fingerprint, *, is_note: bool
-) -> Tensor | None:
-    """Return the sums of hashed words of each slot, int64 [N, 2]; None if samples of
-    them, or nothing, are hashed."""
-    if source.mode not in (FingerprintMode.ROTATE, FingerprintMode.ALL):
-        return None
-    hashing = hashing_args(source, chunk=1)
-    layers = 1 if source.mode is FingerprintMode.ROTATE else hashing.layers
-    sums = torch.zeros((rows.num_rows, 2), dtype=torch.int64, device=rows.slots.device)
-    words = [layers * hashing.k_words, layers * hashing.v_words]
-    splits = min(_MOST_SPLITS, cdiv(max(words), SUM_TILE.value))
-    k_each, v_each = (
-        cdiv(cdiv(every, splits), SUM_TILE.value) * SUM_TILE.value for every in words
-    )
-    sum_states_kernel[(rows.num_rows, splits)](
-        state_args(state),
-        _row_args(rows),
-        byte_args(source),
-        sums,
-        K_EACH=k_each,
-        V_EACH=v_each,
-        IS_NOTE=is_note,
-        HASHING=hashing,
-        num_warps=4,
-    )
-    return sums
+def _constants(rows: StateRows, source: Fingerprint) -> dict[str, Any]:
+    require_samples(source)
+    return {
+        "MARKS": 0 if rows.marks is None else rows.marks.shape[1],
+        "HASHING": hashing_args(source, chunk=1),
+        "num_warps": 1,
+    }
 
 
 def _row_args(rows: StateRows) -> _Rows:
@@ -465,4 +410,5 @@ def _row_args(rows: StateRows) -> _Rows:
         lineages=rows.lineages,
         lineage_rows=rows.lineage_rows,
         folded=rows.folded,
+        marks=rows.marks,
     )

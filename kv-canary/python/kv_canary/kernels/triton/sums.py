@@ -20,12 +20,18 @@ SLOT_FACTOR = tl.constexpr(head_sums.SLOT_FACTOR)
 
 
 @triton.jit
-def byte_factors(place):
-    """Return `head_sums.byte_factors` of places, uint32."""
+def mix32(place):
+    """Return `head_sums.mix32` of places, uint32."""
     x = place.to(tl.uint32)
     x = (x ^ (x >> 16)) * MIX_1
     x = (x ^ (x >> 15)) * MIX_2
-    return (x ^ (x >> 16)) | 1
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def byte_factors(place):
+    """Return `head_sums.byte_factors` of places, uint32."""
+    return mix32(place) | 1
 
 
 @triton.jit

@@ -18,7 +18,7 @@ from sglang.srt.layers.state.layer import StateLayer
 
 if TYPE_CHECKING:
     from sglang.srt.configs.state_config import DeltaShape
-    from sglang.srt.layers.state.forward import StateCommit, StateForward, StateTrees
+    from sglang.srt.layers.state.forward import StateCommit, StateForward
     from sglang.srt.layers.state.short_conv import DepthwiseConv
 
 
@@ -65,26 +65,34 @@ class GatedDelta(StateLayer):
         qkv, b, a = packed.split_with_sizes(self._sizes, dim=1)
         inputs = self._inputs(self.conv(qkv, self.layer_id, state), b, a)
         if state.trees is not None:
-            out: Tensor = self._fold_trees(inputs, own.matrix, state.slots, state.trees)
+            nodes = state.trees.nodes.layer(self.layer_id).narrow(len(inputs.v)).delta
+            assert nodes is not None
+            out: Tensor = gated_delta_tree(
+                inputs,
+                own.matrix,
+                slots=state.slots,
+                mask=state.trees.mask,
+                nodes=nodes,
+                sums=own.matrix_sums,
+            )
         elif state.qo_indptr is None:
             out = gated_delta_decode(
-                inputs, own.matrix, slots=state.slots, folded=own.matrix_folded
+                inputs,
+                own.matrix,
+                slots=state.slots,
+                folded=own.matrix_folded,
+                sums=own.matrix_sums,
             )
         else:
             out = gated_delta_prefill(
-                inputs, own.matrix, folded=own.matrix_folded, **state.prefill_rows()
+                inputs,
+                own.matrix,
+                folded=own.matrix_folded,
+                sums=own.matrix_sums,
+                **state.prefill_rows(),
             )
         # In memory, the CPU has the heads of trees outside of their nodes.
         return out.flatten(1)
-
-    def _fold_trees(
-        self, inputs: DeltaInputs, matrix: Tensor, slots: Tensor, trees: StateTrees
-    ) -> Tensor:
-        nodes = trees.nodes.layer(self.layer_id).narrow(len(inputs.v)).delta
-        assert nodes is not None
-        return gated_delta_tree(
-            inputs, matrix, slots=slots, mask=trees.mask, nodes=nodes
-        )
 
     def commit(self, accepted: StateCommit) -> None:
         self.conv.commit(self.layer_id, accepted)
@@ -92,7 +100,11 @@ class GatedDelta(StateLayer):
         nodes = accepted.layer_nodes(self.layer_id).delta
         assert own.matrix is not None and nodes is not None
         gated_delta_commit(
-            nodes, own.matrix, folded=own.matrix_folded, **accepted.rows()
+            nodes,
+            own.matrix,
+            folded=own.matrix_folded,
+            sums=own.matrix_sums,
+            **accepted.rows(),
         )
 
     def _inputs(self, qkv: Tensor, b: Tensor, a: Tensor) -> DeltaInputs:

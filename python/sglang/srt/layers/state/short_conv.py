@@ -70,16 +70,23 @@ class DepthwiseConv(Module):
                 own.conv,
                 slots=state.slots,
                 parent_index=trees.parent_index,
+                sums=own.conv_sums,
             )
         if state.qo_indptr is None:
             return short_conv_decode(
-                x, self._filter, own.conv, slots=state.slots, folded=own.conv_folded
+                x,
+                self._filter,
+                own.conv,
+                slots=state.slots,
+                folded=own.conv_folded,
+                sums=own.conv_sums,
             )
         return short_conv_prefill(
             x,
             self._filter,
             own.conv,
             folded=own.conv_folded,
+            sums=own.conv_sums,
             **state.prefill_rows(),
         )
 
@@ -91,6 +98,7 @@ class DepthwiseConv(Module):
             accepted.layer_nodes(layer_id).inputs,
             own.conv,
             folded=own.conv_folded,
+            sums=own.conv_sums,
             **accepted.rows(),
         )
 

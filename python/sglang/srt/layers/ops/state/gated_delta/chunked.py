@@ -11,7 +11,7 @@ The relation is the order in a chunk of a prefill, and ancestry in a tree.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,11 +22,15 @@ from sglang.srt.layers.ops.state.gated_delta.inputs import (
     require_delta,
 )
 from sglang.srt.layers.ops.state.shared.counts import count_tokens
+from sglang.srt.layers.ops.state.shared.sums import compare_sums, keep_sums
 from sglang.srt.layers.ops.state.shared.tracks import (
     CHUNK,
     StateTracks,
     targets_by_len,
 )
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.state_sums import StateSums
 
 
 class _Solved(NamedTuple):
@@ -43,14 +47,17 @@ def gated_delta_decode(
     *,
     slots: Tensor,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> Tensor:
     require_delta(inputs, state)
+    compare_sums(sums, state, slots)
     wide = inputs.widen()
     here = state[slots].float() * torch.exp(wide.g)[..., None, None]
     read = (wide.k[:, :, None, :] @ here).squeeze(2)
     u = wide.beta[..., None] * (wide.v - read)
     here += wide.k[..., None] * u[:, :, None, :]
     state[slots] = here.to(state.dtype)
+    keep_sums(sums, state, slots)
     count_tokens(folded, state, slots=slots, lens=1)
     out = (wide.q[:, :, None, :] @ here).squeeze(2) * wide.scale
     return out.to(inputs.v.dtype)
@@ -65,8 +72,10 @@ def gated_delta_prefill(
     has_state: Tensor,
     tracks: StateTracks | None = None,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> Tensor:
     require_delta(inputs, state)
+    compare_sums(sums, state, slots, has_state=has_state)
     wide = inputs.widen()
     out = torch.zeros_like(inputs.v, memory_format=torch.contiguous_format)
     upto = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=state.device).tril()
@@ -85,6 +94,7 @@ def gated_delta_prefill(
             for target in targets[row].get(end - bounds[row], ()):
                 state[target] = here
         state[slot] = here
+    keep_sums(sums, state, slots, tracks=tracks)
     count_tokens(
         folded,
         state,
@@ -103,8 +113,10 @@ def gated_delta_tree(
     slots: Tensor,
     mask: Tensor,
     nodes: DeltaNodes,
+    sums: StateSums | None = None,
 ) -> Tensor:
     require_delta(inputs, state)
+    compare_sums(sums, state, slots)
     rows, width, _ = mask.shape
     wide = inputs.widen()
     group = inputs.v.shape[1] // inputs.k.shape[1]
@@ -132,7 +144,9 @@ def gated_delta_commit(
     path: Tensor,
     path_lens: Tensor,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> None:
+    compare_sums(sums, state, slots, has_state=path_lens > 0)
     group = nodes.u.shape[1] // nodes.k.shape[1]
     for row, length in enumerate(path_lens.tolist()):
         if not length:
@@ -145,6 +159,7 @@ def gated_delta_commit(
             nodes.u[on_path].float().transpose(0, 1),
             nodes.decay[on_path].t(),
         ).to(state.dtype)
+    keep_sums(sums, state, slots[path_lens > 0])
     count_tokens(folded, state, slots=slots, lens=path_lens)
 
 

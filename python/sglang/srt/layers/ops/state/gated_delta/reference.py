@@ -10,6 +10,8 @@ float32; a state of another dtype is rounded when it is stored.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -20,10 +22,14 @@ from sglang.srt.layers.ops.state.gated_delta.inputs import (
 )
 from sglang.srt.layers.ops.state.shared.counts import counts_or_scratch
 from sglang.srt.layers.ops.state.shared.paths import accepted
+from sglang.srt.layers.ops.state.shared.sums import compare_sums, keep_sums
 from sglang.srt.layers.ops.state.shared.tracks import (
     StateTracks,
     targets_by_len,
 )
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.state_sums import StateSums
 
 
 def gated_delta_decode_ref(
@@ -32,6 +38,7 @@ def gated_delta_decode_ref(
     *,
     slots: Tensor,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> Tensor:
     """Fold one token per row into its state and return the outputs.
 
@@ -50,6 +57,7 @@ def gated_delta_decode_ref(
         ValueError: shapes do not fit, or H_k does not divide H_v.
     """
     require_delta(inputs, state)
+    compare_sums(sums, state, slots)
     wide = inputs.widen()
     counts = counts_or_scratch(folded, state)
     out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
@@ -57,6 +65,7 @@ def gated_delta_decode_ref(
         out[row], _, after = _step(wide, row, state[slot].float())
         state[slot] = after
         counts[slot] += 1
+    keep_sums(sums, state, slots)
     return out
 
 
@@ -69,6 +78,7 @@ def gated_delta_prefill_ref(
     has_state: Tensor,
     tracks: StateTracks | None = None,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> Tensor:
     """Like `gated_delta_decode`, for the tokens of ragged rows.
 
@@ -88,6 +98,7 @@ def gated_delta_prefill_ref(
         ValueError: also for tracks that cannot be stored, which kernels ignore.
     """
     require_delta(inputs, state)
+    compare_sums(sums, state, slots, has_state=has_state)
     wide = inputs.widen()
     out = torch.zeros_like(inputs.v, memory_format=torch.contiguous_format)
     counts = counts_or_scratch(folded, state)
@@ -103,6 +114,7 @@ def gated_delta_prefill_ref(
             for target in targets[row].get(token + 1 - bounds[row], ()):
                 state[target], counts[target] = here, count
         state[slot], counts[slot] = here, count
+    keep_sums(sums, state, slots, tracks=tracks)
     return out
 
 
@@ -113,6 +125,7 @@ def gated_delta_tree_ref(
     slots: Tensor,
     mask: Tensor,
     nodes: DeltaNodes,
+    sums: StateSums | None = None,
 ) -> Tensor:
     """Like `gated_delta_decode`, for each node of B trees as the token after its
     ancestors. Writes no state.
@@ -127,6 +140,7 @@ def gated_delta_tree_ref(
         [B * D, H_v, d_v].
     """
     require_delta(inputs, state)
+    compare_sums(sums, state, slots)
     wide = inputs.widen()
     out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     group = inputs.v.shape[1] // inputs.k.shape[1]
@@ -155,6 +169,7 @@ def gated_delta_commit_ref(
     path: Tensor,
     path_lens: Tensor,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> None:
     """Fold accepted nodes into the state, as if they had been decoded in order.
 
@@ -170,6 +185,7 @@ def gated_delta_commit_ref(
         path_lens: [B] int64, 0 .. P; a row with 0 keeps its state.
         folded: as in `gated_delta_decode`.
     """
+    compare_sums(sums, state, slots, has_state=path_lens > 0)
     counts = counts_or_scratch(folded, state)
     group = nodes.u.shape[1] // nodes.k.shape[1]
     rows = zip(slots.tolist(), accepted(path, path_lens), strict=True)
@@ -182,6 +198,7 @@ def gated_delta_commit_ref(
             before = nodes.decay[node]
         state[slot] = here
         counts[slot] += len(on_path)
+    keep_sums(sums, state, slots[path_lens > 0])
 
 
 def _step(

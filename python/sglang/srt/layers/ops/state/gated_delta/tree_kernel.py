@@ -14,8 +14,16 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from sglang.srt.layers.ops.state.gated_delta.triton_kernels import state_cells
+from kv_canary.kernels.triton.state_sums import RowSums, compare_sum, load_sum
+from sglang.srt.layers.ops.state.gated_delta.triton_kernels import (
+    cell_of,
+    state_cells,
+    weigh_cells,
+)
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
+
+PARTS = "bfloat16 parts"
+_PARTS = tl.constexpr(PARTS)
 
 
 class TreeForm(NamedTuple):
@@ -23,15 +31,15 @@ class TreeForm(NamedTuple):
 
     Fields:
         nodes: nodes of a tree. block: power of two that holds them, at least 16.
-        exact: whether q and k are bfloat16, so that their products are exact, and
-            float32 operands are multiplied as two bfloat16 parts. If not, all products
-            take three of tf32.
+        precision: PARTS if q and k are bfloat16, so that their products are exact, and
+            float32 operands are multiplied as two bfloat16 parts; or that of products
+            of float32.
         channels: of d_k, taken at a time. More need more registers.
     """
 
     nodes: int
     block: int
-    exact: bool
+    precision: str
     channels: int
 
 
@@ -44,22 +52,22 @@ def _parts(x):
 
 @triton.jit
 def _product(a, b, FORM: tl.constexpr):
-    """Multiply float32 matrices; if exact, without the product of their low parts."""
-    if FORM.exact:
+    """Multiply float32 matrices; as parts, without the product of the low ones."""
+    if FORM.precision == _PARTS:
         a_high, a_low = _parts(a)
         b_high, b_low = _parts(b)
         small = tl.dot(a_high, b_low, acc=tl.dot(a_low, b_high))
         return tl.dot(a_high, b_high, acc=small)
     else:
-        return tl.dot(a, b, input_precision="tf32x3")
+        return tl.dot(a, b, input_precision=FORM.precision)
 
 
 @triton.jit
 def _add_product(total, heads, other, FORM: tl.constexpr):
     """Add the product of raw heads with raw heads or with float32."""
-    if not FORM.exact:
+    if FORM.precision != _PARTS:
         a, b = heads.to(tl.float32), other.to(tl.float32)
-        total = tl.dot(a, b, acc=total, input_precision="tf32x3")
+        total = tl.dot(a, b, acc=total, input_precision=FORM.precision)
     elif other.dtype == tl.float32:
         high, low = _parts(other)
         total = tl.dot(heads, high, acc=tl.dot(heads, low, acc=total))
@@ -100,26 +108,23 @@ def _keep_keys(
     for begin in range(0, SIZES.k_block, FORM.channels):
         channel = begin + tl.arange(0, FORM.channels)
         raw = _load_raw(k, token, head, channel, stride, is_node, SIZES)
-        kept = raw.to(tl.float32) * norm[:, None]
+        used = raw.to(tl.float32) * norm[:, None]
         place = node[:, None] * SIZES.d_k + channel[None, :]
         mask = is_node[:, None] & (channel < SIZES.d_k)[None, :]
-        tl.store(node_keys + place, kept.to(node_keys.dtype.element_ty), mask=mask)
+        tl.store(node_keys + place, used.to(node_keys.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _load_ancestry(mask, row, i, FORM: tl.constexpr):
-    """Return which nodes are on whose path, [block, block], and the nodes of the
-    longest."""
+def _load_mask(mask, row, i, FORM: tl.constexpr):
+    """Load a tree's mask below the diagonal, [block, block]."""
     NODES: tl.constexpr = FORM.nodes
     seen = mask + row.to(tl.int64) * NODES * NODES + i[:, None] * NODES + i[None, :]
-    is_before = i[:, None] > i[None, :]
-    is_ancestor = tl.load(seen, mask=is_before & (i < NODES)[:, None], other=0) != 0
-    is_upto = is_ancestor | (i[:, None] == i[None, :])
-    return is_upto, tl.max(tl.sum(is_upto.to(tl.int32), axis=1), axis=0)
+    is_before = (i[:, None] > i[None, :]) & (i < NODES)[:, None]
+    return tl.load(seen, mask=is_before, other=0)
 
 
-@triton.jit
-def tree_kernel(  # noqa: PLR0915
+@triton.jit(do_not_specialize_on_alignment=["checksums", "marks"])
+def tree_kernel(  # noqa: PLR0913, PLR0915 - as `scan_kernel`
     q,
     k,
     v,
@@ -137,6 +142,10 @@ def tree_kernel(  # noqa: PLR0915
     k_stride,
     v_stride,
     state_stride,
+    checksums,
+    checksums_stride,
+    marks,
+    marks_stride,
     FORM: tl.constexpr,
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
@@ -144,6 +153,7 @@ def tree_kernel(  # noqa: PLR0915
     """Outputs of a tree, and what a commit needs of its nodes."""
     BLOCK: tl.constexpr = FORM.block
     COLUMNS: tl.constexpr = SIZES.v_tile
+    CHANNELS: tl.constexpr = FORM.channels
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     head = tl.program_id(1)
     row = tl.program_id(2)
@@ -155,6 +165,16 @@ def tree_kernel(  # noqa: PLR0915
     let_next_start(PDL)
     wait_for_inputs(PDL)
     slot = tl.load(slots + row)
+    number = cell_of(head, SIZES)
+    sums = RowSums(checksums, checksums_stride, marks, marks_stride, number)
+    due = load_sum(sums, slot, True)
+    weighed = tl.zeros([CHANNELS, COLUMNS], dtype=tl.int64)
+    is_value = is_node[:, None] & (column < SIZES.d_v)[None, :]
+    value = token[:, None] * v_stride + head * SIZES.d_v + column[None, :]
+    value = tl.load(v + value, mask=is_value, other=0.0)
+    steps = tl.load(g + gate, mask=is_node, other=0.0)
+    strength = tl.load(beta + gate, mask=is_node, other=0.0).to(tl.float32)
+    seen = _load_mask(mask, row, i, FORM)
     of_keys = tl.zeros([BLOCK, BLOCK], dtype=tl.float32)
     of_queries = of_keys
     read = tl.zeros([BLOCK, COLUMNS], dtype=tl.float32)
@@ -166,7 +186,9 @@ def tree_kernel(  # noqa: PLR0915
         cell, is_cell = state_cells(
             state, slot, state_stride, head, channel, column, SIZES
         )
-        here = tl.load(cell, mask=is_cell, other=0.0).to(tl.float32)
+        loaded = tl.load(cell, mask=is_cell, other=0.0)
+        weighed += weigh_cells(sums, loaded, channel, column, is_cell, SIZES)
+        here = loaded.to(tl.float32)
         keys = _load_raw(k, token, key_head, channel, k_stride, is_node, SIZES)
         queries = _load_raw(q, token, key_head, channel, q_stride, is_node, SIZES)
         key_norm += _squares(keys, SIZES.normalise)
@@ -175,18 +197,15 @@ def tree_kernel(  # noqa: PLR0915
         of_queries = _add_product(of_queries, queries, tl.trans(keys), FORM)
         read = _add_product(read, keys, here, FORM)
         result = _add_product(result, queries, here, FORM)
+    compare_sum(sums, slot, weighed, due, True)
     if SIZES.normalise:
         key_norm = tl.rsqrt(key_norm + 1e-6)
         query_norm = tl.rsqrt(query_norm + 1e-6)
     else:
         key_norm += 1.0
         query_norm += 1.0
-    is_value = is_node[:, None] & (column < SIZES.d_v)[None, :]
-    value = token[:, None] * v_stride + head * SIZES.d_v + column[None, :]
-    value = tl.load(v + value, mask=is_value, other=0.0).to(tl.float32)
-    steps = tl.load(g + gate, mask=is_node, other=0.0)
-    strength = tl.load(beta + gate, mask=is_node, other=0.0).to(tl.float32)
-    is_upto, longest = _load_ancestry(mask, row, i, FORM)
+    is_upto = (seen != 0) | (i[:, None] == i[None, :])
+    longest = tl.max(tl.sum(is_upto.to(tl.int32), axis=1), axis=0)
     decay = tl.sum(tl.where(is_upto, steps[None, :], 0.0), axis=1)
     # Masked before exp, which would overflow.
     gap = tl.where(is_upto, decay[:, None] - decay[None, :], float("-inf"))
@@ -194,12 +213,14 @@ def tree_kernel(  # noqa: PLR0915
     weights = query_norm[:, None] * gap * of_queries
     gap = tl.where(i[:, None] > i[None, :], gap, 0.0)
     lower = (strength * key_norm)[:, None] * gap * of_keys
-    kept = tl.exp(decay)[:, None]
-    first = strength[:, None] * (value - kept * key_norm[:, None] * read)
+    faded = tl.exp(decay)[:, None]
+    first = strength[:, None] * (
+        value.to(tl.float32) - faded * key_norm[:, None] * read
+    )
     u = first
     for _ in range(1, longest):
         u = first - _product(lower, u, FORM)
-    result = kept * query_norm[:, None] * result + _product(weights, u, FORM)
+    result = faded * query_norm[:, None] * result + _product(weights, u, FORM)
     target = gate[:, None] * SIZES.d_v + column[None, :]
     tl.store(out + target, (scale * result).to(out.dtype.element_ty), mask=is_value)
     tl.store(node_u + target, u.to(node_u.dtype.element_ty), mask=is_value)

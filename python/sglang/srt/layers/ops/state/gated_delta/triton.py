@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 from torch import Tensor
 
+from kv_canary.state_sums import MATRIX_COLUMNS
 from sglang.srt.layers.ops.state.gated_delta.inputs import (
     DeltaInputs,
     DeltaNodes,
     require_delta,
 )
-from sglang.srt.layers.ops.state.gated_delta.tree_kernel import TreeForm, tree_kernel
+from sglang.srt.layers.ops.state.gated_delta.tree_kernel import (
+    PARTS,
+    TreeForm,
+    tree_kernel,
+)
 from sglang.srt.layers.ops.state.gated_delta.triton_kernels import (
     DeltaSizes,
     commit_kernel,
@@ -21,15 +28,20 @@ from sglang.srt.layers.ops.state.gated_delta.triton_kernels import (
 )
 from sglang.srt.layers.ops.state.shared.counts import count_arguments
 from sglang.srt.layers.ops.state.shared.rows import search_steps
+from sglang.srt.layers.ops.state.shared.sums import sum_arguments
 from sglang.srt.layers.ops.state.shared.track_launch import track_arguments
 from sglang.srt.layers.ops.state.shared.tracks import CHUNK, StateTracks
 from sglang.srt.utils.triton_launch import block_of, launch_options, require
 
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.state_sums import StateSums
+
 LEAST = 16
 """Smallest side of a matrix product."""
 MOST_NODES = CHUNK
-V_TILE = 32
-"""Channels of v of a program. Kernels that multiply matrices spill registers with more.
+V_TILE = MATRIX_COLUMNS
+"""Channels of v of a program: a cell of checksums. Kernels that multiply matrices spill
+registers with more.
 """
 SCAN_OPTIONS = {
     "tf32": {"num_warps": 8, "num_stages": 1},
@@ -60,6 +72,7 @@ def gated_delta_decode(
     *,
     slots: Tensor,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> Tensor:
     _require_memory(inputs, state)
     rows, heads, d_v = inputs.v.shape
@@ -83,6 +96,7 @@ def gated_delta_decode(
         inputs.v.stride(0),
         state.stride(0),
         **count_arguments(folded, state),
+        **sum_arguments(sums, state),
         SIZES=sizes,
         num_warps=4,
         **launch_options(state.device),
@@ -99,6 +113,7 @@ def gated_delta_prefill(
     has_state: Tensor,
     tracks: StateTracks | None = None,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> Tensor:
     _require_memory(inputs, state)
     rows = len(slots)
@@ -116,6 +131,7 @@ def gated_delta_prefill(
             has_state=has_state,
             tracks=tracks,
             folded=folded,
+            sums=sums,
         )
     return out
 
@@ -127,6 +143,7 @@ def gated_delta_tree(
     slots: Tensor,
     mask: Tensor,
     nodes: DeltaNodes,
+    sums: StateSums | None = None,
 ) -> Tensor:
     _require_memory(inputs, state)
     rows, width, _ = mask.shape
@@ -143,6 +160,7 @@ def gated_delta_tree(
     out = torch.empty_like(inputs.v, memory_format=torch.contiguous_format)
     if rows:
         sizes = _input_sizes(inputs, state)
+        form = tree_form(inputs, nodes=width)
         tree_kernel[(triton.cdiv(sizes.d_v, sizes.v_tile), sizes.heads, rows)](
             inputs.q,
             inputs.k,
@@ -161,9 +179,10 @@ def gated_delta_tree(
             inputs.k.stride(0),
             inputs.v.stride(0),
             state.stride(0),
-            FORM=tree_form(inputs, nodes=width),
+            **sum_arguments(sums, state),
+            FORM=form,
             SIZES=sizes,
-            num_warps=4,
+            num_warps=tree_warps(form),
             num_stages=3,
             **launch_options(state.device),
         )
@@ -178,6 +197,7 @@ def gated_delta_commit(
     path: Tensor,
     path_lens: Tensor,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> None:
     rows, width = path.shape
     count, heads, d_v = nodes.u.shape
@@ -202,6 +222,7 @@ def gated_delta_commit(
         width,
         state.stride(0),
         **count_arguments(folded, state),
+        **sum_arguments(sums, state),
         PATH=block_of(width, least=LEAST),
         SIZES=sizes,
         num_warps=4,
@@ -210,16 +231,31 @@ def gated_delta_commit(
 
 
 def tree_form(inputs: DeltaInputs, *, nodes: int) -> TreeForm:
-    """Return the form of trees of `nodes` nodes. Splitting more channels at a time into
-    parts spills registers.
+    """Return the form of trees of `nodes` nodes.
+
+    Splitting more channels at a time into parts spills registers. Blocks of 64 with
+    three products of tf32 spill in any case, which products of whole warp groups do not
+    always survive (`SCAN_OPTIONS`), so they do without the matrix unit.
     """
-    exact = inputs.q.dtype is inputs.k.dtype is torch.bfloat16
+    block = block_of(nodes, least=LEAST)
+    precision = "ieee" if block == MOST_NODES else "tf32x3"
+    if inputs.q.dtype is inputs.k.dtype is torch.bfloat16:
+        precision = PARTS
     return TreeForm(
         nodes=nodes,
-        block=block_of(nodes, least=LEAST),
-        exact=exact,
-        channels=2 * LEAST if exact else LEAST,
+        block=block,
+        precision=precision,
+        channels=2 * LEAST if precision == PARTS else LEAST,
     )
+
+
+def tree_warps(form: TreeForm) -> int:
+    """Return the warps of a program. With four, those of small trees wait for each
+    other: 124 us instead of 88 for 64 trees of 16 nodes on an H200.
+    """
+    if form.precision == "ieee":
+        return 8
+    return 2 if form.block == LEAST else 4
 
 
 def scan_precision(dtype: torch.dtype) -> str:
@@ -239,6 +275,7 @@ def _chunks(
     has_state: Tensor,
     tracks: StateTracks | None,
     folded: Tensor | None,
+    sums: StateSums | None,
 ) -> None:
     """Launch both kernels of a prefill."""
     tokens, heads, d_v = inputs.v.shape
@@ -287,6 +324,7 @@ def _chunks(
         inputs.v.stride(0),
         state.stride(0),
         **count_arguments(folded, state),
+        **sum_arguments(sums, state),
         **track_arguments("gated_delta", tracks, rows=rows),
         **SCAN_OPTIONS[precision],
         **shared,

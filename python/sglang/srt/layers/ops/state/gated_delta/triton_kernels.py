@@ -14,6 +14,13 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from kv_canary.kernels.triton.state_sums import (
+    RowSums,
+    compare_sum,
+    keep_sum,
+    load_sum,
+    weigh,
+)
 from sglang.srt.layers.ops.state.shared.row_count import (
     RowCounts,
     read_count,
@@ -64,13 +71,28 @@ def state_cells(state, slot, stride, head, channel, column, SIZES: tl.constexpr)
 
 
 @triton.jit
+def cell_of(head, SIZES: tl.constexpr):
+    """Return the cell that a program has of a head."""
+    return head * ((SIZES.d_v + SIZES.v_tile - 1) // SIZES.v_tile) + tl.program_id(0)
+
+
+@triton.jit
+def weigh_cells(sums, elements, channel, column, is_cell, SIZES: tl.constexpr):
+    """Return what elements [channels, columns] add to the sum of a program's cell."""
+    if SIZES.d_k == SIZES.k_block and SIZES.d_v % SIZES.v_tile == 0:
+        return weigh(sums, elements, channel, column, None)
+    else:
+        return weigh(sums, elements, channel, column, is_cell)
+
+
+@triton.jit
 def _is_first(head):
     """Whether this program has the first channels of the first head of its row."""
     return (tl.program_id(0) == 0) & (head == 0)
 
 
-@triton.jit(do_not_specialize_on_alignment=["folded"])
-def decode_kernel(
+@triton.jit(do_not_specialize_on_alignment=["folded", "checksums", "marks"])
+def decode_kernel(  # noqa: PLR0913 - as `scan_kernel`
     q,
     k,
     v,
@@ -86,6 +108,10 @@ def decode_kernel(
     state_stride,
     folded,
     folded_stride,
+    checksums,
+    checksums_stride,
+    marks,
+    marks_stride,
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -101,21 +127,31 @@ def decode_kernel(
     counts = RowCounts(folded, folded_stride, _is_first(head))
     before = read_count(counts, slot, True)
     cell, is_cell = state_cells(state, slot, state_stride, head, channel, column, SIZES)
-    here = tl.load(cell, mask=is_cell, other=0.0).to(tl.float32)
-    keys = tl.load(k + row * k_stride + key, mask=is_channel, other=0.0).to(tl.float32)
-    keys = _normed(keys, 0, SIZES.normalise)
+    number = cell_of(head, SIZES)
+    sums = RowSums(checksums, checksums_stride, marks, marks_stride, number)
+    due = load_sum(sums, slot, True)
+    loaded = tl.load(cell, mask=is_cell, other=0.0)
+    keys = tl.load(k + row * k_stride + key, mask=is_channel, other=0.0)
     queries = tl.load(q + row * q_stride + key, mask=is_channel, other=0.0)
-    queries = _normed(queries.to(tl.float32), 0, SIZES.normalise)
     value = v + row * v_stride + head * SIZES.d_v + column
     value = tl.load(value, mask=is_column, other=0.0).to(tl.float32)
     strength = tl.load(beta + row * SIZES.heads + head).to(tl.float32)
-    here *= tl.exp(tl.load(g + row * SIZES.heads + head))
+    step = tl.load(g + row * SIZES.heads + head)
+    # Behind all loads: nothing is loaded across the barriers of a sum.
+    weighed = weigh_cells(sums, loaded, channel, column, is_cell, SIZES)
+    compare_sum(sums, slot, weighed, due, True)
+    keys = _normed(keys.to(tl.float32), 0, SIZES.normalise)
+    queries = _normed(queries.to(tl.float32), 0, SIZES.normalise)
+    here = loaded.to(tl.float32) * tl.exp(step)
     u = strength * (value - tl.sum(here * keys[:, None], axis=0))
     here += keys[:, None] * u[None, :]
     result = scale * tl.sum(here * queries[:, None], axis=0)
     place = out + (row * SIZES.heads + head) * SIZES.d_v + column
     tl.store(place, result.to(out.dtype.element_ty), mask=is_column)
-    tl.store(cell, here.to(state.dtype.element_ty), mask=is_cell)
+    stored = here.to(state.dtype.element_ty)
+    tl.store(cell, stored, mask=is_cell)
+    weighed = weigh_cells(sums, stored, channel, column, is_cell, SIZES)
+    keep_sum(sums, slot, weighed, True)
     write_count(counts, slot, before + 1, True)
 
 
@@ -239,6 +275,8 @@ def _store_tracks(
     state_stride,
     counts,
     before,
+    sums,
+    weighed,
     row,
     track_lens,
     track_slots,
@@ -252,10 +290,19 @@ def _store_tracks(
         if tl.load(track_lens + place) == done:
             target = tl.load(track_slots + place)
             tl.store(cell + (target - slot) * state_stride, after, mask=is_cell)
+            keep_sum(sums, target, weighed, True)
             write_count(counts, target, before + done, True)
 
 
-@triton.jit(do_not_specialize_on_alignment=["folded", "track_lens", "track_slots"])
+@triton.jit(
+    do_not_specialize_on_alignment=[
+        "folded",
+        "checksums",
+        "marks",
+        "track_lens",
+        "track_slots",
+    ]
+)
 def scan_kernel(  # noqa: PLR0913, PLR0915 - a tuple's pointers would be specialized on
     q,
     k,
@@ -275,6 +322,10 @@ def scan_kernel(  # noqa: PLR0913, PLR0915 - a tuple's pointers would be special
     state_stride,
     folded,
     folded_stride,
+    checksums,
+    checksums_stride,
+    marks,
+    marks_stride,
     track_lens,
     track_slots,
     TRACKS: tl.constexpr,
@@ -299,7 +350,13 @@ def scan_kernel(  # noqa: PLR0913, PLR0915 - a tuple's pointers would be special
     length = tl.load(qo_indptr + row + 1).to(tl.int32) - begin
     place = first_place(qo_indptr, row, CHUNK)
     is_known = tl.load(has_state + row) != 0
-    here = tl.load(cell, mask=is_cell & is_known, other=0.0).to(tl.float32)
+    number = cell_of(head, SIZES)
+    sums = RowSums(checksums, checksums_stride, marks, marks_stride, number)
+    due = load_sum(sums, slot, is_known)
+    loaded = tl.load(cell, mask=is_cell & is_known, other=0.0)
+    weighed = weigh_cells(sums, loaded, channel, column, is_cell, SIZES)
+    compare_sum(sums, slot, weighed, due, is_known)
+    here = loaded.to(tl.float32)
     counts = RowCounts(folded, folded_stride, _is_first(head))
     before = read_count(counts, slot, is_known)
     for done in range(0, length, CHUNK):
@@ -314,13 +371,13 @@ def scan_kernel(  # noqa: PLR0913, PLR0915 - a tuple's pointers would be special
         matrix = (place + done // CHUNK).to(tl.int64) * SIZES.heads + head
         matrix = matrices + matrix * 2 * CHUNK * CHUNK
         inverse = matrix + i[:, None] * CHUNK + i[None, :]
-        kept = tl.exp(decay)[:, None]
+        faded = tl.exp(decay)[:, None]
         keys = _load_heads(k, token, key_head, k_stride, is_token, SIZES)
         read = tl.dot(keys, here, input_precision=PRECISION)
-        rhs = strength[:, None] * (value.to(tl.float32) - kept * read)
+        rhs = strength[:, None] * (value.to(tl.float32) - faded * read)
         u = tl.dot(tl.load(inverse), rhs, input_precision=PRECISION)
         queries = _load_heads(q, token, key_head, q_stride, is_token, SIZES)
-        result = scale * kept * tl.dot(queries, here, input_precision=PRECISION)
+        result = scale * faded * tl.dot(queries, here, input_precision=PRECISION)
         weights = tl.load(inverse + CHUNK * CHUNK)
         result += tl.dot(weights, u, input_precision=PRECISION)
         target = gate[:, None] * SIZES.d_v + column[None, :]
@@ -331,8 +388,9 @@ def scan_kernel(  # noqa: PLR0913, PLR0915 - a tuple's pointers would be special
         fading = tl.where(is_token, tl.exp(last - decay), 0.0)
         added = tl.trans(keys * fading[:, None])
         here = tl.exp(last) * here + tl.dot(added, u, input_precision=PRECISION)
+        after = here.to(state.dtype.element_ty)
         _store_tracks(
-            here.to(state.dtype.element_ty),
+            after,
             done + count,
             cell,
             is_cell,
@@ -340,16 +398,24 @@ def scan_kernel(  # noqa: PLR0913, PLR0915 - a tuple's pointers would be special
             state_stride,
             counts,
             before,
+            sums,
+            weigh_cells(sums, after, channel, column, is_cell, SIZES),
             row,
             track_lens,
             track_slots,
             TRACKS,
         )
-    tl.store(cell, here.to(state.dtype.element_ty), mask=is_cell)
+    stored = here.to(state.dtype.element_ty)
+    tl.store(cell, stored, mask=is_cell)
+    weighed = weigh_cells(sums, stored, channel, column, is_cell, SIZES)
+    keep_sum(sums, slot, weighed, True)
     write_count(counts, slot, before + length, True)
 
 
-@triton.jit(do_not_specialize=["nodes"], do_not_specialize_on_alignment=["folded"])
+@triton.jit(
+    do_not_specialize=["nodes"],
+    do_not_specialize_on_alignment=["folded", "checksums", "marks"],
+)
 def commit_kernel(
     node_keys,
     node_u,
@@ -363,6 +429,10 @@ def commit_kernel(
     state_stride,
     folded,
     folded_stride,
+    checksums,
+    checksums_stride,
+    marks,
+    marks_stride,
     PATH: tl.constexpr,
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
@@ -397,8 +467,17 @@ def commit_kernel(
         cell, is_cell = state_cells(
             state, slot, state_stride, head, channel, column, SIZES
         )
-        here = tl.load(cell, mask=is_cell, other=0.0).to(tl.float32)
+        number = cell_of(head, SIZES)
+        sums = RowSums(checksums, checksums_stride, marks, marks_stride, number)
+        due = load_sum(sums, slot, True)
+        loaded = tl.load(cell, mask=is_cell, other=0.0)
+        weighed = weigh_cells(sums, loaded, channel, column, is_cell, SIZES)
+        compare_sum(sums, slot, weighed, due, True)
+        here = loaded.to(tl.float32)
         added = tl.trans(keys * fading[:, None])
         here = tl.exp(last) * here + tl.dot(added, u, input_precision="tf32x3")
-        tl.store(cell, here.to(state.dtype.element_ty), mask=is_cell)
+        stored = here.to(state.dtype.element_ty)
+        tl.store(cell, stored, mask=is_cell)
+        weighed = weigh_cells(sums, stored, channel, column, is_cell, SIZES)
+        keep_sum(sums, slot, weighed, True)
         write_count(counts, slot, before + length, True)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from sglang.srt.layers.ops.state.shared.counts import count_tokens
+from sglang.srt.layers.ops.state.shared.sums import compare_sums, keep_sums
 from sglang.srt.layers.ops.state.short_conv.conv_filter import (
     ConvFilter,
     require_conv,
@@ -20,6 +21,7 @@ from sglang.srt.layers.ops.state.short_conv.conv_filter import (
 
 if TYPE_CHECKING:
     from sglang.srt.layers.ops.state.shared.tracks import StateTracks
+    from sglang.srt.mem_cache.state_sums import StateSums
 
 
 def short_conv_decode(
@@ -29,13 +31,16 @@ def short_conv_decode(
     *,
     slots: Tensor,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> Tensor:
     require_conv(x, conv, state)
+    compare_sums(sums, state, slots)
     taps = torch.cat([state[slots], x[:, :, None]], dim=2)
     state[slots] = taps[:, :, 1:]
+    keep_sums(sums, state, slots)
     count_tokens(folded, state, slots=slots, lens=1)
-    sums = (taps.float() * conv.weight.float()).sum(dim=2)
-    return conv.activate(sums).to(x.dtype)
+    total = (taps.float() * conv.weight.float()).sum(dim=2)
+    return conv.activate(total).to(x.dtype)
 
 
 def short_conv_prefill(
@@ -48,8 +53,10 @@ def short_conv_prefill(
     has_state: Tensor,
     tracks: StateTracks | None = None,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> Tensor:
     require_conv(x, conv, state)
+    compare_sums(sums, state, slots, has_state=has_state)
     if tracks is not None:
         tracks.require(qo_indptr)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
@@ -69,6 +76,7 @@ def short_conv_prefill(
         state[tracks.slots[row, track]] = _gather(x, history[row], sources=last)
     last = _newest(begin, lens, conv.width - 1)
     state[slots] = _gather(x, history, sources=last)
+    keep_sums(sums, state, slots, tracks=tracks)
     count_tokens(
         folded, state, slots=slots, lens=lens, has_state=has_state, tracks=tracks
     )
@@ -82,8 +90,10 @@ def short_conv_tree(
     *,
     slots: Tensor,
     parent_index: Tensor,
+    sums: StateSums | None = None,
 ) -> Tensor:
     require_conv(x, conv, state)
+    compare_sums(sums, state, slots)
     rows, nodes = parent_index.shape
     node = torch.arange(rows * nodes, device=x.device)
     row = node // nodes
@@ -107,14 +117,17 @@ def short_conv_commit(
     path: Tensor,
     path_lens: Tensor,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> None:
     require_state(x, state)
+    compare_sums(sums, state, slots)
     width = state.shape[2]
     column = torch.arange(width, device=x.device)
     place = path_lens[:, None] - width + column
     nodes = path.gather(1, place.clamp(min=0)) if path.shape[1] else place
     sources = torch.where(place >= 0, nodes, place)
     state[slots] = _gather(x, state[slots], sources=sources)
+    keep_sums(sums, state, slots)
     count_tokens(folded, state, slots=slots, lens=path_lens)
 
 

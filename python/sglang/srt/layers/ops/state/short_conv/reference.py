@@ -8,11 +8,14 @@ within a batch. All sums are float32.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from sglang.srt.layers.ops.state.shared.counts import counts_or_scratch
 from sglang.srt.layers.ops.state.shared.paths import accepted
+from sglang.srt.layers.ops.state.shared.sums import compare_sums, keep_sums
 from sglang.srt.layers.ops.state.shared.tracks import (
     StateTracks,
     targets_by_len,
@@ -23,6 +26,9 @@ from sglang.srt.layers.ops.state.short_conv.conv_filter import (
     require_state,
 )
 
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.state_sums import StateSums
+
 
 def short_conv_decode_ref(
     x: Tensor,
@@ -31,6 +37,7 @@ def short_conv_decode_ref(
     *,
     slots: Tensor,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> Tensor:
     """Return f(sum_i weight[i] * input[t - W + 1 + i]) of one token per row.
 
@@ -50,11 +57,13 @@ def short_conv_decode_ref(
         ValueError: shapes or dtypes do not fit.
     """
     require_conv(x, conv, state)
+    compare_sums(sums, state, slots)
     counts = counts_or_scratch(folded, state)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     for row, slot in enumerate(slots.tolist()):
         out[row], state[slot] = _step(x[row], conv, state[slot])
         counts[slot] += 1
+    keep_sums(sums, state, slots)
     return out
 
 
@@ -68,6 +77,7 @@ def short_conv_prefill_ref(
     has_state: Tensor,
     tracks: StateTracks | None = None,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> Tensor:
     """Like `short_conv_decode`, for the tokens of ragged rows.
 
@@ -87,6 +97,7 @@ def short_conv_prefill_ref(
         ValueError: also for tracks that cannot be stored, which kernels ignore.
     """
     require_conv(x, conv, state)
+    compare_sums(sums, state, slots, has_state=has_state)
     out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     counts = counts_or_scratch(folded, state)
     bounds = qo_indptr.tolist()
@@ -102,6 +113,7 @@ def short_conv_prefill_ref(
             for target in targets[row].get(token + 1 - bounds[row], ()):
                 state[target], counts[target] = window, count
         state[slot], counts[slot] = window, count
+    keep_sums(sums, state, slots, tracks=tracks)
     return out
 
 
@@ -112,6 +124,7 @@ def short_conv_tree_ref(
     *,
     slots: Tensor,
     parent_index: Tensor,
+    sums: StateSums | None = None,
 ) -> Tensor:
     """Like `short_conv_decode`, for each node of B trees as the token after its
     parent. Writes no state.
@@ -125,6 +138,7 @@ def short_conv_tree_ref(
         [B * D, C].
     """
     require_conv(x, conv, state)
+    compare_sums(sums, state, slots)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     nodes = parent_index.shape[1]
     parents = parent_index.flatten().tolist()
@@ -146,6 +160,7 @@ def short_conv_commit_ref(
     path: Tensor,
     path_lens: Tensor,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> None:
     """Fold the inputs of accepted nodes into the state, as if decoded in order.
 
@@ -159,12 +174,14 @@ def short_conv_commit_ref(
         folded: as in `short_conv_decode`.
     """
     require_state(x, state)
+    compare_sums(sums, state, slots)
     counts = counts_or_scratch(folded, state)
     rows = zip(slots.tolist(), accepted(path, path_lens), strict=True)
     for slot, nodes in rows:
         taps = torch.cat([state[slot], x[nodes].t()], dim=1)
         state[slot] = taps[:, taps.shape[1] - state.shape[2] :]
         counts[slot] += len(nodes)
+    keep_sums(sums, state, slots)
 
 
 def _step(x: Tensor, conv: ConvFilter, window: Tensor) -> tuple[Tensor, Tensor]:

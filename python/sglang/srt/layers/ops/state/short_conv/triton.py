@@ -8,8 +8,10 @@ import torch
 import triton
 from torch import Tensor
 
+from kv_canary.state_sums import CONV_CHANNELS
 from sglang.srt.layers.ops.state.shared.counts import count_arguments
 from sglang.srt.layers.ops.state.shared.rows import search_steps
+from sglang.srt.layers.ops.state.shared.sums import sum_arguments
 from sglang.srt.layers.ops.state.shared.track_launch import track_arguments
 from sglang.srt.layers.ops.state.short_conv.conv_filter import (
     ConvFilter,
@@ -26,11 +28,12 @@ from sglang.srt.utils.triton_launch import block_of, launch_options, require
 
 if TYPE_CHECKING:
     from sglang.srt.layers.ops.state.shared.tracks import StateTracks
+    from sglang.srt.mem_cache.state_sums import StateSums
 
 TOKENS = 16
 """Tokens of a program; each reads W - 1 inputs of its neighbours again."""
-CHANNELS = 128
-STATE_CHANNELS = 256
+CHANNELS = CONV_CHANNELS
+"""Channels of a program: a cell of checksums."""
 
 
 def conv_sizes(conv: ConvFilter) -> ConvSizes:
@@ -50,6 +53,7 @@ def short_conv_decode(
     *,
     slots: Tensor,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> Tensor:
     _require_memory(x, conv, state)
     rows, channels = x.shape
@@ -67,6 +71,7 @@ def short_conv_decode(
             x.stride(0),
             state.stride(0),
             **count_arguments(folded, state),
+            **sum_arguments(sums, state),
             SIZES=sizes,
             num_warps=1,
             **launch_options(x.device),
@@ -84,6 +89,7 @@ def short_conv_prefill(
     has_state: Tensor,
     tracks: StateTracks | None = None,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> Tensor:
     _require_memory(x, conv, state)
     rows = len(slots)
@@ -114,6 +120,7 @@ def short_conv_prefill(
         path_width=0,
         folded=folded,
         tracks=tracks,
+        sums=sums,
     )
     return out
 
@@ -125,6 +132,7 @@ def short_conv_tree(
     *,
     slots: Tensor,
     parent_index: Tensor,
+    sums: StateSums | None = None,
 ) -> Tensor:
     _require_memory(x, conv, state)
     rows, nodes = parent_index.shape
@@ -139,6 +147,7 @@ def short_conv_tree(
         has_state=None,
         parent_index=parent_index,
         nodes=nodes,
+        sums=sums,
     )
 
 
@@ -150,6 +159,7 @@ def short_conv_commit(
     path: Tensor,
     path_lens: Tensor,
     folded: Tensor | None = None,
+    sums: StateSums | None = None,
 ) -> None:
     require_state(x, state)
     _require_rows(x, state)
@@ -167,6 +177,7 @@ def short_conv_commit(
             path_lens=path_lens,
             path_width=width,
             folded=folded,
+            sums=sums,
         )
 
 
@@ -180,6 +191,7 @@ def _convolve(
     has_state: Tensor | None,
     parent_index: Tensor | None,
     nodes: int,
+    sums: StateSums | None = None,
 ) -> Tensor:
     tokens, channels = x.shape
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -200,6 +212,7 @@ def _convolve(
             len(slots),
             x.stride(0),
             state.stride(0),
+            **sum_arguments(sums, state),
             NODES=nodes,
             TOKENS=TOKENS,
             STEPS=search_steps(len(slots)),
@@ -217,11 +230,12 @@ def _fold(
     slots: Tensor,
     path_width: int,
     folded: Tensor | None,
+    sums: StateSums | None,
     tracks: StateTracks | None = None,
     **ranges: Tensor | None,
 ) -> None:
     channels = state.shape[1]
-    block = min(block_of(channels, least=16), STATE_CHANNELS)
+    block = min(block_of(channels, least=16), CHANNELS)
     options: dict[str, Any] = launch_options(x.device)
     fold_kernel[(triton.cdiv(channels, block), len(slots))](
         x,
@@ -236,11 +250,12 @@ def _fold(
         x.stride(0),
         state.stride(0),
         **count_arguments(folded, state),
+        **sum_arguments(sums, state),
         **track_arguments("short_conv", tracks, rows=len(slots)),
         CHANNELS=channels,
         CHANNEL_BLOCK=block,
         WIDTH=state.shape[2] + 1,
-        num_warps=2,
+        num_warps=1,
         **options,
     )
 

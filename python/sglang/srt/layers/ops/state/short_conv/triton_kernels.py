@@ -14,6 +14,14 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from kv_canary.kernels.triton.state_sums import (
+    RowSums,
+    compare_rows,
+    compare_sum,
+    keep_sum,
+    load_sum,
+    weigh_tap,
+)
 from sglang.srt.layers.ops.state.shared.row_count import (
     RowCounts,
     read_count,
@@ -52,7 +60,7 @@ def _activate(sums, bias, channel, is_channel, SILU: tl.constexpr):
     return sums
 
 
-@triton.jit(do_not_specialize_on_alignment=["folded"])
+@triton.jit(do_not_specialize_on_alignment=["folded", "checksums", "marks"])
 def decode_kernel(
     x,
     weight,
@@ -64,6 +72,10 @@ def decode_kernel(
     state_stride,
     folded,
     folded_stride,
+    checksums,
+    checksums_stride,
+    marks,
+    marks_stride,
     SIZES: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -82,22 +94,35 @@ def decode_kernel(
     taps = weight + channel * WIDTH
     last = tl.load(taps + WIDTH - 1, mask=is_channel, other=0.0).to(tl.float32)
     sums = last * newest.to(tl.float32)
+    number = tl.program_id(0)
+    cells = RowSums(checksums, checksums_stride, marks, marks_stride, number)
+    due = load_sum(cells, slot, True)
+    loaded = tl.zeros([BLOCK], dtype=tl.int64)
+    stored = loaded
     for column in tl.static_range(WIDTH - 1):
         old = tl.load(kept + column, mask=is_channel, other=0.0)
+        loaded += weigh_tap(cells, old, column, channel, is_channel)
         # A thread owns whole channels, and has read every column that it overwrites.
         if column > 0:
             tl.store(kept + column - 1, old, mask=is_channel)
+            stored += weigh_tap(cells, old, column - 1, channel, is_channel)
         tap = tl.load(taps + column, mask=is_channel, other=0.0).to(tl.float32)
         sums += tap * old.to(tl.float32)
     tl.store(kept + WIDTH - 2, newest, mask=is_channel)
+    stored += weigh_tap(cells, newest, WIDTH - 2, channel, is_channel)
+    compare_sum(cells, slot, loaded, due, True)
+    keep_sum(cells, slot, stored, True)
     write_count(counts, slot, before + 1, True)
     result = _activate(sums, bias, channel, is_channel, SIZES.silu)
     place = out + row * SIZES.channels + channel
     tl.store(place, result.to(out.dtype.element_ty), mask=is_channel)
 
 
-@triton.jit(do_not_specialize=["tokens", "rows"])
-def conv_kernel(
+@triton.jit(
+    do_not_specialize=["tokens", "rows"],
+    do_not_specialize_on_alignment=["checksums", "marks"],
+)
+def conv_kernel(  # noqa: PLR0913 - a tuple's pointers would be specialized on
     x,
     weight,
     bias,
@@ -111,6 +136,10 @@ def conv_kernel(
     rows,
     x_stride,
     state_stride,
+    checksums,
+    checksums_stride,
+    marks,
+    marks_stride,
     NODES: tl.constexpr,
     TOKENS: tl.constexpr,
     STEPS: tl.constexpr,
@@ -140,6 +169,11 @@ def conv_kernel(
     slot = tl.load(slots + row, mask=is_token, other=0)
     kept = state + slot[:, None] * state_stride + channel[None, :] * (WIDTH - 1)
     sums = tl.zeros([TOKENS, BLOCK], dtype=tl.float32)
+    number = tl.program_id(0)
+    cells = RowSums(checksums, checksums_stride, marks, marks_stride, number)
+    # The root of a tree reads the whole state.
+    loaded = tl.zeros([TOKENS, BLOCK], dtype=tl.int64)
+    is_root = is_token & (token == first)
     # A token, or -m for the m-th newest input of the prefix.
     source = token
     for distance in tl.static_range(WIDTH):
@@ -154,6 +188,8 @@ def conv_kernel(
                 other=0.0,
             )
             value = tl.where(is_old[:, None], old, value)
+            is_whole = is_root[:, None] & is_channel[None, :]
+            loaded += weigh_tap(cells, old, WIDTH - 1 - distance, channel, is_whole)
         tap = tl.load(
             weight + channel * WIDTH + WIDTH - 1 - distance, mask=is_channel, other=0.0
         )
@@ -165,6 +201,7 @@ def conv_kernel(
         else:
             before = tl.where(source > first, source - 1, -1)
         source = tl.where(source >= 0, before, source - 1)
+    compare_rows(cells, slot, loaded, is_root)
     result = _activate(sums, bias, channel, is_channel, SIZES.silu)
     result = tl.where(is_token[:, None], result, 0.0)
     tl.store(
@@ -176,9 +213,15 @@ def conv_kernel(
 
 @triton.jit(
     do_not_specialize=["tokens"],
-    do_not_specialize_on_alignment=["folded", "track_lens", "track_slots"],
+    do_not_specialize_on_alignment=[
+        "folded",
+        "checksums",
+        "marks",
+        "track_lens",
+        "track_slots",
+    ],
 )
-def fold_kernel(
+def fold_kernel(  # noqa: PLR0913 - as `conv_kernel`
     x,
     state,
     slots,
@@ -192,6 +235,10 @@ def fold_kernel(
     state_stride,
     folded,
     folded_stride,
+    checksums,
+    checksums_stride,
+    marks,
+    marks_stride,
     track_lens,
     track_slots,
     TRACKS: tl.constexpr,
@@ -218,6 +265,16 @@ def fold_kernel(
     counts = RowCounts(folded, folded_stride, tl.program_id(0) == 0)
     before = read_count(counts, own, is_known)
     kept = state + own * state_stride + channel * (WIDTH - 1)
+    number = tl.program_id(0)
+    cells = RowSums(checksums, checksums_stride, marks, marks_stride, number)
+    nothing = tl.zeros([CHANNEL_BLOCK], dtype=tl.int64)
+    if checksums is not None:
+        due = load_sum(cells, own, is_known)
+        loaded = nothing
+        for column in tl.static_range(WIDTH - 1):
+            old = tl.load(kept + column, mask=is_channel & is_known, other=0.0)
+            loaded += weigh_tap(cells, old, column, channel, is_channel)
+        compare_sum(cells, own, loaded, due, is_known)
     # Tracks come first, because they may need what the row's own state overwrites.
     for track in tl.static_range(TRACKS + 1):
         slot, after, is_due = own, length, True
@@ -230,6 +287,7 @@ def fold_kernel(
         write_count(counts, slot, before + after, is_due)
         is_stored = is_channel & is_due
         target = state + slot * state_stride + channel * (WIDTH - 1)
+        stored = nothing
         # Column i becomes input i + after of old columns and new inputs. Ascending, no
         # column is written before a thread, which owns whole channels, has read it.
         for column in tl.static_range(WIDTH - 1):
@@ -244,4 +302,7 @@ def fold_kernel(
             new = tl.load(
                 x + token * x_stride + channel, mask=is_stored & is_new, other=0.0
             )
-            tl.store(target + column, tl.where(is_old, old, new), mask=is_stored)
+            value = tl.where(is_old, old, new)
+            tl.store(target + column, value, mask=is_stored)
+            stored += weigh_tap(cells, value, column, channel, is_stored)
+        keep_sum(cells, slot, stored, is_due)
