@@ -1,13 +1,57 @@
-"""Mixed requests for a stock engine, and the counters of the canary in it."""
+"""Mixed requests for a stock engine, and the counters of the canary in it.
+
+Prompts share prefixes, are longer than a chunk, and exceed the pool together. The
+digest of the greedy tokens must equal a run without the canary, or one of them is
+wrong.
+"""
 
 from __future__ import annotations
 
+import argparse
+import hashlib
+import json
 import os
 import random
+import time
 import urllib.request
+from collections.abc import Callable, Sequence
+from typing import Any
 
 VOCABULARY = 512
 METRICS = "KV_CANARY_METRICS_PORT"
+
+
+Serve = Callable[[str, int, dict[str, Any]], dict[str, Any]]
+"""Serves a model with so many waves and options of the engine; returns the outcome."""
+
+
+def main(description: str, serve: Serve) -> None:
+    """Serve what the arguments say, and print the outcome as JSON."""
+    parser = argparse.ArgumentParser(description=description.partition("\n")[0])
+    parser.add_argument("model")
+    parser.add_argument("--waves", type=int, default=4)
+    parser.add_argument("--options", type=json.loads, default={}, help="of the engine")
+    args = parser.parse_args()
+    print(json.dumps(serve(args.model, args.waves, args.options)), flush=True)
+
+
+def serve_waves(
+    generate: Callable[[list[list[int]]], Sequence[list[int]]], waves: int
+) -> dict[str, Any]:
+    """Return tokens, time and counters of several waves of requests."""
+    rng = random.Random(0)
+    digest, count = hashlib.sha256(), 0
+    begin = time.monotonic()
+    for _ in range(waves):
+        for tokens in generate(wave_of_prompts(rng)):
+            count += len(tokens)
+            digest.update(json.dumps(tokens).encode())
+    return {
+        "tokens": count,
+        "digest": digest.hexdigest()[:16],
+        "seconds": round(time.monotonic() - begin, 2),
+        "canary": canary_counters(),
+    }
 
 
 def wave_of_prompts(rng: random.Random) -> list[list[int]]:

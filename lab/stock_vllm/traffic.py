@@ -1,24 +1,15 @@
 """Serves mixed traffic with the installed vLLM and prints the outcome as JSON.
 
-    KV_CANARY=raise python traffic.py MODEL --options '{"enforce_eager": true}'
-
-Prompts share prefixes, are longer than a chunk, and exceed the pool together. The
-digest of the greedy tokens must equal a run without the canary, or one of them is
-wrong.
+KV_CANARY=raise python traffic.py MODEL --options '{"enforce_eager": true}'
 """
 
 from __future__ import annotations
 
-import argparse
-import hashlib
 import importlib
-import json
 import os
-import random
-import time
 from typing import Any
 
-from mixed import canary_counters, wave_of_prompts
+from mixed import main, serve_waves
 
 _OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -43,43 +34,26 @@ _OPTIONS: dict[str, Any] = {
 
 
 def serve(model: str, waves: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Return tokens, time and counters of several waves of requests."""
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     vllm = importlib.import_module("vllm")
     engine = vllm.LLM(**{"model": model, **_OPTIONS, **options})
-    rng = random.Random(0)
-    digest, count = hashlib.sha256(), 0
     params = vllm.SamplingParams(
         temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False
     )
-    begin = time.monotonic()
-    for _ in range(waves):
-        prompts = [{"prompt_token_ids": tokens} for tokens in wave_of_prompts(rng)]
-        for output in engine.generate(prompts, params, use_tqdm=False):
-            tokens = list(output.outputs[0].token_ids)
-            count += len(tokens)
-            digest.update(json.dumps(tokens).encode())
-    core = engine.llm_engine.engine_core.engine_core
-    worker = core.model_executor.driver_worker
+
+    def generate(prompts: list[list[int]]) -> list[list[int]]:
+        given = [{"prompt_token_ids": tokens} for tokens in prompts]
+        outputs = engine.generate(given, params, use_tqdm=False)
+        return [list(output.outputs[0].token_ids) for output in outputs]
+
+    worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker
     runner = getattr(worker, "worker", worker).model_runner
     return {
         "vllm": vllm.__version__,
         "runner": type(runner).__module__,
-        "tokens": count,
-        "digest": digest.hexdigest()[:16],
-        "seconds": round(time.monotonic() - begin, 2),
-        "canary": canary_counters(),
+        **serve_waves(generate, waves),
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("model")
-    parser.add_argument("--waves", type=int, default=4)
-    parser.add_argument("--options", type=json.loads, default={}, help="of the engine")
-    args = parser.parse_args()
-    print(json.dumps(serve(args.model, args.waves, args.options)), flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    main(str(__doc__), serve)
