@@ -47,7 +47,7 @@ from sglang.srt.layers.ops.linear.triton_table import (
     lookup,
     lookup_quantized,
 )
-from sglang.srt.layers.ops.lora import triton as lora
+from sglang.srt.layers.ops.lora import triton_kernels as lora
 from sglang.srt.layers.ops.lora.table import SHAPES
 from sglang.srt.layers.ops.moe import triton_sort as moe_sort
 from sglang.srt.layers.ops.moe.triton_kernels import (
