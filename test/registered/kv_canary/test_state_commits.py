@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch import Tensor
 
+from sglang.srt.layers.state.forward import StateForward
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.spec_canary_traffic import speculating, worker_of, write_mock_models
@@ -93,6 +95,29 @@ def test_commits_are_compared(
         assert all(len(a.output_ids) == 12 for a in engine.run().values())
         return
     with pytest.raises(RuntimeError, match=error):
+        engine.run()
+
+
+@pytest.mark.parametrize("what", ["parent_index", "mask", "trees"])
+def test_states_follow_the_trees_of_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    models = write_mock_models(tmp_path, **MOCK_STATE)
+    engine = speculating(models["model"], models["draft"], tree=(4, 3, 12))
+    of = StateForward.of
+
+    def other(*made_of: Any) -> StateForward:
+        state = of(*made_of)
+        if state.trees is None:
+            return state
+        if what == "trees":
+            return replace(state, trees=None)
+        same = getattr(state.trees, what).clone()
+        return replace(state, trees=replace(state.trees, **{what: same}))
+
+    monkeypatch.setattr(StateForward, "of", other)
+    engine.submit(list(range(20)), max_new_tokens=12)
+    with pytest.raises(RuntimeError, match="along other trees than attention's"):
         engine.run()
 
 

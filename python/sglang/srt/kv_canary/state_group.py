@@ -113,6 +113,25 @@ def _is_elsewhere(one: Tensor, other: Tensor) -> bool:
     )
 
 
+def _check_trees(view: ForwardView, states: StateForward) -> None:
+    """Compare the trees that states are read along with attention's, by their memory.
+
+    Raises:
+        RuntimeError: they are others, or chains.
+    """
+    if view.parent_index is None or view.tree_mask is None:
+        return
+    trees = states.trees
+    if (
+        trees is None
+        or trees.parent_index.data_ptr() != view.parent_index.data_ptr()
+        or trees.mask.data_ptr() != view.tree_mask.data_ptr()
+    ):
+        raise RuntimeError(
+            "KV canary: recurrent states are read along other trees than attention's"
+        )
+
+
 class StateGroup(EngineGroup):
     """The state slots of one pool.
 
@@ -195,6 +214,7 @@ class StateGroup(EngineGroup):
     ) -> ForwardView:
         states = get_forward_context().state
         assert states is not None, "a model with states runs without them"
+        _check_trees(view, states)
         self._rows = StateRows(
             slots=states.slots,
             due_slots=view.req_rows,
