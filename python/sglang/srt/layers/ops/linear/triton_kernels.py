@@ -99,13 +99,13 @@ def decode_half(nibble, zero, dtype: tl.constexpr, FORMAT: tl.constexpr):
 
 
 @triton.jit
-def zero_of(zeros, place, dtype: tl.constexpr, PRODUCT: tl.constexpr):
-    """Return what `decode_half` subtracts for groups, by their place in `zeros`."""
+def zero_of(stored, dtype: tl.constexpr, PRODUCT: tl.constexpr):
+    """Return what `decode_half` subtracts for groups, from their stored zeros."""
     offset = 136 if dtype == tl.bfloat16 else 1032
     if PRODUCT.has_zeros:
-        return tl.load(zeros + place).to(tl.int32) + offset
+        return stored.to(tl.int32) + offset
     else:
-        return place.to(tl.int32) * 0 + offset
+        return stored.to(tl.int32) * 0 + offset
 
 
 @triton.jit
@@ -157,13 +157,14 @@ def row_scales(scales, row, PRODUCT: tl.constexpr):
 
 
 @triton.jit
-def load_groups(scales, zeros, row, column, dtype: tl.constexpr, PRODUCT: tl.constexpr):
-    """Return (scale, zero of `zero_of`) of each weight row (int64) in the group of a
-    column, or in the last one."""
+def load_groups(scales, zeros, row, column, PRODUCT: tl.constexpr):
+    """Load (scale, zero) of each weight row (int64) in the group of a column, or in the
+    last one, as they are stored: nothing waits for them here."""
     group = tl.minimum(column // PRODUCT.group_columns, PRODUCT.groups - 1)
     place = (row // PRODUCT.group_rows) * PRODUCT.groups + group
-    scale = as_scale(tl.load(scales + place), PRODUCT.format)
-    return scale, zero_of(zeros, place, dtype, PRODUCT)
+    scale = tl.load(scales + place)
+    zero = tl.load(zeros + place) if PRODUCT.has_zeros else scale
+    return scale, zero
 
 
 @triton.jit
@@ -176,6 +177,7 @@ def _add_stored(
     BLOCK_K: tl.constexpr = PRODUCT.block_k
     first = block * BLOCK_K
     if PRODUCT.format >= INT4:
+        zero = zero_of(zero, x.dtype.element_ty, PRODUCT)
         item = block * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)[None, :]
         if K % BLOCK_K == 0:
             codes = tl.load(start + item)
@@ -194,7 +196,7 @@ def _add_stored(
             x_tile = tl.load(x_start + k, mask=is_row & (k < K), other=0.0)
         part = tl.dot(decode(w_tile, x, PRODUCT.format), tl.trans(x_tile))
     if PRODUCT.groups > 1:
-        part *= scale[:, None]
+        part *= as_scale(scale, PRODUCT.format)[:, None]
     return total + part
 
 
@@ -377,22 +379,22 @@ def gemm_kernel(
     m = tl.arange(0, BLOCK_M)[:, None]
     x_start = x + m * x_stride
     total = tl.zeros([BLOCK_N, BLOCK_M], dtype=tl.float32)
-    dtype: tl.constexpr = x.dtype.element_ty
     if PRODUCT.format != PLAIN:
-        scale, zero = load_groups(scales, zeros, row, first * BLOCK_K, dtype, PRODUCT)
+        scale, zero = load_groups(scales, zeros, row, first * BLOCK_K, PRODUCT)
     for block in tl.range(first, last, num_stages=STAGES):
         here = block * BLOCK_K + k
         if PRODUCT.format != PLAIN:
-            later, later_zero = scale, zero
             if PRODUCT.groups > 1:
-                # The next step's arrive during the products of this one.
+                # The next step's arrive during the products of this one. Those of two
+                # steps later would keep the compiler from copying ahead.
                 later, later_zero = load_groups(
-                    scales, zeros, row, (block + 1) * BLOCK_K, dtype, PRODUCT
+                    scales, zeros, row, (block + 1) * BLOCK_K, PRODUCT
                 )
             total = _add_stored(
                 total, start, scale, zero, x_start, block, m < rows, x, PRODUCT
             )
-            scale, zero = later, later_zero
+            if PRODUCT.groups > 1:
+                scale, zero = later, later_zero
         else:
             if K % BLOCK_K == 0:
                 w_tile = tl.load(start + here)

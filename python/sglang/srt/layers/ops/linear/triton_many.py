@@ -29,6 +29,8 @@ _HAS_E4M3 = (8, 9)
 _HOPPER = (9, 0)
 _BLOCK = 128
 _TILE_N = 64
+_MOST_BLOCK = 16384
+"""Columns that a program rounds at once: 32 of a thread."""
 _warned = False
 
 
@@ -191,8 +193,9 @@ def round_rows(rows: Tensor, group: int) -> tuple[Tensor, Tensor]:
         rows.stride(0),
         K=k,
         GROUP=min(group, k),
-        BLOCK=min(1024, triton.next_power_of_2(min(group, k))),
+        BLOCK=min(_MOST_BLOCK, triton.next_power_of_2(min(group, k))),
         MOST=E4M3_MAX,
+        num_warps=1 if group <= _BLOCK else 16,
         **launch_options(rows.device),
     )
     return codes, scales.t()

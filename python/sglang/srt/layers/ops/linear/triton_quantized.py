@@ -9,9 +9,11 @@ import triton.language as tl
 
 from sglang.srt.layers.ops.linear.triton_kernels import (
     INT4,
+    as_scale,
     decode,
     decode_half,
     load_groups,
+    zero_of,
 )
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
@@ -31,7 +33,7 @@ def round_rows_kernel(
     """Round one group of columns of one row [K] to e4m3. A group of zeros has scale 1.
     The scales of a group are neighbours: [groups, rows].
 
-    The columns are read twice, the second time from the cache.
+    Up to BLOCK columns are read once, more twice, the second time from the cache.
     """
     row = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1)
@@ -40,18 +42,48 @@ def round_rows_kernel(
     let_next_start(PDL)
     wait_for_inputs(PDL)
     source = rows + row * row_stride
-    largest = 0.0
-    for first in range(0, GROUP, BLOCK):
-        k = start + first + tl.arange(0, BLOCK)
+    target = codes + row * K
+    own_scale = scales + group * tl.num_programs(0) + row
+    if GROUP <= BLOCK:
+        k = start + tl.arange(0, BLOCK)
         value = tl.load(source + k, mask=k < stop, other=0.0).to(tl.float32)
-        largest = tl.maximum(largest, tl.max(tl.abs(value), axis=0))
-    scale = tl.where(largest > 0.0, tl.maximum(largest / MOST, 1e-30), 1.0)
-    tl.store(scales + group * tl.num_programs(0) + row, scale)
-    for first in range(0, GROUP, BLOCK):
-        k = start + first + tl.arange(0, BLOCK)
-        value = tl.load(source + k, mask=k < stop, other=0.0).to(tl.float32) / scale
-        value = tl.minimum(tl.maximum(value, -MOST), MOST)
-        tl.store(codes + row * K + k, value.to(codes.dtype.element_ty), mask=k < stop)
+        scale = _scale_of(tl.max(tl.abs(value), axis=0), MOST)
+        tl.store(target + k, _rounded(value, scale, target, MOST), mask=k < stop)
+        tl.store(own_scale, scale)
+    else:
+        largest = 0.0
+        for first in range(0, GROUP, BLOCK):
+            k = start + first + tl.arange(0, BLOCK)
+            value = tl.load(source + k, mask=k < stop, other=0.0).to(tl.float32)
+            largest = tl.maximum(largest, tl.max(tl.abs(value), axis=0))
+        scale = _scale_of(largest, MOST)
+        tl.store(own_scale, scale)
+        for first in range(0, GROUP, BLOCK):
+            k = start + first + tl.arange(0, BLOCK)
+            value = tl.load(source + k, mask=k < stop, other=0.0).to(tl.float32)
+            tl.store(target + k, _rounded(value, scale, target, MOST), mask=k < stop)
+
+
+@triton.jit
+def _scale_of(largest, MOST: tl.constexpr):
+    return tl.where(largest > 0.0, tl.maximum(largest / MOST, 1e-30), 1.0)
+
+
+@triton.jit
+def _rounded(value, scale, target, MOST: tl.constexpr):
+    """Return values as codes, within MOST; NaN stays NaN."""
+    value = value / scale
+    value = tl.where(value > MOST, MOST, value)
+    value = tl.where(value < -MOST, -MOST, value)
+    return value.to(target.dtype.element_ty)
+
+
+@triton.jit
+def _scaled_half(nibble, scale, zero, PRODUCT: tl.constexpr):
+    """Return the values of codes of 4 bits, float32."""
+    zero = zero_of(zero, tl.float16, PRODUCT)
+    value = decode_half(nibble, zero, tl.float16, PRODUCT.format).to(tl.float32)
+    return value * as_scale(scale, PRODUCT.format)
 
 
 @triton.jit
@@ -87,18 +119,16 @@ def dequantize_kernel(
     target = plain + row * K + column
     if FORMAT >= INT4:
         low, high = code & 15, code >> 4
-        scale, zero = load_groups(scales, zeros, row, of_group, tl.float16, PRODUCT)
-        low = decode_half(low, zero, tl.float16, FORMAT).to(tl.float32) * scale
+        scale, zero = load_groups(scales, zeros, row, of_group, PRODUCT)
+        low = _scaled_half(low, scale, zero, PRODUCT)
         if not SHARED:
-            scale, zero = load_groups(
-                scales, zeros, row, column + RUN, tl.float16, PRODUCT
-            )
-        high = decode_half(high, zero, tl.float16, FORMAT).to(tl.float32) * scale
+            scale, zero = load_groups(scales, zeros, row, column + RUN, PRODUCT)
+        high = _scaled_half(high, scale, zero, PRODUCT)
         wait_for_inputs(PDL)
         tl.store(target, low.to(plain.dtype.element_ty), mask=inside)
         tl.store(target + RUN, high.to(plain.dtype.element_ty), mask=inside)
     else:
-        scale, _ = load_groups(scales, zeros, row, of_group, tl.float16, PRODUCT)
+        scale, _ = load_groups(scales, zeros, row, of_group, PRODUCT)
         value = decode(code, plain, FORMAT).to(tl.float32) * scale
         wait_for_inputs(PDL)
         tl.store(target, value.to(plain.dtype.element_ty), mask=inside)
@@ -143,12 +173,12 @@ def block_product_kernel(
     w_start = weight + column[None, :] * K + k[:, None]
     w_scale = weight_scales + ((pid // tiles_m) * TILE_N // BLOCK).to(tl.int64) * GROUPS
     total = tl.zeros([TILE_M, TILE_N], dtype=tl.float32)
-    scale = tl.load(x_scales + row) * tl.load(w_scale)
+    x_scale, of_weight = tl.load(x_scales + row), tl.load(w_scale)
     for group in range(0, GROUPS):
         # The next group's arrive during the products of this one.
-        next_group = tl.minimum(group + 1, GROUPS - 1)
-        later = tl.load(x_scales + next_group * rows + row)
-        later *= tl.load(w_scale + next_group)
+        later = tl.minimum(group + 1, GROUPS - 1)
+        later_x = tl.load(x_scales + later * rows + row)
+        later_of_weight = tl.load(w_scale + later)
         first = group * BLOCK
         if K % BLOCK == 0:
             x_tile = tl.load(x_start + first)
@@ -156,8 +186,8 @@ def block_product_kernel(
         else:
             x_tile = tl.load(x_start + first, mask=(first + k < K)[None, :], other=0.0)
             w_tile = tl.load(w_start + first, mask=(first + k < K)[:, None], other=0.0)
-        total += tl.dot(x_tile, w_tile) * scale[:, None]
-        scale = later
+        total += tl.dot(x_tile, w_tile) * (x_scale * of_weight)[:, None]
+        x_scale, of_weight = later_x, later_of_weight
     if HAS_BIAS:
         total += tl.load(bias + column)[None, :].to(tl.float32)
     tl.store(

@@ -17,7 +17,8 @@ MAX_ROWS = 64
 MAX_GATED_ROWS = 128
 """The same limit for a product followed by SiLU."""
 MAX_EXACT_ROWS = 32
-"""With more rows than this, inputs are rounded to 8 bits if the weight allows it."""
+"""With more rows than this, inputs are rounded to 8 bits if the weight allows it, and
+codes of 4 bits are multiplied as such only where there are many tiles."""
 MIN_STEP = 16
 """Columns that the matrix units take at least."""
 
@@ -93,9 +94,9 @@ def lookup(*, rows: int, n: int, k: int, gated: bool) -> GemmConfig | None:
 @functools.cache
 def lookup_quantized(
     *, rows: int, n: int, k: int, group: int, packed: bool = False
-) -> GemmConfig:
+) -> GemmConfig | None:
     """Return the configuration for `rows` rows, at most `MAX_ROWS`, and a quantised
-    weight [n, k].
+    weight [n, k], or None where a plain copy of the weight is faster.
 
     Many tiles were measured on an H200; splits follow the rules of plain weights.
 
@@ -110,10 +111,12 @@ def lookup_quantized(
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     tiles = -(-n // 64)
     if tiles < 2 * MULTIPROCESSORS:
+        if packed and rows > MAX_EXACT_ROWS:
+            return None
         found = _split(tiles, k=k, block_m=block_m)
     elif group or packed:
         # Sums of groups wait for each other, so that wider tiles win.
-        warps = 8 if block_m == 64 else 4
+        warps = 4 if packed and block_m < 64 else 8
         found = GemmConfig(
             block_n=128, block_k=128, split_k=1, stages=3, prefetch=1, warps=warps
         )

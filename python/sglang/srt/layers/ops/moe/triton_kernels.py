@@ -21,6 +21,7 @@ from sglang.srt.layers.ops.linear.triton_kernels import (
     decode,
     load_groups,
     packed_product,
+    zero_of,
 )
 from sglang.srt.utils.triton_launch import let_next_start, wait_for_inputs
 
@@ -109,12 +110,11 @@ def _add_packed(
     """`_add_product` of codes of 4 bits."""
     item = first // 2 + tl.arange(0, PRODUCT.block_k // 2)[None, :]
     codes = tl.load(w_start + item, mask=item < PRODUCT.k // 2, other=0)
-    dtype: tl.constexpr = x.dtype.element_ty
     row = tl.reshape(row, (PRODUCT.block_n,))
-    scale, zero = load_groups(scales, zeros, row, first, dtype, PRODUCT)
+    scale, zero = load_groups(scales, zeros, row, first, PRODUCT)
     part = packed_product(
         codes,
-        zero,
+        zero_of(zero, x.dtype.element_ty, PRODUCT),
         x_start,
         first,
         is_row,
@@ -123,7 +123,7 @@ def _add_packed(
         PRODUCT,
     )
     if PRODUCT.groups > 1:
-        part *= scale[:, None]
+        part *= as_scale(scale, PRODUCT.format)[:, None]
     return total + part
 
 
