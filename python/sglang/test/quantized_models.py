@@ -40,18 +40,23 @@ class Recipe:
     values: Callable[[Tensors], Tensor]
 
 
+def _positive(scales: Tensor) -> Tensor:
+    """Return scales, 1 for weights that are zero or too small for one."""
+    return torch.where(scales > 0, scales, 1)
+
+
 def _scaled(weight: Tensor, scale: Tensor) -> Tensor:
     return (weight / scale).clamp(-E4M3_MAX, E4M3_MAX).to(E4M3)
 
 
 def _store_tensor(weight: Tensor) -> Tensors:
-    scale = weight.abs().amax() / E4M3_MAX
+    scale = _positive(weight.abs().amax() / E4M3_MAX)
     stored = {"weight": _scaled(weight, scale), "weight_scale": scale}
     return stored | {"input_scale": torch.tensor(0.5)}
 
 
 def _store_channel(weight: Tensor) -> Tensors:
-    scale = (weight.abs().amax(1, keepdim=True) / E4M3_MAX).bfloat16()
+    scale = _positive((weight.abs().amax(1, keepdim=True) / E4M3_MAX).bfloat16())
     return {"weight": _scaled(weight, scale.float()), "weight_scale": scale}
 
 
@@ -77,6 +82,7 @@ def block_recipe(rows: int, columns: int) -> Recipe:
                     i * rows : (i + 1) * rows, j * columns : (j + 1) * columns
                 ]
                 scales[i, j] = part.abs().amax() / E4M3_MAX
+        scales = _positive(scales)
         codes = _scaled(weight, _expand(scales, block, weight.shape))
         return {"weight": codes, "weight_scale_inv": scales}
 
@@ -113,11 +119,11 @@ def _grouped(weight: Tensor, size: int, *, symmetric: bool) -> tuple[Tensor, ...
     of 1 to 15."""
     groups = weight.unflatten(1, (-1, size))
     if symmetric:
-        scales = (groups.abs().amax(2) / 7).half()
+        scales = _positive((groups.abs().amax(2) / 7).half())
         zeros = torch.full_like(scales, 8)
     else:
         low, high = groups.amin(2).clamp(max=0), groups.amax(2).clamp(min=0)
-        scales = ((high - low) / 14).half()
+        scales = _positive(((high - low) / 14).half())
         zeros = (-low / scales.float()).round().clamp(1, 15).half()
     wide = scales.float()[..., None]
     codes = (groups / wide + zeros[..., None]).round().clamp(0, 15)

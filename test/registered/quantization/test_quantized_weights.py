@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 
 from kv_canary.op import force_reference, native_available
 from sglang.srt.layers.ops.linear.op import linear
@@ -14,11 +18,15 @@ from sglang.srt.layers.ops.linear.quantized import (
     QuantizedPanels,
     QuantizedWeight,
     dequantize,
+    in_runs,
     pack_nibbles,
     quantize_rows,
+    unpack_nibbles,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.quantized_models import FOUR_BITS, RECIPES, quantize_folder
 from sglang.test.scale import count
+from sglang.test.tiny_models import write_tiny_model
 
 register_cpu_ci(est_time=3, suite="cpu")
 
@@ -121,6 +129,36 @@ def test_halves_of_bytes(pairs: list[tuple[int, int]]) -> None:
     codes = [half for pair in pairs for half in pair]
     packed = pack_nibbles(torch.tensor([codes], dtype=torch.uint8))
     assert (FORMATS["int4"].decode(packed)[0] + 8).tolist() == codes
+
+
+@EXAMPLES
+@given(weights())
+def test_longer_runs_keep_the_values(weight: QuantizedWeight) -> None:
+    """In the order of kernels, and in panels made of it."""
+    expected = dequantize(weight)
+    turned = in_runs(dataclasses.replace(weight, codes=weight.codes.clone()))
+    assert torch.equal(dequantize(turned), expected)
+    assert torch.equal(dequantize(QuantizedPanels.pack(turned)), expected)
+
+
+@pytest.mark.parametrize("run", [1, 4, 16])
+def test_runs_of_halves(run: int) -> None:
+    codes = torch.randint(16, (3, 64), dtype=torch.uint8)
+    packed = pack_nibbles(codes, run)
+    assert torch.equal(unpack_nibbles(packed, run), codes)
+    assert packed[1, run] == codes[1, 2 * run] | (codes[1, 3 * run] << 4)
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *FOUR_BITS])
+def test_weights_of_zero_have_a_scale(name: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "plain", "LlamaForCausalLM", hidden_size=64)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.1.mlp.down_proj.weight"][:] = 0
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    made = quantize_folder(folder, tmp_path / "made", (RECIPES | FOUR_BITS)[name])
+    stored = load_file(made / "model.safetensors")
+    scales = {key: value for key, value in stored.items() if "scale" in key}
+    assert scales and all(bool((value > 0).all()) for value in scales.values())
 
 
 if __name__ == "__main__":
