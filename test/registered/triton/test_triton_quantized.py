@@ -231,6 +231,17 @@ def test_rounding_rows(group: int) -> None:
     assert float(codes.float().abs().max()) == E4M3_MAX
 
 
+@needs_cuda
+@pytest.mark.parametrize("group", [200, 64])
+def test_rounded_rows_keep_nan(group: int) -> None:
+    """The interpreter writes no NaN of this type."""
+    x = torch.randn(5, 200, device=DEVICE).to(DTYPE)
+    x[2, 3] = float("nan")
+    codes, scales = many.round_rows(x, group)
+    assert torch.equal(codes.float().isnan(), x.isnan())
+    assert bool(scales.isfinite().all())
+
+
 @pytest.mark.parametrize("rows", [1, 130] if DEVICE == "cuda" else [3])
 def test_products_of_blocks_in_8_bits(rows: int) -> None:
     """The rounding of the inputs is part of the oracle, so it is exact up to sums."""
