@@ -49,6 +49,9 @@ def gated_delta_decode_ref(
         slots: [B] int64.
         folded: int32 [slots] of any stride, or None; how many tokens each slot's state
             holds. Written beside the state.
+        sums: checksums of `state`, or None. Those of what is loaded are compared, and
+            a slot that differs is marked; those of what is stored are kept. All forms
+            have them; trees store nothing.
 
     Returns:
         [B, H_v, d_v] of the dtype of `v`, contiguous.

@@ -49,6 +49,9 @@ def short_conv_decode_ref(
         slots: [B] int64.
         folded: int32 [slots] of any stride, or None; how many tokens each slot's state
             holds. Written beside the state.
+        sums: checksums of `state`, or None. Those of what is loaded are compared, and
+            a slot that differs is marked; those of what is stored are kept. All forms
+            have them; trees store nothing.
 
     Returns:
         [B, C] of the dtype of `x`.
