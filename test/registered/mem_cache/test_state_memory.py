@@ -393,6 +393,21 @@ def test_slots_that_are_set_aside_stay_so_until_they_are_freed() -> None:
     assert freed == [taken, ROWS + 2] and slots.available_size() == 3
 
 
+def test_a_tree_is_read_back_in_its_order() -> None:
+    """Sweeps, and faults that are planted, go through it."""
+    cache, twin = (make_cache(pages=64, page_size=1) for _ in range(2))
+    for tokens in ([1, 2, 3], [1, 2, 4, 5], [6, 7], [1, 8], [6, 9]):
+        key, slots = cache.key(tokens), cache.allocator.alloc(len(tokens))
+        cache.allocator.free(slots[: cache.insert(key, slots)])
+    saved, _ = cache.save()
+    twin.load(saved)
+    ours, theirs = (
+        [(node.start, node.elements.tolist()) for node in each.iter_nodes()]
+        for each in (cache, twin)
+    )
+    assert len(ours) == 8 and ours == theirs
+
+
 def test_saved_slots_must_exist() -> None:
     slots = StateSlots(rows=ROWS, size=3)
     slots.load([ROWS + 3, ROWS + 1])

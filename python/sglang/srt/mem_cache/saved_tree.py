@@ -38,11 +38,11 @@ class SavedTree:
 
 
 def save_runs(root: TreeNode) -> tuple[list[SavedRun], dict[int, int]]:
-    """Return the runs below `root`, and the index of each by the `serial` of its
-    node."""
+    """Return the runs below `root`, and the index of each by the `serial` of its node.
+    Siblings keep their order, in which sweeps visit them."""
     runs: list[SavedRun] = []
     index: dict[int, int] = {}
-    stack = [(child, -1) for child in root.children.values()]
+    stack = [(child, -1) for child in reversed(root.children.values())]
     while stack:
         node, parent = stack.pop()
         at = index[node.serial] = len(runs)
@@ -59,7 +59,7 @@ def save_runs(root: TreeNode) -> tuple[list[SavedRun], dict[int, int]]:
             )
         )
         if node.children:
-            stack += [(child, at) for child in node.children.values()]
+            stack += [(child, at) for child in reversed(node.children.values())]
     return runs, index
 
 
