@@ -42,8 +42,8 @@ def target_lens(mode: ForwardMode, change: Change) -> Callable[[FaultSite], None
     """Plant wrong lengths in a forward of the target."""
 
     def plant(site: FaultSite) -> None:
-        def forward(original: Fault, batch: ForwardBatch) -> Any:
-            return original(_changed_batch(site, batch, mode, change))
+        def forward(original: Fault, batch: ForwardBatch, **options: Any) -> Any:
+            return original(_changed_batch(site, batch, mode, change), **options)
 
         site.wrap(site.target, "forward", forward)
 
