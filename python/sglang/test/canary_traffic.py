@@ -146,9 +146,9 @@ def logged(harness: EngineHarness) -> Iterator[ForwardLog]:
     runner = harness.scheduler.worker.model_runner
     forward, next_runs = runner.forward, Sweeper.next_runs
 
-    def noted(batch: ForwardBatch) -> LogitsProcessorOutput:
+    def noted(batch: ForwardBatch, **options: Any) -> LogitsProcessorOutput:
         log.note(batch)
-        return forward(batch)
+        return forward(batch, **options)
 
     def swept(sweeper: Sweeper) -> list[SweepRun]:
         return log.note_sweep(next_runs(sweeper))

@@ -171,7 +171,7 @@ def test_hidden_states_of_another_width(
     monkeypatch.setattr(
         worker,
         "_take_accepted",
-        lambda live, hidden: take(live, hidden[:, :-2]),
+        lambda live, hidden, states: take(live, hidden[:, :-2], states),
     )
     with pytest.raises(RuntimeError, match=r"width 510, but the draft reads 512"):
         harness.run()

@@ -36,7 +36,7 @@ def test_every_write_is_seen(dtype: torch.dtype) -> None:
         num_managers=1,
         device=DEVICE,
     )
-    pattern = PoolPattern(state, pool)
+    pattern = PoolPattern.of(state, pool)
     watched = torch.arange(4, SLOTS, 2)
     pattern.fill(watched)
     assert pattern.is_intact(watched).all()

@@ -189,13 +189,21 @@ def test_drafts_change_no_answer(
         path: Tensor,
         path_lens: Tensor,
         *,
+        num_nodes: int,
         prefix_lens: Tensor,
         due: DueCheckpoints | None,
     ) -> None:
         lengths.extend(path_lens.tolist())
         if due is not None:
             folded.extend(due.path_lens(prefix_lens, path_lens).tolist())
-        commit(slots, path, path_lens, prefix_lens=prefix_lens, due=due)
+        commit(
+            slots,
+            path,
+            path_lens,
+            num_nodes=num_nodes,
+            prefix_lens=prefix_lens,
+            due=due,
+        )
 
     runner.commit_states = commit_and_note
     traffic = Traffic(engine, asks, random.Random(page_size))

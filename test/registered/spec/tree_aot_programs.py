@@ -116,7 +116,9 @@ def trees() -> Iterator[Variant]:
             {},
         )
         walked = {"WALK": verify.make_walk(nodes=nodes, steps=steps, topk=topk)}
-        yield Variant(f"greedy {shape}", verify.greedy_kernel, walked, 1, {})
+        whole = {**walked, "open_rows": None}
+        yield Variant(f"greedy {shape}", verify.greedy_kernel, whole, 1, {})
+        yield Variant(f"path {shape}", verify.greedy_kernel, walked, 1, {})
         sampled = {**walked, "SINGLE": 0.9, "ACCUMULATED": 1.0}
         yield Variant(f"walk {shape}", verify_sampled.walk_kernel, sampled, 1, {})
         splits = {"SPLITS": 32, "SPLITS_BLOCK": 32, "BLOCK": 4096}

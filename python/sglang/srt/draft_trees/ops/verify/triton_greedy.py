@@ -63,7 +63,7 @@ def greedy_kernel(
     predict,
     accept_index,
     accept_lens,
-    rows,
+    open_rows,
     WALK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -98,9 +98,9 @@ def greedy_kernel(
     tl.store(predict + first + node, following, mask=is_node)
     tl.store(accept_index + q * (STEPS + 1) + column, path, mask=column <= STEPS)
     tl.store(accept_lens + q, length.to(tl.int64))
-    if rows is not None:
+    if open_rows is not None:
         choice = tl.sum(tl.where(node == current, target, 0), axis=0)
-        tl.store(rows + q, tl.where(choice < 0, first + current, -1))
+        tl.store(open_rows + q, tl.where(choice < 0, first + current, -1))
 
 
 def verify_tree_greedy(
