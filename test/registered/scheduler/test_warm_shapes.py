@@ -51,7 +51,7 @@ from sglang.srt.model_executor.memory_plan import (
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.recording_backend import RecordingBackend
-from sglang.test.scale import is_full
+from sglang.test.scale import is_full, sampled
 from sglang.test.tiny_models import write_mock_model
 
 register_cpu_ci(est_time=80, suite="cpu")
@@ -110,7 +110,11 @@ class Warmed(NamedTuple):
     multiplied: set[int]
 
 
-@pytest.fixture(scope="module", params=SET_UPS, ids=str)
+@pytest.fixture(
+    scope="module",
+    params=sampled(SET_UPS, key=lambda each: each.has_graphs, ci=4),
+    ids=str,
+)
 def warmed(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Warmed:
