@@ -72,6 +72,9 @@ class ReferenceHead:
         request from its start."""
         count = len(ids)
         positions = torch.arange(count)[None]
+        # Rotations of text and images count in three dimensions, which agree for text.
+        is_spatial = hasattr(self._rotary, "mrope_section")
+        rotated = positions.expand(3, 1, -1) if is_spatial else positions
         embedded = self._base.embed_tokens(ids[None])
         later = torch.ones(count, count, dtype=torch.bool).triu(1)
         mask = torch.zeros(count, count).masked_fill(later, float("-inf"))
@@ -79,7 +82,7 @@ class ReferenceHead:
             hidden = self.layer(
                 embedded,
                 states[None],
-                position_embeddings=self._rotary(embedded, position_ids=positions),
+                position_embeddings=self._rotary(embedded, position_ids=rotated),
                 attention_mask=mask[None, None],
                 position_ids=positions,
                 past_key_values=None,

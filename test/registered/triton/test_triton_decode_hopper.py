@@ -325,10 +325,11 @@ def test_queries_of_any_size_over_8_bits(kv: torch.dtype) -> None:
         # One channel alone is large.
         problem.q[row, :, 5] *= 1e4 if size < 1e4 else 1.0
     problem.q[6, 0, 3], problem.q[7, 0, 3] = NAN, float("inf")
-    for size in sizes:
-        # Scores of about one, and of very many.
-        for scale in (1.0, min(1 / max(size, 1e-30), 1e30)):
-            replace(problem, sm_scale=scale * 128**-0.5).decode()
+    # Scores of about one, and of very many; also those next to which a weight's
+    # exponent is rounded.
+    inverses = [min(1 / max(size, 1e-30), 1e30) for size in sizes]
+    for scale in (1.0, *inverses, *(10.0**power for power in range(2, 10))):
+        replace(problem, sm_scale=scale * 128**-0.5).decode()
 
 
 @on_hopper

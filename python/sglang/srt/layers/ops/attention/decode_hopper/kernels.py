@@ -105,7 +105,9 @@ def fold(score, top, total, ROOM: gl.constexpr):
     power of a weight of one, sum of weights). The largest weight is 2 ** ROOM."""
     most = gl.max(score, 1)
     if ROOM > 0:
-        most -= ROOM
+        # Where scores are so large that the difference is rounded, it could be more.
+        lower = most - ROOM
+        most = gl.where(most - lower > ROOM, most, lower)
     new_top = gl.maximum(top, most)
     shrink = gl.exp2(top - new_top)
     weight = gl.exp2(score - gl.expand_dims(new_top, 1))
