@@ -248,7 +248,8 @@ def test_faults_in_the_last_slots_are_named(name: str, models: dict[str, str]) -
     allowed = set(reason_labels(POOL_FAULTS[name].reasons))
     found = [v for v in outcome.violations if allowed.intersection(v["reasons"])]
     damage = outcome.planted.damage
-    assert damage.slot > before
+    # A row may be pointed at any slot.
+    assert max(slot for slot, _ in damage.places) > before
     assert (damage.slot, damage.position) in {(v["slot"], v["position"]) for v in found}
 
 
