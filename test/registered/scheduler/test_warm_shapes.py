@@ -20,7 +20,9 @@ from sglang.srt.forward.batch import ForwardBatch, ForwardMode
 from sglang.srt.layers.ops.attention.decode.launch import decode_splits
 from sglang.srt.layers.ops.attention.decode_hopper.launch import (
     QUERIES,
+    StoredHead,
     decode_hopper_launch,
+    places_of,
     splits_that_fit,
 )
 from sglang.srt.layers.ops.attention.extend.table import (
@@ -256,6 +258,7 @@ def test_products_of_experts_are_warm(warmed: Warmed, experts: tuple[int, int]) 
 DECODED = [
     *((32, 8, 128), (32, 32, 128), (16, 2, 128), (40, 8, 128), (40, 10, 128)),
     *((8, 1, 64), (64, 8, 64), (14, 2, 64)),
+    *((16, 4, 256), (16, 2, 256), (8, 4, 256), (8, 1, 256)),
 ]
 
 
@@ -309,20 +312,21 @@ def decode_variants(rows: int, heads: tuple[int, int, int]) -> list[str]:
     q_heads, kv_heads, head_dim = heads
     programs = kv_heads * -(-q_heads // kv_heads // QUERIES)
     splits = decode_splits(rows=rows, programs_per_row=programs, max_context=CONTEXT)
-    launches = (
-        decode_hopper_launch(
+    found = []
+    for compares, itemsize in itertools.product(Compares, (2, 1)):
+        places = places_of(StoredHead(head_dim, itemsize), compares)
+        launch = decode_hopper_launch(
             rows=rows,
             q_heads=q_heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
             itemsize=itemsize,
             page_size=1,
-            splits=splits_that_fit(splits, rows * programs),
+            splits=splits_that_fit(splits, programs=rows * programs, places=places),
             compares=compares,
         )
-        for compares, itemsize in itertools.product(Compares, (2, 1))
-    )
-    return [str(launch.options()) for launch in launches]
+        found.append(str(launch.options()))
+    return found
 
 
 def expert_variant(tokens: int, experts: int, top_k: int) -> tuple[int, ...]:

@@ -27,9 +27,11 @@ from sglang.srt.layers.ops.attention.decode_hopper.launch import (
     added_splits,
     choose_tile,
     decode_hopper_launch,
+    places_of,
     splits_that_fit,
 )
 from sglang.srt.layers.ops.attention.shared.args import Compares
+from sglang.srt.utils.triton_launch import MULTIPROCESSORS
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import sampled
 
@@ -45,6 +47,8 @@ HEADS = [
     ((2, 2), 128),
     ((3, 1), 64),
     ((16, 1), 128),
+    ((16, 4), 256),
+    ((3, 1), 256),
 ]
 EVERY_TILE = [
     (compares, head, tile)
@@ -118,11 +122,20 @@ def test_one_split_and_too_many_are_not_added_up(
 
 
 def test_all_programs_of_a_launch_run_at_once() -> None:
-    """Of rows by eight KV heads; where one split has more there is one."""
+    """Of rows by eight KV heads; where one split has more there is one. Of wide heads
+    fewer run at once."""
+    head = StoredHead(128, 2)
     wanted = {1: 64, 2: 32, 4: 16, 5: 8, 16: 4, 17: 2, 33: 2, 34: 1, 64: 1, 256: 1}
     for rows, expected in wanted.items():
         splits = decode_splits(rows=rows, programs_per_row=8, max_context=1 << 16)
-        assert splits_that_fit(splits, 8 * rows) == expected
+        places = places_of(head, Compares.NEVER)
+        sizes = {"programs": 8 * rows, "places": places}
+        assert splits_that_fit(splits, **sizes) == expected
+    for compares, by_head in TILES.items():
+        for head, (first, *_) in by_head.items():
+            places = places_of(head, compares)
+            assert places <= first.resident * MULTIPROCESSORS
+            assert splits_that_fit(64, programs=4, places=places) * 4 <= places
 
 
 # -- tiles -----------------------------------------------------------------------------
@@ -173,9 +186,10 @@ def test_every_tile_serves_some_batch() -> None:
 def test_launches_in_splits_take_the_largest_tile() -> None:
     """So that the programs that add up splits have its warps."""
     for compares, by_head in TILES.items():
-        for (head, tiles), programs in product(by_head.items(), range(1, 529)):
-            chosen = choose_tile(head=head, compares=compares, programs=programs)
-            assert chosen == tiles[0]
+        for head, tiles in by_head.items():
+            for programs in range(1, places_of(head, compares) + 1):
+                chosen = choose_tile(head=head, compares=compares, programs=programs)
+                assert chosen == tiles[0]
 
 
 def test_the_next_kernel_starts_early_where_its_weights_are_many() -> None:

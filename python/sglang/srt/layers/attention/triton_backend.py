@@ -28,6 +28,7 @@ from sglang.srt.layers.ops.attention.decode.launch import (
     decode_attention,
     decode_workspace,
 )
+from sglang.srt.layers.ops.attention.decode_hopper.launch import serves_decode
 from sglang.srt.layers.ops.attention.extend.launch import extend_attention
 from sglang.srt.layers.ops.attention.extend_dense.launch import reads_new
 from sglang.srt.layers.ops.attention.extend_hopper.launch import MIN_TOKENS
@@ -153,9 +154,9 @@ class TritonAttnBackend(PagedAttnBackend):
             )
         # What queries have then is not known here; float32 takes the slower kernels.
         dtype = torch.bfloat16 if self.has_8_bits else kv_pool.dtype
-        self.plans_prefills = not self._is_latent and hopper_serves(
-            head_dim=self._head_dim, dtype=dtype, device=k_cache.device
-        )
+        heads = {"head_dim": self._head_dim, "dtype": dtype, "device": k_cache.device}
+        self.plans_prefills = not self._is_latent and hopper_serves(**heads)
+        self._decodes_on_hopper = serves_decode(**heads)
 
     @property
     def capabilities(self) -> AttentionBackendCapabilities:
@@ -163,7 +164,7 @@ class TritonAttnBackend(PagedAttnBackend):
         costs more than the separate pass of the read check. On the CPU kernels are
         interpreted."""
         known = super().capabilities
-        is_cheap = self.plans_prefills or torch.device(self._device).type != "cuda"
+        is_cheap = self._decodes_on_hopper or torch.device(self._device).type != "cuda"
         return replace(known, compares_bytes=is_cheap and not self._is_latent)
 
     def compare_bytes(self, groups: Mapping[str, AttendedBytes]) -> None:

@@ -19,7 +19,9 @@ from sglang.srt.layers.ops.attention.decode.kernels import (
 )
 from sglang.srt.layers.ops.attention.decode_hopper.kernels import decode_hopper_kernel
 from sglang.srt.layers.ops.attention.decode_hopper.launch import (
+    StoredHead,
     decode_hopper_launch,
+    places_of,
     serves_decode,
     splits_that_fit,
 )
@@ -243,6 +245,7 @@ def decode_attention(
         return
     group = q_heads // kv_heads
     programs_per_row = kv_heads * _head_blocks(group)
+    compares = Compares.NEVER if compared is None else compared.compares
     on_hopper = serves_decode(
         group=group, head_dim=head_dim, dtype=q.dtype, device=q.device
     )
@@ -252,7 +255,10 @@ def decode_attention(
         max_context=workspace.max_context,
     )
     if on_hopper:
-        splits = splits_that_fit(splits, rows * programs_per_row)
+        head = StoredHead(head_dim, k_cache.element_size())
+        splits = splits_that_fit(
+            splits, programs=rows * programs_per_row, places=places_of(head, compares)
+        )
     if splits > 1:
         workspace.check(q, splits=splits, programs=rows * programs_per_row)
     wanted: dict[str, Any] = {
@@ -261,7 +267,7 @@ def decode_attention(
         "head_dim": head_dim,
         "page_size": page_size,
         "splits": splits,
-        "compares": Compares.NEVER if compared is None else compared.compares,
+        "compares": compares,
     }
     kernel: Any = decode_split_kernel
     counters: tuple[Tensor, ...] = ()

@@ -31,9 +31,11 @@ from sglang.srt.layers.ops.attention.decode_hopper.operands import (
     HEADROOM,
     add_values,
     empty_results,
+    keep_queries,
     multiply,
     operands,
     query_operands,
+    query_parts,
     tile_layout,
     whole_results,
     words_of,
@@ -49,6 +51,8 @@ from sglang.srt.layers.ops.attention.shared.attend import Sums
 _LOG2_E = gl.constexpr(1.4426950408889634)
 # Queries of a tile: the rows of the matrix unit's instruction.
 _QUERIES = gl.constexpr(16)
+# Channels of queries that are kept in registers.
+_KEPT_CHANNELS = gl.constexpr(128)
 _NEVER = gl.constexpr(int(Compares.NEVER))
 _IN_TURN = gl.constexpr(int(Compares.IN_TURN))
 
@@ -146,7 +150,7 @@ class DecodeWork(NamedTuple):
     """A split of one row's elements whose first copies have started.
 
     Fields:
-        query: operands of the products. reads: `TileReads`. keys, values: tiles in
+        query: `query_parts`. reads: `TileReads`. keys, values: tiles in
             shared memory [stages, elements, words].
         slot, element: of the tile whose copy starts next. begin, tiles: first element
             and number of tiles of the split. scale: `args.Scale` for these operands.
@@ -185,8 +189,11 @@ def attend_tiles(
     ROOM: gl.constexpr = 0 if STORED.primitive_bitwidth == 16 else HEADROOM
     LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     RIGHT: gl.constexpr = gl.DotOperandLayout(1, MMA, 2)
+    IN_MEMORY: gl.constexpr = SHAPE.head_dim > _KEPT_CHANNELS
     if COMPARES != _NEVER:
         watch = start_watch(reads, begin, of, SHAPE, keys.shape[2], N)
+    # Behind the digits of factors, whose scratch takes the same memory.
+    kept = keep_queries(query, LEFT, IN_MEMORY)
     column = gl.arange(0, N, layout=gl.SliceLayout(0, MMA))
     top = gl.full([_QUERIES], float("-inf"), gl.float32, gl.SliceLayout(1, MMA))
     total = gl.zeros([_QUERIES], gl.float32, gl.SliceLayout(1, MMA))
@@ -215,7 +222,8 @@ def attend_tiles(
                 SHAPE,
             )
         key = operands(keys.index(tile % STAGES).permute((1, 0)), RIGHT, STORED)
-        product = multiply(query, key, gl.zeros([_QUERIES, N], gl.float32, MMA))
+        parts = query_operands(kept, LEFT, IN_MEMORY)
+        product = multiply(parts, key, gl.zeros([_QUERIES, N], gl.float32, MMA))
         is_read = begin + tile * N + column < reads.end
         score = gl.where(
             gl.expand_dims(is_read, 0), to_scores(product, scale), float("-inf")
@@ -277,7 +285,6 @@ def decode_hopper_kernel(
     )
     SHARED: gl.constexpr = tile_layout(W, 2)
     MMA: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [1, WARPS], [16, 8])
-    LEFT: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
 
     HEAD_BLOCKS: gl.constexpr = (SHAPE.group + _QUERIES - 1) // _QUERIES
     kv_head = gl.program_id(0) // HEAD_BLOCKS
@@ -303,7 +310,7 @@ def decode_hopper_kernel(
     is_member = member < SHAPE.group
     head = kv_head * SHAPE.group + member
     query = load_queries(q, row, head, is_member, D)
-    query, factor = query_operands(query, scale.factor, LEFT, STORED)
+    query, factor = query_parts(query, scale.factor, MMA, STORED)
     scale = Scale(factor, scale.cap)
     of = Compared(check=check, row=row, layer=layer, kv_head=kv_head)
     work = DecodeWork(query, reads, keys, values, slot, element, begin, tiles, scale)

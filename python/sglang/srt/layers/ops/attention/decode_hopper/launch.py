@@ -8,13 +8,15 @@ from typing import NamedTuple
 import torch
 import triton
 
-from sglang.srt.layers.ops.attention.extend_hopper.launch import serves
 from sglang.srt.layers.ops.attention.shared.args import (
     Compares,
     decode_tile,
     shape_args,
 )
-from sglang.srt.layers.ops.attention.shared.launch import KernelLaunch
+from sglang.srt.layers.ops.attention.shared.launch import (
+    KernelLaunch,
+    is_half_on_hopper,
+)
 from sglang.srt.utils.triton_launch import MULTIPROCESSORS
 
 QUERIES = 16
@@ -61,12 +63,14 @@ TILES: dict[Compares, dict[StoredHead, tuple[HopperTile, ...]]] = {
             HopperTile(16, 2, 8),
             HopperTile(16, 1, 12),
         ),
+        StoredHead(256, 2): (HopperTile(32, 4, 3), HopperTile(16, 2, 5)),
         StoredHead(64, 1): (
             HopperTile(64, 2, 8),
             HopperTile(32, 2, 10),
             HopperTile(16, 2, 12),
         ),
         StoredHead(128, 1): (HopperTile(64, 4, 4, 128), HopperTile(32, 1, 8)),
+        StoredHead(256, 1): (HopperTile(64, 4, 3), HopperTile(32, 2, 5)),
     },
     Compares.IN_TURN: {
         StoredHead(64, 2): _NARROW_IN_TURN,
@@ -75,20 +79,24 @@ TILES: dict[Compares, dict[StoredHead, tuple[HopperTile, ...]]] = {
             HopperTile(16, 2, 6),
             HopperTile(16, 1, 8),
         ),
+        StoredHead(256, 2): (HopperTile(32, 4, 3), HopperTile(16, 2, 5)),
         StoredHead(64, 1): (HopperTile(64, 2, 8), HopperTile(32, 1, 15)),
         StoredHead(128, 1): (HopperTile(64, 2, 4), HopperTile(32, 1, 8)),
+        StoredHead(256, 1): (HopperTile(64, 4, 3), HopperTile(32, 2, 5)),
     },
     Compares.ALWAYS: {
         StoredHead(64, 2): (*_NARROW_IN_TURN, HopperTile(32, 1, 12)),
         StoredHead(128, 2): (HopperTile(32, 2, 4), HopperTile(16, 1, 8)),
+        StoredHead(256, 2): (HopperTile(32, 2, 3), HopperTile(16, 2, 5)),
         StoredHead(64, 1): (HopperTile(64, 2, 8), HopperTile(32, 1, 16)),
         StoredHead(128, 1): (HopperTile(64, 2, 4), HopperTile(32, 1, 8)),
+        StoredHead(256, 1): (HopperTile(64, 4, 3, 168), HopperTile(32, 2, 4)),
     },
 }
 STAGES = 2
 """Tiles in shared memory."""
-# Programs of a launch with splits that run at once; any more would wait for a place.
-_PLACES = 4 * MULTIPROCESSORS
+# Programs on a multiprocessor of a launch with splits; more of them gain nothing.
+_MOST_RESIDENT = 4
 MANY_PROGRAMS = 16 * MULTIPROCESSORS
 """With more waves than this the last one hardly matters, so the largest tile wins."""
 # The product after attention has this many columns where it pays to load its weights
@@ -102,10 +110,17 @@ ADDED_REGISTERS = 64
 MAX_READS = 8
 
 
-def splits_that_fit(splits: int, programs: int) -> int:
+def places_of(head: StoredHead, compares: Compares) -> int:
+    """Return how many programs of a launch with splits run at once; any more would wait
+    for a place."""
+    tile = TILES[compares][head][0]
+    return min(tile.resident, _MOST_RESIDENT) * MULTIPROCESSORS
+
+
+def splits_that_fit(splits: int, *, programs: int, places: int) -> int:
     """Return a power of two of at most `splits` splits, with `programs` programs each,
-    that all run at once."""
-    while splits > 1 and splits * programs > _PLACES:
+    that all run at once in `places` places."""
+    while splits > 1 and splits * programs > places:
         splits //= 2
     return splits
 
@@ -137,10 +152,11 @@ def added_splits(*, group: int, head_dim: int, warps: int, splits: int) -> int:
 
 
 def serves_decode(
-    *, group: int, head_dim: int, dtype: torch.dtype, device: torch.device
+    *, group: int = 1, head_dim: int, dtype: torch.dtype, device: torch.device
 ) -> bool:
     """Whether the kernel computes these heads on this device; `dtype` is of queries."""
-    return group <= QUERIES and serves(head_dim=head_dim, dtype=dtype, device=device)
+    is_listed = StoredHead(head_dim, dtype.itemsize) in TILES[Compares.NEVER]
+    return group <= QUERIES and is_listed and is_half_on_hopper(dtype, device)
 
 
 def decode_hopper_launch(

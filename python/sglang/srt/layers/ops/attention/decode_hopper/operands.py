@@ -71,14 +71,15 @@ def operands(tile, LAYOUT: gl.constexpr, STORED: gl.constexpr):
 
 
 @gluon.jit
-def query_operands(query, factor, LAYOUT: gl.constexpr, STORED: gl.constexpr):
-    """Return (operands of queries [heads, channels], factor on their products).
+def query_parts(query, factor, MMA: gl.constexpr, STORED: gl.constexpr):
+    """Return (queries [heads, channels] in the parts of their products, factor on
+    these).
 
     For products in float16 each query is multiplied by a power of two, so that its
     channels keep their bits, and the factor [heads, 1] by its inverse.
     """
     if STORED.primitive_bitwidth == 16:
-        return (gl.convert_layout(query, LAYOUT),), factor
+        return (query,), factor
     else:
         query = query.to(gl.float32)
         most = gl.max(gl.abs(query), 1).to(gl.uint32, bitcast=True) >> 23
@@ -88,12 +89,40 @@ def query_operands(query, factor, LAYOUT: gl.constexpr, STORED: gl.constexpr):
         down = ((most - _QUERY_POWER) << 23).to(gl.float32, bitcast=True)
         query = (query * gl.expand_dims(up, 1)).to(gl.float16)
         PAIRS: gl.constexpr = [query.shape[0], query.shape[1] // 2, 2]
-        even, odd = gl.split(gl.reshape(query, PAIRS))
-        even = gl.convert_layout(even, LAYOUT)
-        odd = gl.convert_layout(odd, LAYOUT)
-        ROWS: gl.constexpr = gl.SliceLayout(1, LAYOUT.parent)
+        ROWS: gl.constexpr = gl.SliceLayout(1, MMA)
         down = gl.expand_dims(gl.convert_layout(down, ROWS), 1)
-        return (even, odd), factor * down
+        return gl.split(gl.reshape(query, PAIRS)), factor * down
+
+
+@gluon.jit
+def keep_queries(parts, LAYOUT: gl.constexpr, IN_MEMORY: gl.constexpr):
+    """Return the parts of queries as operands, or IN_MEMORY, from where each tile loads
+    them: those of wide heads would leave too few registers."""
+    if len(parts) == 1:
+        return (_keep(parts[0], LAYOUT, IN_MEMORY),)
+    else:
+        even = _keep(parts[0], LAYOUT, IN_MEMORY)
+        return even, _keep(parts[1], LAYOUT, IN_MEMORY)
+
+
+@gluon.jit
+def _keep(part, LAYOUT: gl.constexpr, IN_MEMORY: gl.constexpr):
+    if IN_MEMORY:
+        SHARED: gl.constexpr = tile_layout(part.shape[1], 2)
+        return gl.allocate_shared_memory(part.dtype, part.shape, SHARED, part)
+    else:
+        return gl.convert_layout(part, LAYOUT)
+
+
+@gluon.jit
+def query_operands(kept, LAYOUT: gl.constexpr, IN_MEMORY: gl.constexpr):
+    """Return the operands of queries that `keep_queries` returned."""
+    if not IN_MEMORY:
+        return kept
+    elif len(kept) == 1:
+        return (kept[0].load(LAYOUT),)
+    else:
+        return kept[0].load(LAYOUT), kept[1].load(LAYOUT)
 
 
 @gluon.jit

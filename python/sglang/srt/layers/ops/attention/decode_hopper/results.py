@@ -47,7 +47,7 @@ def put_result(
         gl.store(partials.lse + cell, top + tl.log2(total), mask=is_member)
         if ADDED > 0:
             # All threads store before one thread announces it.
-            gl.thread_barrier()
+            tl.debug_barrier()
             counter = counters + row * gl.num_programs(0) + gl.program_id(0)
             arrived = gl.atomic_add(counter, 1, sem="acq_rel", scope="gpu")
             if arrived == active - 1:
@@ -85,12 +85,12 @@ def added_layout(heads, head_dim, warps):
     """Return a layout for [splits, heads, channels]. A thread has four channels; lanes
     and then warps cover channels and heads, and the rest of both covers splits."""
     channel_lanes = min(head_dim // 4, 32)
+    channel_warps = min(head_dim // (4 * channel_lanes), warps)
     head_lanes = min(32 // channel_lanes, heads)
-    head_warps = min(heads // head_lanes, warps)
+    head_warps = min(heads // head_lanes, warps // channel_warps)
     lanes = [32 // (channel_lanes * head_lanes), head_lanes, channel_lanes]
-    return gl.BlockedLayout(
-        [1, 1, 4], lanes, [warps // head_warps, head_warps, 1], [2, 1, 0]
-    )
+    places = [warps // (head_warps * channel_warps), head_warps, channel_warps]
+    return gl.BlockedLayout([1, 1, 4], lanes, places, [2, 1, 0])
 
 
 @gluon.jit

@@ -18,7 +18,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from sglang.srt.layers.ops.attention.extend_hopper.kernels import extend_hopper_kernel
 from sglang.srt.layers.ops.attention.extend_hopper.plan import BLOCK, ExtendPlan
-from sglang.srt.utils.triton_launch import compute_capability
+from sglang.srt.layers.ops.attention.shared.launch import is_half_on_hopper
 
 if TYPE_CHECKING:
     from sglang.srt.layers.ops.attention.extend.inputs import ExtendInputs
@@ -27,20 +27,11 @@ if TYPE_CHECKING:
 STAGES = {64: 4, 128: 2}
 # With fewer new tokens in a forward there are too few tiles of 128 queries.
 MIN_TOKENS = 1024
-_HOPPER = (9, 0)
 
 
 def serves(*, head_dim: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether the kernel computes heads of this size on this device.
-
-    Only compute capability 9.0 has its instructions.
-    """
-    return (
-        head_dim in STAGES
-        and dtype in _ELEMENTS
-        and device.type == "cuda"
-        and compute_capability(device.index or 0) == _HOPPER
-    )
+    """Return whether the kernel computes heads of this size on this device."""
+    return head_dim in STAGES and is_half_on_hopper(dtype, device)
 
 
 def extend_hopper(

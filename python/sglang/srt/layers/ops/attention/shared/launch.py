@@ -5,6 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from sglang.srt.utils.triton_launch import compute_capability
+
+_HOPPER = (9, 0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KernelLaunch:
@@ -37,3 +43,13 @@ class KernelLaunch:
             options["maxnreg"] = self.max_registers
         # The interpreter does not know the option.
         return {**options, "launch_pdl": True} if self.launch_pdl else options
+
+
+def is_half_on_hopper(dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether a device has the instructions of the kernels for Hopper, and the
+    queries are in half precision. Only compute capability 9.0 has them."""
+    return (
+        dtype in (torch.bfloat16, torch.float16)
+        and device.type == "cuda"
+        and compute_capability(device.index or 0) == _HOPPER
+    )
