@@ -18,6 +18,26 @@ _QWEN3: dict[str, Any] = {
     "dtype": "bfloat16",
 }
 
+_QWEN3_5: dict[str, Any] = {
+    "num_attention_heads": 16,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000000.0,
+        "partial_rotary_factor": 0.25,
+    },
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+
 SHAPES: dict[str, dict[str, Any]] = {
     "Llama-3.1-8B": {
         "architectures": ["LlamaForCausalLM"],
@@ -158,30 +178,27 @@ SHAPES: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
     "Qwen3.5-9B": {
+        **_QWEN3_5,
         "architectures": ["Qwen3_5ForCausalLM"],
         "model_type": "qwen3_5_text",
         "hidden_size": 4096,
         "intermediate_size": 12288,
         "num_hidden_layers": 32,
-        "num_attention_heads": 16,
         "num_key_value_heads": 4,
-        "head_dim": 256,
         "layer_types": [*["linear_attention"] * 3, "full_attention"] * 8,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_key_head_dim": 128,
-        "linear_value_head_dim": 128,
-        "linear_conv_kernel_dim": 4,
-        "vocab_size": 248320,
-        "max_position_embeddings": 262144,
-        "rms_norm_eps": 1e-6,
-        "rope_parameters": {
-            "rope_type": "default",
-            "rope_theta": 10000000.0,
-            "partial_rotary_factor": 0.25,
-        },
-        "tie_word_embeddings": False,
-        "dtype": "bfloat16",
+    },
+    "Qwen3.5-35B-A3B": {
+        **_QWEN3_5,
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_hidden_layers": 40,
+        "num_key_value_heads": 2,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "layer_types": [*["linear_attention"] * 3, "full_attention"] * 10,
     },
     "DeepSeek-V2-Lite": {
         "architectures": ["DeepseekV2ForCausalLM"],
