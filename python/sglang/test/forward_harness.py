@@ -15,11 +15,7 @@ import torch
 from kv_canary.evidence import Owner
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode, HostLens
-from sglang.srt.kv_canary.api import (
-    install_canary,
-    watcher_bytes_per_head,
-    watcher_bytes_per_slot,
-)
+from sglang.srt.kv_canary.api import install_canary, watcher_bytes
 from sglang.srt.kv_canary.runner.details import HostBooks
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
@@ -100,7 +96,7 @@ class ForwardHarness:
         is_draft_worker: bool = False,
         **server_args: Any,
     ) -> None:
-        if torch.cuda.is_available():
+        if torch.cuda.is_available() and not server_args.get("disable_radix_cache"):
             server_args.setdefault("max_mamba_cache_size", SHARED_GPU_STATES)
         args = ServerArgs(
             model_path=str(model), max_total_tokens=slots, **with_canary(server_args)
@@ -110,8 +106,7 @@ class ForwardHarness:
             model_config=model_config
             or ModelConfig.from_path(model, quantization=args.quantization),
             is_draft_worker=is_draft_worker,
-            watcher_bytes_per_slot=watcher_bytes_per_slot(args),
-            watcher_bytes_per_head=watcher_bytes_per_head(args),
+            watcher=watcher_bytes(args, is_draft=is_draft_worker),
         )
         self.runner.initialize()
         self.canary = install_canary(server_args=args, model_runner=self.runner)

@@ -62,7 +62,8 @@ class EngineHarness:
             # Many tests share a GPU, so none may use all of its memory or capture
             # prefill graphs of unused sizes.
             server_args.setdefault("max_total_tokens", SHARED_GPU_TOKENS)
-            server_args.setdefault("max_mamba_cache_size", SHARED_GPU_STATES)
+            if not server_args.get("disable_radix_cache"):
+                server_args.setdefault("max_mamba_cache_size", SHARED_GPU_STATES)
             server_args.setdefault("chunked_prefill_size", SHARED_GPU_CHUNK)
             # Many engines start there, and few of them serve much.
             server_args.setdefault("skip_server_warmup", True)

@@ -379,6 +379,9 @@ def test_every_byte_of_a_gpu_is_told(monkeypatch):
     use = device_bytes(runners, "cuda")
     held = {"weights": 16, "KV": 100, "states": 7, "graphs": 2}
     assert use == held | {"the rest": 5, "free": 20}
+    use = device_bytes(runners, "cuda", watched=4)
+    assert use == held | {"canary": 4, "the rest": 1, "free": 20}
+    assert list(use) == ["weights", "KV", "states", "canary", *list(use)[4:]]
     assert device_bytes(runners, "cpu") == {}
 
 

@@ -29,10 +29,12 @@ register_cpu_ci(est_time=8, suite="cpu", full_time=200)
 
 SEEDS = count(ci=1, full=20)
 REQUIRED_SHARE = 0.95
+OFTEN = {"mamba_track_interval": 8}
 TRAFFIC = [
-    {},
-    {"page_size": 4, "max_mamba_cache_size": 14, "max_total_tokens": 600},
-    {"overlap": True, "chunked_prefill_size": 64, "kv_canary_sweep_interval": 3},
+    OFTEN,
+    OFTEN | {"page_size": 4, "max_mamba_cache_size": 14, "max_total_tokens": 600},
+    OFTEN
+    | {"overlap": True, "chunked_prefill_size": 64, "kv_canary_sweep_interval": 3},
     {"page_size": 16, "overlap": True, "mamba_track_interval": 16},
     {"disable_radix_cache": True, "max_mamba_cache_size": 8},
 ]
@@ -90,7 +92,7 @@ def test_a_clean_run_replays_clean(
             kv_canary_report_tokens=has_tokens,
             kv_canary_real_data="all",
             max_running_requests=8,
-            **{"mamba_track_interval": 8} | flags,
+            **flags,
         )
         serve(harness, seed=seed, requests=40, steps=(70, 10_000)[seed // 2 % 2])
         record = record_of(harness)

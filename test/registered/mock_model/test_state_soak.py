@@ -248,7 +248,7 @@ def test_an_interval_shorter_than_two_verifications_is_refused(tmp_path):
     for more in (
         {"mamba_track_interval": 12},
         {"mamba_track_interval": 8, "disable_overlap_schedule": True},
-        {"mamba_track_interval": 4, "mamba_radix_cache_strategy": "no_buffer"},
+        {"mamba_radix_cache_strategy": "no_buffer"},
     ):
         speculating(models["model"], models["draft"], **options, **more)
 

@@ -61,6 +61,25 @@ def handle_states(server_args: ServerArgs) -> None:
             "requests need states"
         )
     interval, page = server_args.mamba_track_interval, server_args.page_size or 1
+    strategy = server_args.mamba_radix_cache_strategy
+    asked = {
+        "--mamba-radix-cache-strategy": None if strategy == "auto" else strategy,
+        "--mamba-track-interval": interval,
+    }
+    for flag, value in asked.items():
+        if server_args.disable_radix_cache and value is not None:
+            raise ValueError(
+                f"{flag} {value} asks for cached states, which --disable-radix-cache "
+                "rules out; remove one of them"
+            )
+    if strategy == "no_buffer" and interval is not None:
+        raise ValueError(
+            f"--mamba-track-interval {interval} has no effect with "
+            "--mamba-radix-cache-strategy no_buffer, which caches no states while "
+            "decoding; remove one of them"
+        )
+    if server_args.disable_radix_cache or strategy == "no_buffer":
+        return
     if interval is None:
         interval = -(-_TRACK_INTERVAL // page) * page
     if interval % page:
@@ -69,14 +88,6 @@ def handle_states(server_args: ServerArgs) -> None:
             f"{page}: a cached state belongs to the end of a page"
         )
     server_args.mamba_track_interval = interval
-    if server_args.disable_radix_cache and (
-        server_args.mamba_radix_cache_strategy != "auto"
-    ):
-        raise ValueError(
-            f"--mamba-radix-cache-strategy {server_args.mamba_radix_cache_strategy} "
-            "asks for cached states, which --disable-radix-cache rules out; remove one "
-            "of them"
-        )
 
 
 def handle_scheduling(server_args: ServerArgs) -> None:

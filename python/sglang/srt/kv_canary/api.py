@@ -6,6 +6,7 @@ The worker that owns the runner calls it; the runner knows nothing but scopes.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kv_canary.attended import SUM_BYTES, AttendedBytes, attended_bytes
@@ -13,13 +14,14 @@ from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.kv_canary.attention_views import check_views
-from sglang.srt.kv_canary.capacities import bytes_per_slot
+from sglang.srt.kv_canary.capacities import bytes_per_slot, bytes_per_state
 from sglang.srt.kv_canary.config import CanaryConfig, CanaryMode
 from sglang.srt.kv_canary.pool_patcher.api import attach_canary_buffers
 from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
 from sglang.srt.kv_canary.single_forward_manager.manager import CanaryTarget
 from sglang.srt.kv_canary.state_group import StateGroup, create_state_group
 from sglang.srt.kv_canary.token_oracle import InputOracle
+from sglang.srt.model_executor.memory_plan import NO_WATCHER, WatcherBytes
 
 if TYPE_CHECKING:
     from torch import nn
@@ -137,17 +139,20 @@ def _states(
     return group
 
 
-def watcher_bytes_per_slot(server_args: ServerArgs) -> int:
-    """Device memory that the canary will keep per KV slot; 0 while it is off."""
-    return 0 if server_args.kv_canary == CanaryMode.NONE.value else bytes_per_slot()
-
-
-def watcher_bytes_per_head(server_args: ServerArgs) -> int:
-    """Device memory that the canary will keep of each KV head in each slot and layer,
-    of a target that has K and V."""
+def watcher_bytes(server_args: ServerArgs, *, is_draft: bool = False) -> WatcherBytes:
+    """Device memory that the canary will keep of a model's pools; none while it is
+    off."""
+    if server_args.kv_canary == CanaryMode.NONE.value:
+        return NO_WATCHER
     assert server_args.attention_backend is not None
     backend = ATTENTION_BACKENDS[server_args.attention_backend]
-    return SUM_BYTES if _keeps_sums(server_args, backend) else 0
+    keeps_sums = not is_draft and _keeps_sums(server_args, backend)
+    config = CanaryConfig.from_server_args(server_args)
+    return WatcherBytes(
+        slot=bytes_per_slot(),
+        head=SUM_BYTES if keeps_sums else 0,
+        state=partial(bytes_per_state, keeps_sums=config.covers_all_bytes),
+    )
 
 
 def _keeps_sums(server_args: ServerArgs, backend: AttentionBackendCapabilities) -> bool:

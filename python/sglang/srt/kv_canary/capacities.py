@@ -5,10 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import torch
+
 from kv_canary.records import RECORD_WORDS, RING_WORDS
+from kv_canary.state_sums import StateCells
 
 if TYPE_CHECKING:
     from sglang.srt.forward.batch import ForwardBatch
+    from sglang.srt.mem_cache.state_pool import StateShape
 
 WORD_BYTES = 8
 # Head and tail.
@@ -60,5 +64,16 @@ class CanaryLaunchCapacities:
 
 
 def bytes_per_slot() -> int:
-    """Bytes that the canary adds to each KV slot."""
+    """Return the bytes that the canary adds to each KV slot."""
     return RECORDS_PER_SLOT * RECORD_WORDS * WORD_BYTES
+
+
+def bytes_per_state(shape: StateShape, *, keeps_sums: bool) -> int:
+    """Return the bytes that the canary adds to each slot of recurrent state: records,
+    and, if all bytes are compared, sums and a mark of each layer."""
+    if not keeps_sums:
+        return bytes_per_slot()
+    sizes = (size for size in (shape.conv_size, shape.matrix_size) if size is not None)
+    states = (torch.empty(1, *size, device="meta") for size in sizes)
+    sums = sum(StateCells.of(state).number for state in states) * torch.int64.itemsize
+    return bytes_per_slot() + len(shape.layers) * (sums + torch.int32.itemsize)

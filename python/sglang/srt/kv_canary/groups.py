@@ -58,6 +58,12 @@ class EngineGroup(CanaryGroup):
     branch_checks: PoolChecks
     decode_checks: PoolChecks
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the records, and of sums of KV."""
+        sums = self.checks.fingerprint.sums
+        return self.state.arena.nbytes + (0 if sums is None else sums.nbytes)
+
     @abstractmethod
     def view(
         self, view: ForwardView, forwards: Mapping[str, WindowForward]

@@ -65,7 +65,13 @@ class StateShape:
         if self.delta is not None:
             delta = self.delta
             matrix = delta.heads * delta.d_k * delta.d_v * self.matrix_dtype.itemsize
-        return len(self.layers) * (conv + matrix)
+        counts = self.parts * torch.int32.itemsize
+        return len(self.layers) * (conv + matrix + counts)
+
+    @property
+    def parts(self) -> int:
+        """Tensors of a layer, each with a count of what was folded into it."""
+        return 1 if self.delta is None else 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,9 +123,8 @@ class StatePool:
                 dtype=shape.matrix_dtype,
                 device=device,
             )
-        parts = 1 if self.matrix is None else 2
         self.folded = torch.zeros(
-            (slots, parts * layers), dtype=torch.int32, device=device
+            (slots, shape.parts * layers), dtype=torch.int32, device=device
         )
         self.conv_sums: Tensor | None = None
         self.matrix_sums: Tensor | None = None
@@ -143,7 +148,7 @@ class StatePool:
         self._layers = self._views()
 
     def _views(self) -> dict[int, LayerState]:
-        parts = self.folded.shape[1] // len(self.shape.layers)
+        parts = self.shape.parts
 
         def sums(kept: Tensor | None, layer: int) -> StateSums | None:
             if kept is None:

@@ -8,7 +8,7 @@ is built, so their size is estimated here. The log gives their real size afterwa
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -20,6 +20,7 @@ from sglang.srt.configs.latent_form import PREFIX_BLOCK
 if TYPE_CHECKING:
     from sglang.srt.configs.latent_config import LatentConfig
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.mem_cache.state_pool import StateShape
     from sglang.srt.server_args import ServerArgs
 
 # Kernels that load with the first forward, and the libraries' own workspaces.
@@ -249,12 +250,15 @@ def cpu_pool_slots(
     return min(useful, max(CPU_POOL_BYTES // bytes_per_slot, context_len))
 
 
-def device_bytes(runners: Sequence[MeasuredRunner], device: str) -> dict[str, int]:
+def device_bytes(
+    runners: Sequence[MeasuredRunner], device: str, *, watched: int = 0
+) -> dict[str, int]:
     """Return where the bytes of the current CUDA device went, by use, in the order they
     are told; empty for "cpu", whose memory others use too.
 
     Args:
         runners: of the models on it.
+        watched: what the canary keeps of their KV and states.
     """
     if device == "cpu":
         return {}
@@ -263,9 +267,11 @@ def device_bytes(runners: Sequence[MeasuredRunner], device: str) -> dict[str, in
         "weights": sum(runner.weight_bytes for runner in runners),
         "KV": sum(runner.token_to_kv_pool.nbytes for runner in runners),
         "states": sum(runner.state_bytes for runner in runners),
+        "canary": watched,
         "graphs": sum(runner.captured_bytes for runner in runners),
     }
-    use = {name: taken for name, taken in use.items() if taken or name != "states"}
+    only_if_any = ("states", "canary")
+    use = {name: n for name, n in use.items() if n or name not in only_if_any}
     return use | {"the rest": total - free - sum(use.values()), "free": free}
 
 
@@ -291,6 +297,27 @@ class MeasuredRunner(Protocol):
 class MeasuredPool(Protocol):
     @property
     def nbytes(self) -> int: ...
+
+
+def _nothing(_shape: StateShape) -> int:
+    return 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatcherBytes:
+    """Device memory that a watcher of a model's pools will keep.
+
+    Fields:
+        slot: of each KV slot. head: besides, of each KV head in each slot and layer.
+        state: returns those of each slot of recurrent state.
+    """
+
+    slot: int = 0
+    head: int = 0
+    state: Callable[[StateShape], int] = _nothing
+
+
+NO_WATCHER = WatcherBytes()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,9 @@ from sglang.srt.model_executor.input_buffers import GraphInputBuffers
 from sglang.srt.model_executor.kv_storage import resolve_kv_dtype, set_kv_scales
 from sglang.srt.model_executor.memory_plan import (
     NO_DRAFT_MEMORY,
+    NO_WATCHER,
     DraftMemory,
+    WatcherBytes,
     explain_out_of_memory,
 )
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import (
@@ -113,17 +115,14 @@ class ModelRunner(ModelRunnerKVCacheMixin):
         is_draft_worker: bool = False,
         draft_config: ModelConfig | None = None,
         dtype: torch.dtype | None = None,
-        watcher_bytes_per_slot: int = 0,
-        watcher_bytes_per_head: int = 0,
+        watcher: WatcherBytes = NO_WATCHER,
     ) -> None:
         """Resolve dtype and device. No weights are loaded yet.
 
         Args:
             draft_config: of the model that drafts for this one.
             dtype: dtype of the model. Defaults to --dtype and the checkpoint.
-            watcher_bytes_per_slot: device memory per slot that a watcher of the KV pool
-                will keep; watcher_bytes_per_head: additional bytes for each KV head in
-                each slot and layer, if there are K and V.
+            watcher: what a watcher of the pools will keep.
         """
         assert server_args.page_size is not None
         self.server_args = server_args
@@ -136,8 +135,7 @@ class ModelRunner(ModelRunnerKVCacheMixin):
             server_args, computes=self.dtype, is_draft=is_draft_worker
         )
         self.page_size = server_args.page_size
-        self.watcher_bytes_per_slot = watcher_bytes_per_slot
-        self.watcher_bytes_per_head = watcher_bytes_per_head
+        self.watcher = watcher
         self.scopes: ForwardScopes = NullScopes()
         # Set by init_cuda_graphs, which the runner's owner calls once everything that
         # graphs read is in place.

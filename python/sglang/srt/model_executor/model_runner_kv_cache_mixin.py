@@ -30,6 +30,7 @@ from sglang.srt.model_executor.memory_plan import (
     MAX_HEAD_GRAPH_TOKENS,
     NO_DRAFT_MEMORY,
     DraftMemory,
+    WatcherBytes,
     cpu_pool_slots,
     decode_graph_sizes,
     default_rows,
@@ -80,8 +81,7 @@ class ModelRunnerKVCacheMixin:
     is_draft_worker: bool
     page_size: int
     free_bytes_at_start: int
-    watcher_bytes_per_slot: int
-    watcher_bytes_per_head: int
+    watcher: WatcherBytes
     req_to_token_pool: ReqToTokenPool
     token_to_kv_pool: KVCache
     allocator: BaseAllocator
@@ -265,6 +265,7 @@ class ModelRunnerKVCacheMixin:
             self.server_args,
             rows=self.max_running_requests,
             available=self._memory_for_pools() - nodes * shape.bytes_per_node,
+            watched=self.watcher.state(shape),
         )
         group = get_tp_group()
         checkpoints = group.min_int(sizes.checkpoints)
@@ -381,14 +382,14 @@ class ModelRunnerKVCacheMixin:
         """Return the device memory of one primary slot: its KV, the canary's records of
         it, and its share of the other groups' slots."""
         config, spec = self.model_config, self._tensor_spec()
-        per_layer = spec.layer_bytes + spec.heads * self.watcher_bytes_per_head
+        per_layer = spec.layer_bytes + spec.heads * self.watcher.head
         primary, total = len(config.attention_layers), 0.0
         for kind in self._secondary:
             layers = len(kind.layers(config))
             primary -= layers
-            slot = layers * per_layer + self.watcher_bytes_per_slot
+            slot = layers * per_layer + self.watcher.slot
             total += kind.share(self.server_args) * slot
-        return math.ceil(total + primary * per_layer + self.watcher_bytes_per_slot)
+        return math.ceil(total + primary * per_layer + self.watcher.slot)
 
     def _pool_size(self, draft_memory: DraftMemory) -> int:
         """Return the number of KV slots, a multiple of the page size."""

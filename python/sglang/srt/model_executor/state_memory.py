@@ -98,32 +98,39 @@ def _matrix_dtype(config: ModelConfig, args: ServerArgs) -> torch.dtype:
 
 
 def rows_with_states(shape: StateShape, args: ServerArgs, *, available: int) -> int:
-    """Return how many requests can run with as many checkpoints beside them.
+    """Return how many requests can run with as many checkpoints beside them; of a
+    number of states that is given, all of them without a prefix cache.
 
     Args:
         available: bytes for states and KV.
     """
-    ratio = args.mamba_full_memory_ratio
-    slots = int(available * ratio / (1 + ratio)) // shape.bytes_per_slot
-    if args.max_mamba_cache_size is not None:
-        slots = args.max_mamba_cache_size
-    return max(slots // 2, 1)
+    given, ratio = args.max_mamba_cache_size, args.mamba_full_memory_ratio
+    if given is not None and args.disable_radix_cache:
+        return given
+    share = int(available * ratio / (1 + ratio)) // shape.bytes_per_slot
+    return max((given or share) // 2, 1)
 
 
 def plan_states(
-    shape: StateShape, args: ServerArgs, *, rows: int, available: int
+    shape: StateShape,
+    args: ServerArgs,
+    *,
+    rows: int,
+    available: int,
+    watched: int = 0,
 ) -> StatePlanSizes:
     """Divide memory between states and KV.
 
     Args:
         rows: requests that run at once.
         available: bytes for both.
+        watched: bytes that a watcher keeps of each slot.
 
     Raises:
         ValueError: not every running request would get a state, or the prefix cache no
             checkpoint. The message names the flag and the number that fits.
     """
-    slot = shape.bytes_per_slot
+    slot = shape.bytes_per_slot + watched
     least = rows if args.disable_radix_cache else rows + 1
     given = args.max_mamba_cache_size
     if given is not None:
@@ -133,6 +140,12 @@ def plan_states(
                 f"{'' if args.disable_radix_cache else ' and one checkpoint'} need "
                 f"{least} states; raise it, or lower --max-running-requests to "
                 f"{max(given - (least - rows), 1)}"
+            )
+        if args.disable_radix_cache and given > rows:
+            raise ValueError(
+                f"--max-mamba-cache-size {given} asks for {given - rows} cached states "
+                f"beside those of {rows} running requests, which --disable-radix-cache "
+                f"rules out; use {rows}, or raise --max-running-requests to {given}"
             )
         slots = given
     else:

@@ -45,7 +45,7 @@ from sglang.srt.forward.batch import (
     ForwardMode,
     HostLens,
 )
-from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
+from sglang.srt.kv_canary.api import install_canary, watcher_bytes
 from sglang.srt.mem_cache.ops.branch_slots.op import (
     branch_shifts,
     draft_out_cache_loc,
@@ -124,7 +124,7 @@ class EagleDraftWorker:
             model_config=model_config,
             is_draft_worker=True,
             dtype=target.dtype,
-            watcher_bytes_per_slot=watcher_bytes_per_slot(server_args),
+            watcher=watcher_bytes(server_args, is_draft=True),
         )
         # Set by init_memory_pool, if the target has one.
         self.canary: CanaryManager | None = None

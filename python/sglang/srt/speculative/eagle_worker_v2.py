@@ -22,7 +22,7 @@ from kv_canary.accepted import AcceptedPath
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.draft_trees.ops.verify.op import gather_accepted
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode, HostLens
-from sglang.srt.kv_canary.api import install_canary, watcher_bytes_per_slot
+from sglang.srt.kv_canary.api import install_canary, watcher_bytes
 from sglang.srt.kv_canary.edits import EditBounds
 from sglang.srt.managers.worker.tp_worker import TpModelWorker, to_host
 from sglang.srt.mem_cache.ops.branch_slots.op import accepted_moves
@@ -82,7 +82,7 @@ class EAGLEWorkerV2:
             server_args=server_args,
             model_config=model_config,
             draft_config=draft_config,
-            watcher_bytes_per_slot=watcher_bytes_per_slot(server_args),
+            watcher=watcher_bytes(server_args),
         )
         target.load_weights()
         draft: Drafter

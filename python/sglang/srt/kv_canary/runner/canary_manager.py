@@ -231,6 +231,13 @@ class CanaryManager:
                     StateSweeper(cache, checkpoints, states, budget=budget)
                 )
 
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the records of all groups. Sums of states lie with them."""
+        states = self.target.states
+        groups = [*self.target.groups, *([] if states is None else [states])]
+        return sum(group.nbytes for group in groups)
+
     def _state_budget(self, states: StateGroup) -> int:
         """The checkpoints of one sweep pass: as many bytes as its KV slots have."""
         kv_bytes = self.target.kv_pool.nbytes // self._state.num_slots

@@ -77,7 +77,7 @@ class StatePlanner:
                 f"one in flight before it may accept {ahead} tokens, and would reach "
                 f"two checkpoints; use at least {-(-ahead // page_size) * page_size}, "
                 "fewer --speculative-num-steps, or --mamba-radix-cache-strategy "
-                "no_buffer for none"
+                "no_buffer instead, for none"
             )
         self._runs = runs
         self._page_size = page_size

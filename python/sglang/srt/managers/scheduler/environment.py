@@ -62,14 +62,11 @@ def _create_planner(
 ) -> StatePlanner | None:
     if cache.checkpoints is None:
         return None
-    interval = server_args.mamba_track_interval
-    assert interval is not None
-    has_buffers = server_args.mamba_radix_cache_strategy != "no_buffer"
     return StatePlanner(
         cache.checkpoints,
         page_size=cache.page_size,
-        interval=interval if has_buffers else 0,
-        tracks_inside=has_buffers,
+        interval=server_args.mamba_track_interval or 0,
+        tracks_inside=server_args.mamba_radix_cache_strategy != "no_buffer",
         ahead=_ahead(server_args),
     )
 

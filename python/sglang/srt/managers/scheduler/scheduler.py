@@ -306,7 +306,9 @@ class Scheduler:
             max_running_requests=self.worker.model_runner.max_running_requests,
             kv_pool_bytes=self.worker.model_runner.token_to_kv_pool.nbytes,
             device_bytes=device_bytes(
-                self.worker.model_runners(), self.server_args.device
+                self.worker.model_runners(),
+                self.server_args.device,
+                watched=sum(m.nbytes for m in self.worker.canary_managers()),
             ),
             vocab_size=limits.vocab_size,
             hidden_size=limits.hidden_size,

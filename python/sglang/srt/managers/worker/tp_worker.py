@@ -10,11 +10,7 @@ from torch import Tensor
 
 from sglang.srt.distributed.parallel_state import get_tp_group
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode
-from sglang.srt.kv_canary.api import (
-    install_canary,
-    watcher_bytes_per_head,
-    watcher_bytes_per_slot,
-)
+from sglang.srt.kv_canary.api import install_canary, watcher_bytes
 from sglang.srt.kv_canary.edits import EditBounds
 from sglang.srt.managers.batch.forward_result import GenerationBatchResult
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -92,8 +88,7 @@ class TpModelWorker:
         runner = ModelRunner(
             server_args=server_args,
             model_config=model_config,
-            watcher_bytes_per_slot=watcher_bytes_per_slot(server_args),
-            watcher_bytes_per_head=watcher_bytes_per_head(server_args),
+            watcher=watcher_bytes(server_args),
         )
         runner.initialize()
         canary = install_canary(server_args=server_args, model_runner=runner)
