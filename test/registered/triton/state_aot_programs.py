@@ -14,10 +14,11 @@ import torch
 # Sets the path of the package, and leaves the interpreter.
 from aot_programs import POINTERS, Variant, compile_variant
 
-from sglang.srt.layers.ops.state.gated_delta import tree_kernel
+from sglang.srt.layers.ops.state.gated_delta import step_kernels, tree_kernel
 from sglang.srt.layers.ops.state.gated_delta import triton as delta
-from sglang.srt.layers.ops.state.gated_delta import triton_kernels as delta_kernels
 from sglang.srt.layers.ops.state.gated_delta.inputs import DeltaInputs
+from sglang.srt.layers.ops.state.gated_delta.prepare_kernel import prepare_kernel
+from sglang.srt.layers.ops.state.gated_delta.scan_kernel import scan_kernel
 from sglang.srt.layers.ops.state.shared.rows import search_steps
 from sglang.srt.layers.ops.state.short_conv import triton as conv
 from sglang.srt.layers.ops.state.short_conv import triton_kernels as conv_kernels
@@ -107,7 +108,7 @@ def delta_rules() -> Iterator[Variant]:
             "PDL": True,
         }
         uncounted = {} if "folded" in pointers else UNCOUNTED
-        kernel = delta_kernels.decode_kernel
+        kernel = step_kernels.decode_kernel
         yield Variant(f"decode {name}", kernel, pointers, sizes | uncounted, 4)
         heads = torch.empty(1, 1, 1, dtype=DTYPES[dtype], device="meta")
         precision = delta.scan_precision(heads.dtype)
@@ -122,7 +123,7 @@ def delta_rules() -> Iterator[Variant]:
             constants = sizes | {"FORM": form}
             warps = delta.tree_warps(form)
             yield Variant(f"{form} {name}", kernel, pointers, constants, warps)
-        kernel = delta_kernels.commit_kernel
+        kernel = step_kernels.commit_kernel
         constants = sizes | {"PATH": 16} | uncounted
         yield Variant(f"commit {name}", kernel, pointers | PATH, constants, 4)
 
@@ -132,9 +133,9 @@ def _chunk_kernels(
 ) -> Iterator[Variant]:
     constants = {**sizes, "PRECISION": precision, "STEPS": search_steps(8)}
     constants |= {} if "folded" in pointers else UNCOUNTED
-    scan = delta_kernels.scan_kernel, delta.SCAN_OPTIONS[precision]
+    scan = scan_kernel, delta.SCAN_OPTIONS[precision]
     for kernel, options, tracks in (
-        (delta_kernels.prepare_kernel, {"num_warps": 4}, 0),
+        (prepare_kernel, {"num_warps": 4}, 0),
         (*scan, 0),
         (*scan, 2),
     ):
@@ -191,9 +192,9 @@ def main() -> None:
         shared = compiled.metadata.shared
         assert shared <= SHARED_BYTES, f"{variant.name}: {shared} bytes"
         is_product = variant.kernel in (
-            delta_kernels.prepare_kernel,
-            delta_kernels.scan_kernel,
-            delta_kernels.commit_kernel,
+            prepare_kernel,
+            scan_kernel,
+            step_kernels.commit_kernel,
             tree_kernel.tree_kernel,
         )
         ptx = compiled.asm["ptx"]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from kv_canary.kernels.triton.state_sums import RowSums, compare_sum, load_sum
-from sglang.srt.layers.ops.state.gated_delta.triton_kernels import (
+from sglang.srt.layers.ops.state.gated_delta.cells import (
     cell_of,
     state_cells,
     weigh_cells,

@@ -9,22 +9,22 @@ import triton
 from torch import Tensor
 
 from kv_canary.state_sums import MATRIX_COLUMNS
+from sglang.srt.layers.ops.state.gated_delta.cells import DeltaSizes
 from sglang.srt.layers.ops.state.gated_delta.inputs import (
     DeltaInputs,
     DeltaNodes,
     require_delta,
 )
+from sglang.srt.layers.ops.state.gated_delta.prepare_kernel import prepare_kernel
+from sglang.srt.layers.ops.state.gated_delta.scan_kernel import scan_kernel
+from sglang.srt.layers.ops.state.gated_delta.step_kernels import (
+    commit_kernel,
+    decode_kernel,
+)
 from sglang.srt.layers.ops.state.gated_delta.tree_kernel import (
     PARTS,
     TreeForm,
     tree_kernel,
-)
-from sglang.srt.layers.ops.state.gated_delta.triton_kernels import (
-    DeltaSizes,
-    commit_kernel,
-    decode_kernel,
-    prepare_kernel,
-    scan_kernel,
 )
 from sglang.srt.layers.ops.state.shared.counts import count_arguments
 from sglang.srt.layers.ops.state.shared.rows import search_steps
