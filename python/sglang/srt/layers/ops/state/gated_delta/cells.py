@@ -71,10 +71,8 @@ def is_first(head):
 
 @triton.jit
 def load_heads(x, token, head, stride, is_token, SIZES: tl.constexpr):
-    """Load one key head of a chunk, [tokens, k_block] float32, normalised; zeros
-    outside."""
+    """Load one key head of a chunk, [tokens, k_block]; zeros outside."""
     channel = tl.arange(0, SIZES.k_block)
     place = token.to(tl.int64)[:, None] * stride + head * SIZES.d_k + channel[None, :]
     mask = is_token[:, None] & (channel < SIZES.d_k)[None, :]
-    loaded = tl.load(x + place, mask=mask, other=0.0).to(tl.float32)
-    return normed(loaded, 1, SIZES.normalise)
+    return tl.load(x + place, mask=mask, other=0.0)

@@ -18,6 +18,7 @@ from sglang.srt.layers.ops.state.gated_delta.cells import (
     cell_of,
     is_first,
     load_heads,
+    normed,
     state_cells,
     weigh_cells,
 )
@@ -141,10 +142,12 @@ def scan_kernel(  # noqa: PLR0913, PLR0915 - a tuple's pointers would be special
         inverse = matrix + i[:, None] * CHUNK + i[None, :]
         faded = tl.exp(decay)[:, None]
         keys = load_heads(k, token, key_head, k_stride, is_token, SIZES)
+        keys = normed(keys.to(tl.float32), 1, SIZES.normalise)
         read = tl.dot(keys, here, input_precision=PRECISION)
         rhs = strength[:, None] * (value.to(tl.float32) - faded * read)
         u = tl.dot(tl.load(inverse), rhs, input_precision=PRECISION)
         queries = load_heads(q, token, key_head, q_stride, is_token, SIZES)
+        queries = normed(queries.to(tl.float32), 1, SIZES.normalise)
         result = scale * faded * tl.dot(queries, here, input_precision=PRECISION)
         weights = tl.load(inverse + CHUNK * CHUNK)
         result += tl.dot(weights, u, input_precision=PRECISION)
