@@ -36,6 +36,7 @@ from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
 from sglang.srt.managers.worker.tp_worker import TpModelWorker
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import ROW_HEADROOM
+from sglang.srt.speculative.eagle_draft_phase import DraftPhase
 from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
 
 if TYPE_CHECKING:
@@ -237,7 +238,7 @@ EARLY_FREE = FaultPoint(
 EARLY_POSITIONS = FaultPoint(
     name="25015",
     needs=(_SPECULATION, _DECODE, _DRAFT_STEPS),
-    seams=(Seam(owner=EagleDraftWorker, method="run_step", wrap=advance_positions),),
+    seams=(Seam(owner=DraftPhase, method="run_step", wrap=advance_positions),),
 )
 SAMPLED_TAIL = FaultPoint(
     name="26329",

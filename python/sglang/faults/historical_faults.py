@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
     from sglang.srt.server_args import ServerArgs
+    from sglang.srt.speculative.eagle_draft_phase import DraftPhase
     from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
 
 Method = Callable[..., Any]
@@ -57,7 +58,7 @@ def free_early(worker: TpModelWorker, run: Method) -> Method:
     return forward_batch_generation
 
 
-def advance_positions(worker: EagleDraftWorker, run_step: Method) -> Method:
+def advance_positions(phase: DraftPhase, run_step: Method) -> Method:
     """Move the positions of a draft step before its forward instead of after it."""
 
     def early(level: int, forward_batch: ForwardBatch) -> Any:

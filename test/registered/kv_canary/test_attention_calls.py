@@ -139,15 +139,15 @@ def test_a_level_of_the_draft_that_is_left_out(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = serve(models, speculates=True)
-    draft = worker_of(harness).draft_worker
-    run_step, outputs = draft.run_step, []
+    phase = worker_of(harness).draft_worker.phase
+    run_step, outputs = phase.run_step, []
 
     def fewer(level: int, batch: ForwardBatch) -> Any:
         if level < 2:
             outputs.append(run_step(level, batch))
         return outputs[-1]
 
-    monkeypatch.setattr(draft, "run_step", fewer)
+    monkeypatch.setattr(phase, "run_step", fewer)
     with pytest.raises(RuntimeError, match="2 forwards ran in a launch of 3"):
         harness.run()
 
@@ -156,8 +156,8 @@ def test_a_draft_that_does_not_run(
     models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     harness = serve(models, speculates=True)
-    draft = worker_of(harness).draft_worker
-    monkeypatch.setattr(draft, "draft_forward", lambda live, seq_lens: None)
+    phase = worker_of(harness).draft_worker.phase
+    monkeypatch.setattr(phase, "forward", lambda live, seq_lens: None)
     with pytest.raises(RuntimeError, match="0 forwards ran in a launch of 3"):
         harness.run()
 

@@ -353,7 +353,7 @@ class DeclaredLists:
     take (indptr, indices); attention reads the same slots as before."""
 
     def __init__(self, harness: EngineHarness, patch: pytest.MonkeyPatch) -> None:
-        attention = worker_of(harness).draft_worker._attention
+        attention = worker_of(harness).draft_worker.phase.attention
         assert isinstance(attention, BranchDraftDecode)
         self._layout, self._prepare = attention.layout, attention.prepare
         self._pool = harness.scheduler.worker.model_runner.req_to_token_pool

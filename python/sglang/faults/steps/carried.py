@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.speculative import eagle_draft_worker, eagle_worker_v2
+from sglang.srt.speculative import eagle_draft_phase, eagle_worker_v2
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -104,7 +104,7 @@ def descend_swapped(site: FaultSite) -> None:
             rows.copy_(_swapped(rows, a * topk, b * topk))
             site.harm(a, b)
 
-    site.wrap(eagle_draft_worker, "select_top_k", fault)
+    site.wrap(eagle_draft_phase, "select_top_k", fault)
 
 
 def descend_neighbours(site: FaultSite) -> None:
@@ -120,7 +120,7 @@ def descend_neighbours(site: FaultSite) -> None:
             rows[branch] = first + (rows[branch] - first + 1) % topk
             site.harm(row)
 
-    site.wrap(eagle_draft_worker, "select_top_k", fault)
+    site.wrap(eagle_draft_phase, "select_top_k", fault)
 
 
 def _swapped(values: Tensor, a: int, b: int) -> Tensor:

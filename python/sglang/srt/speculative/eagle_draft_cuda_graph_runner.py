@@ -5,38 +5,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from sglang.srt.model_executor.cuda_graph_runner import WARM_UPS, cuda_graph_backend
 from sglang.srt.model_executor.graph_set import GraphSet, capture_warm, log_level
 
 if TYPE_CHECKING:
-    from sglang.srt.draft_trees.workspace import EagleWorkspace, WorkspaceRows
     from sglang.srt.forward.graph_capture import BreakableGraph, SegmentBackend
-
-
-class Drafter(Protocol):
-    """Runs draft phases over a workspace: `EagleDraftWorker`."""
-
-    no_lens: list[int] | None
-
-    @property
-    def workspace(self) -> EagleWorkspace: ...
-
-    def plan_draft(
-        self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0
-    ) -> None: ...
-
-    def draft_forward(
-        self, views: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
-    ) -> None: ...
+    from sglang.srt.speculative.eagle_draft_phase import DraftPhase
 
 
 class EAGLEDraftCudaGraphRunner:
-    """Replays draft phases. Reads and writes the worker's workspace in place.
+    """Replays draft phases. Reads and writes their workspace in place.
 
     Args:
-        worker: runs the draft phase to capture.
+        phase: the draft phase to capture.
         batch_sizes: padded numbers of requests, one graph each.
         make_backend: captures segments.
 
@@ -46,12 +29,12 @@ class EAGLEDraftCudaGraphRunner:
 
     def __init__(
         self,
-        worker: Drafter,
+        phase: DraftPhase,
         *,
         batch_sizes: list[int],
         make_backend: Callable[[], SegmentBackend] = cuda_graph_backend,
     ) -> None:
-        self._worker = worker
+        self._phase = phase
         self._backend = make_backend()
         self.graphs = GraphSet(
             "draft",
@@ -71,14 +54,14 @@ class EAGLEDraftCudaGraphRunner:
             seq_lens: their KV lengths on the host, if the backend needs them.
         """
         size, graph = self.graphs.serving(bs)
-        self._worker.plan_draft(seq_lens, graph_rows=size)
+        self._phase.plan(seq_lens, graph_rows=size)
         graph.replay()
 
     def _capture_graph(self, size: int) -> BreakableGraph:
-        self._worker.plan_draft(self._worker.no_lens, graph_rows=size)
+        self._phase.plan(self._phase.no_lens, graph_rows=size)
         run = partial(self.run_once, size)
         return capture_warm(run, backend=self._backend, warm_ups=WARM_UPS)
 
     def run_once(self, size: int) -> None:
         """Run a draft phase over the first `size` rows of the workspace."""
-        self._worker.draft_forward(self._worker.workspace.rows(size))
+        self._phase.forward(self._phase.workspace.rows(size))

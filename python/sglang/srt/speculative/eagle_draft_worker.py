@@ -1,11 +1,8 @@
 """The draft's half of speculation: its model, its KV pool, and its three forwards.
 
-* `draft`: S levels of candidates from S - 1 forwards over requests x branches, and the
-tree
-  to verify;
+* `draft`: trees to verify (`eagle_draft_phase.py`);
 * `_draft_extend_for_prefill` and `_draft_extend_for_decode`: the draft's KV for tokens
-that
-  the target accepted, and the candidates after them.
+  that the target accepted, and the candidates after them.
 
 Slot p of a head holds K and V at position p of token p + 1, together with the target's
 hidden state at position p. So a slot's content depends on the next token, which is why
@@ -32,13 +29,10 @@ from sglang.srt.configs.draft_layout import (
     TreeShape,
 )
 from sglang.srt.draft_trees.draft_input import (
-    BranchColumns,
     EagleDraftInput,
-    duplicate_prefix_tail_to_draft_branches,
 )
-from sglang.srt.draft_trees.ops.tree.op import build_tree, select_top_k
 from sglang.srt.draft_trees.relay import DraftRelay
-from sglang.srt.draft_trees.workspace import EagleWorkspace, RowIdentity, WorkspaceRows
+from sglang.srt.draft_trees.workspace import EagleWorkspace, WorkspaceRows
 from sglang.srt.forward.batch import (
     CaptureHiddenMode,
     ForwardBatch,
@@ -46,11 +40,6 @@ from sglang.srt.forward.batch import (
     HostLens,
 )
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes
-from sglang.srt.mem_cache.ops.branch_slots.op import (
-    branch_shifts,
-    draft_out_cache_loc,
-    tail_cache_loc,
-)
 from sglang.srt.model_executor.memory_plan import DraftMemory, draft_graph_bytes
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.model_executor.model_runner_kv_cache_mixin import SharedPools
@@ -66,6 +55,7 @@ from sglang.srt.speculative.eagle_draft_cuda_graph_runner import (
 from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
     EAGLEDraftExtendCudaGraphRunner,
 )
+from sglang.srt.speculative.eagle_draft_phase import DraftPhase
 from sglang.srt.speculative.eagle_shapes import (
     EagleGraphs,
     EagleShape,
@@ -82,7 +72,6 @@ if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.kv_canary.draft_state import DraftState
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-    from sglang.srt.layers.attention.base_attn_backend import DraftDecodeBackend
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
     from sglang.srt.managers.worker.tp_worker import SampledForward
@@ -147,6 +136,7 @@ class EagleDraftWorker:
             )
         self._plain_states: PlainStates | None = None
         self._shapes: dict[TreeShape, EagleShape] = {}
+        self._phases: dict[TreeShape, DraftPhase] = {}
         self._graphs: dict[TreeShape, EagleGraphs] = {}
 
     @property
@@ -169,12 +159,9 @@ class EagleDraftWorker:
         return self._live.shape
 
     @property
-    def _layout(self) -> BranchLayout:
-        return self._live.layout
-
-    @property
-    def _attention(self) -> DraftDecodeBackend:
-        return self._live.attention
+    def phase(self) -> DraftPhase:
+        """The draft phase of the current iteration's shape."""
+        return self._phases[self._shape]
 
     @property
     def _draft_graphs(self) -> EAGLEDraftCudaGraphRunner | None:
@@ -260,11 +247,20 @@ class EagleDraftWorker:
         )
         self._token_table = pool.token_table
         capabilities = runner.attn_backend.capabilities
-        self._needs_tails = capabilities.needs_paged_draft_rows
         self.no_lens = [] if capabilities.needs_cpu_seq_lens else None
-        branches = pool.size * self._topk
-        self._ones = torch.ones(branches, dtype=torch.int64, device=pool.device)
+        self._phases = {shape: self._phase(shape) for shape in self._tree_shapes}
         self._init_lm_head()
+
+    def _phase(self, shape: TreeShape) -> DraftPhase:
+        return DraftPhase(
+            self._shapes[shape],
+            runner=self.draft_runner,
+            relay=self.relay,
+            hot_token_ids=self._hot_token_ids,
+            lead=self._lead,
+            hidden_mode=self._hidden_mode,
+            is_checked=self.canary is not None,
+        )
 
     def _init_shapes(self, pool: ReqToTokenPool) -> None:
         """Build what each shape needs. They share the hidden states of an iteration."""
@@ -364,11 +360,11 @@ class EagleDraftWorker:
         self._live = self._shapes[self._tree_shapes[-1]]
 
     def _capture_live(self, sizes: list[int]) -> EagleGraphs:
-        make, drafts = self.draft_runner.make_backend, self._shape in self._tree_shapes
+        make, phase = self.draft_runner.make_backend, self._phases.get(self._shape)
         return EagleGraphs(
-            draft=EAGLEDraftCudaGraphRunner(self, batch_sizes=sizes, make_backend=make)
-            if drafts
-            else None,
+            draft=None
+            if phase is None
+            else EAGLEDraftCudaGraphRunner(phase, batch_sizes=sizes, make_backend=make),
             extend=EAGLEDraftExtendCudaGraphRunner(
                 self, batch_sizes=sizes, make_backend=make
             ),
@@ -403,162 +399,21 @@ class EagleDraftWorker:
         """As `Drafter.draft`."""
         seq_lens = self._draft_lens(batch.known_lens())
         views, graphs = self.workspace.rows(bs), self._draft_graphs
-        scopes = self.draft_runner.scopes
+        phase, scopes = self.phase, self.draft_runner.scopes
         with scopes.with_ops_outside_graph(
             single_forward_indices=range(self._shape.num_steps - 1),
-            maybe_inaccurate_forward_batch=self._first_step(views),
+            maybe_inaccurate_forward_batch=phase.first_step(views),
         ):
             if graphs is not None and graphs.can_run(bs):
                 scopes.on_replay()
                 graphs.replay(bs, seq_lens=seq_lens)
             else:
-                self.plan_draft(seq_lens)
-                self.draft_forward(views, seq_lens=seq_lens)
+                phase.plan(seq_lens)
+                phase.forward(views, seq_lens=seq_lens)
 
     def _draft_lens(self, seq_lens: Sequence[int] | None) -> list[int] | None:
         """Convert KV lengths in the target's pool to lengths in the draft's pool."""
         return None if seq_lens is None else [n + self._lead for n in seq_lens]
-
-    def plan_draft(
-        self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0
-    ) -> None:
-        """Plan `draft_forward` on the host; see `DraftDecodeBackend.plan`."""
-        if seq_lens is not None:
-            # A padding row has no KV in the target's pool, and the lead in the draft's.
-            padding = [self._lead] * (graph_rows - len(seq_lens))
-            seq_lens = [*seq_lens, *padding]
-        self._attention.plan(seq_lens, graph_rows=graph_rows)
-
-    def draft_forward(
-        self, views: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
-    ) -> None:
-        """Run the whole draft phase, with fixed shapes and no wait for the device.
-
-        Args:
-            seq_lens: KV lengths in the draft's pool on the host, as for `plan_draft`.
-        """
-        shape, idx = self._shape, views.identity[0]
-        self.workspace.place_nodes(views, self.relay.seq_lens)
-        slot_rows = self.workspace.draft_rows(views)
-        if self._lead:
-            torch.add(views.seq_lens, self._lead, out=views.draft_lens)
-            tail_cache_loc(slot_rows, out=views.extend_slots)
-        roots = self._token_table[idx, views.seq_lens].long()
-        if shape.num_steps > 1:
-            draft_out_cache_loc(slot_rows, layout=self._layout, out=views.draft_slots)
-            if self._needs_tails:
-                duplicate_prefix_tail_to_draft_branches(
-                    self.draft_runner.token_to_kv_pool,
-                    slot_rows,
-                    layout=self._layout,
-                    src=views.tail_src,
-                    dst=views.tail_dst,
-                )
-            self._attention.prepare(slot_rows)
-        self._run_levels(views, seq_lens)
-        build_tree(
-            views.levels,
-            shape=shape,
-            root_tokens=roots,
-            seq_lens=views.seq_lens,
-            tree=views.tree,
-        )
-
-    def _first_step(self, views: WorkspaceRows) -> ForwardBatch:
-        """Return the batch that the scopes around a launch see: one row per request,
-        with the lengths of the previous iteration."""
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            input_ids=views.bonus_tokens,
-            positions=views.draft_lens,
-            out_cache_loc=views.extend_slots[:, 0],
-            prefix_lens=views.draft_lens,
-            extend_lens=self._ones[: views.bs],
-            seq_lens=views.draft_lens,
-            **views.row_identity()._asdict(),
-        )
-
-    def _run_levels(self, views: WorkspaceRows, seq_lens: Sequence[int] | None) -> None:
-        shape = self._shape
-        candidates, hidden = self.relay.gather(views.identity[0])
-        if self.state_check is not None:
-            self.state_check.on_gather(views, candidates, hidden)
-        candidates = candidates.best(shape.topk)
-        branches = views.bs * shape.topk
-        identity = RowIdentity(
-            *views.identity.repeat_interleave(shape.topk, dim=1).unbind()
-        )
-        lens = views.draft_lens.repeat_interleave(shape.topk)
-        columns = self._branch_columns(views)
-        input_ids, hidden_rows = torch.empty_like(lens), torch.empty_like(lens)
-        for level in range(shape.num_steps):
-            select_top_k(
-                level,
-                shape=shape,
-                topk_p=candidates.probs,
-                topk_index=candidates.ids,
-                hot_token_id=self._hot_token_ids,
-                levels=views.levels,
-                input_ids=input_ids,
-                hidden_rows=hidden_rows,
-            )
-            if level == shape.num_steps - 1:
-                return
-            if hidden is not None:
-                hidden = hidden.index_select(0, hidden_rows)
-            output = self.run_step(
-                level,
-                ForwardBatch(
-                    forward_mode=ForwardMode.DECODE,
-                    input_ids=input_ids,
-                    positions=lens,
-                    out_cache_loc=views.draft_slots[level],
-                    prefix_lens=lens,
-                    extend_lens=self._ones[:branches],
-                    seq_lens=lens + 1,
-                    lens_cpu=self._branch_lens(seq_lens, level),
-                    capture_hidden_mode=self._hidden_mode,
-                    spec_info=EagleDraftInput(hidden_states=hidden, columns=columns),
-                    **identity._asdict(),
-                ),
-            )
-            if self.state_check is not None:
-                self.state_check.on_step(views, level, hidden, output.hidden_states)
-            candidates = propose(output.next_token_logits, shape.topk)
-            hidden, lens = output.hidden_states, lens + 1
-
-    def run_step(
-        self, level: int, forward_batch: ForwardBatch
-    ) -> LogitsProcessorOutput:
-        """Run the forward of draft step `level`, with one row per request and
-        branch."""
-        backend = self._attention.step(level)
-        return self.draft_runner.run_model(
-            forward_batch, step=level, attn_backend=backend
-        )
-
-    def _branch_lens(
-        self, seq_lens: Sequence[int] | None, level: int
-    ) -> HostLens | None:
-        if seq_lens is None:
-            return None
-        lens = [n + level for n in seq_lens for _ in range(self._shape.topk)]
-        return HostLens(prefix_lens=lens, extend_lens=[1] * len(lens))
-
-    def _branch_columns(self, views: WorkspaceRows) -> BranchColumns | None:
-        """Return columns of the branches for the KV canary, or None if it is off."""
-        if self.canary is None:
-            return None
-        branches = views.bs * self._shape.topk
-        shift_from, shift = views.draft_lens.new_empty(2, branches).unbind()
-        branch_shifts(
-            self.workspace.draft_rows(views),
-            layout=self._layout,
-            paged=self._needs_tails,
-            shift_from=shift_from,
-            column_shift=shift,
-        )
-        return BranchColumns(shift_from=shift_from, shift=shift)
 
     # -- extends -------------------------------------------------------------------
 
