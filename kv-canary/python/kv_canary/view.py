@@ -137,9 +137,9 @@ class ForwardView:
             same by request row. Without either it is 0.
         lineage_rows: [R] | None, rows of `expected_lineage` that these rows continue.
             Defaults to `req_rows`.
-        shift_from, column_shift: [R] | None, for draft branches: position p is in
-            column p of the request table below `shift_from`, else in p +
-            `column_shift`.
+        shift_from: [R], column_shift: [R * n] | None, for draft branches: position p is
+            in column p of the request table below `shift_from`, else in p + that of the
+            row's n shifts whose number is p - `shift_from`, or the last one.
         publish_rows: [R] | None, rows of `expected_lineage` that receive the lineages
             after the new tokens. Defaults to the rows they are computed from.
         stay_lens: [R] | None, how many of the `extend_lens` new tokens these lineages
@@ -169,7 +169,7 @@ class ForwardView:
     seed_table: Tensor | None = field(default=None, metadata=_declared("any"))
     lineage_rows: Tensor | None = field(default=None, metadata=_declared("rows"))
     shift_from: Tensor | None = field(default=None, metadata=_declared("rows"))
-    column_shift: Tensor | None = field(default=None, metadata=_declared("rows"))
+    column_shift: Tensor | None = field(default=None, metadata=_declared("any"))
     publish_rows: Tensor | None = field(
         default=None, metadata=_declared("rows", at_end=True)
     )
@@ -189,6 +189,14 @@ class ForwardView:
     def __post_init__(self) -> None:
         if (self.shift_from is None) != (self.column_shift is None):
             raise ValueError("ForwardView: shift_from and column_shift go together")
+        if self.column_shift is not None and (
+            len(self.column_shift) != self.num_shifts * self.num_rows
+            or self.num_shifts == 0 < self.num_rows
+        ):
+            raise ValueError(
+                f"ForwardView: {len(self.column_shift)} values of column_shift for "
+                f"{self.num_rows} rows"
+            )
         if self.seeds is not None and self.seed_table is not None:
             raise ValueError("ForwardView: give either seeds or seed_table")
         if self.parent_index is not None and self.max_depth < 1:
@@ -227,6 +235,13 @@ class ForwardView:
     @property
     def num_rows(self) -> int:
         return self.req_rows.shape[0]
+
+    @property
+    def num_shifts(self) -> int:
+        """Values of `column_shift` that a row has, or 0."""
+        if self.column_shift is None or not self.num_rows:
+            return 0
+        return self.column_shift.shape[0] // self.num_rows
 
     @property
     def num_tokens(self) -> int:

@@ -855,8 +855,9 @@ class ServerArgs:
         str | None,
         Arg(
             "KV slots of draft branches (top-k above 1): `region`, the default, a tail "
-            "of the draft's pool that request rows own, or `paged`, whole pages per "
-            "branch after each request's tokens.",
+            "of the draft's pool that request rows own, where a branch attends to its "
+            "ancestors; or `paged`, whole pages per branch after each request's "
+            "tokens, where it attends to what its own pages hold.",
             ("region", "paged"),
         ),
     ] = None

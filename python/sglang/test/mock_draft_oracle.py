@@ -76,11 +76,14 @@ class DraftOracle:
     Fields:
         shape: K, S and D of the trees.
         settings: of the head's config.json.
+        is_exact: whether branches attend to their ancestors; else a head that attends
+            reads the KV of its branch's own columns, whichever branch it continues.
         dtype: of the models: it rounds the logits.
     """
 
     shape: TreeShape
     settings: DraftSettings
+    is_exact: bool = True
     dtype: torch.dtype = torch.float32
 
     def predict(
@@ -160,7 +163,7 @@ class DraftOracle:
         hidden_rows = torch.empty_like(input_ids)
         is_close = torch.zeros(count, dtype=torch.bool)
         hot = self.settings.hot_token_ids()
-        is_by_hidden = self.settings.source == "hidden"
+        follows = self.is_exact or self.settings.source == "hidden"
         places = lens
         for level in range(shape.num_steps):
             probs, ids = self._candidates(fold0, fold1, places)
@@ -179,12 +182,10 @@ class DraftOracle:
                 block = levels.scores[:, begin : begin + shape.topk**2]
                 cuts = _is_close(block, shape.topk)
                 # The order matters to a branch that reads its own column.
-                is_close |= cuts[:, -1] if is_by_hidden else cuts.any(-1)
+                is_close |= cuts[:, -1] if follows else cuts.any(-1)
             if level == shape.num_steps - 1:
                 break
-            # A head that attends reads the KV of its branch's own column, whichever
-            # branch it descends from.
-            if level == 0 or is_by_hidden:
+            if level == 0 or follows:
                 fold0, fold1 = fold0[hidden_rows], fold1[hidden_rows]
             places = lens.repeat_interleave(shape.topk) + level + 1
             fold0, fold1 = _append(fold0, fold1, input_ids, places)

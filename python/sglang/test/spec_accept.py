@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.arg_groups.draft_slots import has_draft_region
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.managers.batch.forward_result import GenerationBatchResult
 from sglang.srt.managers.batch.req import Req
@@ -113,6 +114,7 @@ def predicted_acceptance(
     oracle = DraftOracle(
         shape=harness.server_args.tree_shape,
         settings=DraftSettings.from_config(ModelConfig.from_path(Path(draft))),
+        is_exact=has_draft_region(harness.server_args),
     )
     wanted = set(rids)
     keys = [key for key in recorder.runs if key[0] in wanted]

@@ -23,7 +23,7 @@ from sglang.test.harness import EngineHarness, Finished
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
 if TYPE_CHECKING:
-    from sglang.srt.configs.draft_layout import BranchLayout
+    from sglang.srt.draft_trees.workspace import EagleWorkspace
 
 VOCAB = 1000
 CONTEXT = 512
@@ -76,12 +76,12 @@ class PoolLog:
     """Records the forwards of one pool before anything is planted in them."""
 
     manager: CanaryManager
-    layout: BranchLayout | None
+    workspace: EagleWorkspace | None
     forwards: list[SpecForward] = field(default_factory=list)
     rids: dict[int, str] = field(default_factory=dict)
 
     def note(self, batch: ForwardBatch) -> None:
-        is_step = self.layout is not None and batch.forward_mode.is_decode
+        is_step = self.workspace is not None and batch.forward_mode.is_decode
         parts = zip(
             batch.req_pool_indices.tolist(),
             batch.req_serial.tolist(),
@@ -125,18 +125,25 @@ class PoolLog:
     def _step(self) -> int:
         """Return the number of this draft step; steps are consecutive."""
         before = self.forwards[-1] if self.forwards else None
-        assert self.layout is not None
+        assert self.workspace is not None
         if before is None or before.step is None:
             return 0
-        return (before.step + 1) % max(self.layout.num_steps - 1, 1)
+        return (before.step + 1) % max(self.workspace.layout.num_steps - 1, 1)
 
     def _branch_columns(self, row: int, seq_len: int, end: int) -> list[int]:
-        layout = self.layout
-        assert layout is not None
-        branch = row % layout.topk
-        shift = layout.branch_shift(seq_len, branch)
-        own = layout.base(seq_len)
-        return [e if e < own else e + shift for e in range(end)]
+        assert self.workspace is not None
+        layout = self.workspace.layout
+        own, topk = layout.base(seq_len), layout.topk
+        branches = [row % topk] * (end - own)
+        if layout.is_exact:
+            # The candidates that its ancestors were, from the newest step upwards.
+            followed = self.workspace.rows(row // topk + 1).levels.parents[-1].tolist()
+            for step in range(end - own - 1, 0, -1):
+                candidate = followed[1 + topk * step + branches[step]]
+                parent = (candidate - topk - topk**2 * (step - 1)) // topk
+                branches[step - 1] = parent
+        shifts = [layout.branch_shift(seq_len, branch) for branch in branches]
+        return [*range(own), *(e + s for e, s in enumerate(shifts, start=own))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,11 +216,13 @@ def faults_of(harness: EngineHarness) -> dict[str, PerturbDriver]:
 @contextmanager
 def logged(harness: EngineHarness) -> Iterator[dict[str, PoolLog]]:
     """Log the forwards of each pool within the context; eager forwards only."""
-    layout = worker_of(harness).draft_worker.workspace.layout
+    workspace = worker_of(harness).draft_worker.workspace
     logs: dict[str, PoolLog] = {}
     with ExitStack() as stack:
         for pool, manager in canaries_of(harness).items():
-            log = PoolLog(manager=manager, layout=layout if pool == "draft" else None)
+            log = PoolLog(
+                manager=manager, workspace=workspace if pool == "draft" else None
+            )
             logs[pool] = log
             before: Callable[..., None] = manager.pre_ops_maybe_inside_graph
 

@@ -117,6 +117,13 @@ canary::Rows read_rows(
   rows.tokens = count_elements(t[Row::kInputIds]);
   rows.seed_rows = count_elements(t[Row::kSeedTable]);
   rows.max_depth = max_depth;
+  const int64_t shifts = count_elements(t[Row::kColumnShift]);
+  SGLK_REQUIRE(
+      rows.count ? shifts % rows.count == 0 : shifts == 0, op, ": column_shift has ", shifts,
+      " elements for ", rows.count, " rows");
+  rows.shifts = rows.count ? shifts / rows.count : 0;
+  SGLK_REQUIRE(
+      !t[Row::kShiftFrom] || rows.shifts || !rows.count, op, ": shift_from without column_shift");
   const auto get_length = [&](Length length, const OptionalTensor& tensor) {
     switch (length) {
       case Length::kRows: return rows.count;

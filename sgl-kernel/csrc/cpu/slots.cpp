@@ -50,14 +50,11 @@ Batch read_batch(
 }
 
 slots::Layout read_layout(const char* op, const Numbers& n) {
-  SGLK_REQUIRE(n.size() == 5, op, ": layout has ", n.size(), " numbers, expected 5");
+  SGLK_REQUIRE(n.size() == 4, op, ": layout has ", n.size(), " numbers, expected 4");
   SGLK_REQUIRE(
       n[0] > 0 && n[1] > 0 && n[2] > 0, op, ": page size ", n[0], ", topk ", n[1],
       " and steps ", n[2], " must be positive");
-  SGLK_REQUIRE(
-      n[3] >= 0 && n[4] >= 0, op, ": region ", n[3], " and unit ", n[4],
-      " must not be negative");
-  return {n[0], n[1], n[2], n[3], n[4]};
+  return {n[0], n[1], n[2], n[3]};
 }
 
 int64_t* longs(const char* op, const char* name, const Tensor& t, int64_t size) {
@@ -181,10 +178,13 @@ void slots_branch_table(
       const int64_t own = layout.first_own(row.len, paged);
       const int64_t stop = layout.end(row.len, paged);
       const int64_t shift = layout.shift(row.len, z % k);
-      int64_t element = skip_prefix ? own : 0;
-      for (int64_t j = 0; j < columns; j++, element += unit)
-        to[z * stride + j] =
-            element < stop ? int32_t(row.at(element < own ? element : element + shift)) : 0;
+      int64_t element = skip_prefix ? own : 0, j = 0;
+      int32_t* out_row = to + z * stride;
+      for (; j < columns && element < own; j++, element += unit)
+        out_row[j] = int32_t(row.at(element));
+      for (; j < columns && element < stop; j++, element += unit)
+        out_row[j] = int32_t(row.at(element + shift));
+      std::fill(out_row + j, out_row + columns, 0);
     }
   });
 }
@@ -213,6 +213,39 @@ void slots_branch_indices(
   }
 }
 
+void slots_ancestors(
+    const Tensor& parents, const Tensor& draft, const Tensor& lens, const Tensor& begins,
+    int64_t step, const Tensor& out) {
+  const char* op = "slots_ancestors";
+  const int64_t steps = draft.dim() == 2 ? draft.size(0) : 0, n = lens.numel();
+  SGLK_CHECK(
+      steps > 0 && (n == 0 || draft.size(1) % n == 0), op, "draft_slots", draft,
+      "[steps, requests x branches]");
+  const int64_t rows = draft.size(1), k = n ? rows / n : 1;
+  const int64_t groups = 1 + k * (steps - 1);
+  SGLK_REQUIRE(
+      step >= 0 && (step == 0 || step < steps - 1), op, ": step ", step, " of ", steps);
+  const int64_t* candidates = longs(op, "parents", parents, n * groups);
+  const int64_t* slots = longs(op, "draft_slots", draft, steps * rows);
+  const int64_t* len = longs(op, "seq_lens", lens, n);
+  const int64_t* begin = longs(op, "begins", begins, rows);
+  const int64_t size = out.numel();
+  int32_t* to = output<int32_t>(op, "out", out, ScalarType::Int, size);
+  const slots::Layout layout{1, k, steps, 0};
+  for (int64_t z = 0; z < rows; z++) {
+    const int64_t q = z / k, first = begin[z] + len[q];
+    for (int64_t s = step, branch = z % k; s > 0; s--) {
+      const int64_t candidate = candidates[q * groups + 1 + k * s + branch];
+      branch = layout.parent(candidate, s);
+      SGLK_REQUIRE(
+          branch >= 0 && branch < k, op, ": parents[", q, "] holds ", candidate,
+          " for a branch of step ", s);
+      const int64_t at = first + s - 1;
+      if (at >= 0 && at < size) to[at] = int32_t(slots[(s - 1) * rows + q * k + branch]);
+    }
+  }
+}
+
 }  // namespace
 
 STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
@@ -235,6 +268,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(sglang_kernels, m) {
   m.def(
       "slots_branch_indices(Tensor table, Tensor indices, Tensor lens, int[] layout, "
       "Tensor(a!) indptr, Tensor(b!) out) -> ()");
+  m.def(
+      "slots_ancestors(Tensor parents, Tensor draft_slots, Tensor lens, Tensor begins, "
+      "int step, Tensor(a!) out) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
@@ -245,6 +281,7 @@ STABLE_TORCH_LIBRARY_IMPL(sglang_kernels, CPU, m) {
   m.impl("slots_accepted_moves", TORCH_BOX(&slots_accepted_moves));
   m.impl("slots_branch_table", TORCH_BOX(&slots_branch_table));
   m.impl("slots_branch_indices", TORCH_BOX(&slots_branch_indices));
+  m.impl("slots_ancestors", TORCH_BOX(&slots_ancestors));
 }
 
 }  // namespace sglk

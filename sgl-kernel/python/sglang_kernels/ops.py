@@ -41,6 +41,7 @@ _slots_tail_copies = builtin("slots_tail_copies")
 _slots_accepted_moves = builtin("slots_accepted_moves")
 _slots_branch_table = builtin("slots_branch_table")
 _slots_branch_indices = builtin("slots_branch_indices")
+_slots_ancestors = builtin("slots_ancestors")
 _slot_sums = builtin("slot_sums")
 
 
@@ -658,8 +659,8 @@ def slots_tail(table: Tensor, indices: Tensor, lens: Tensor, out: Tensor) -> Non
 
     Here and below: table [rows, width] int32, rows contiguous; indices, lens: [b]
     int64;
-    layout: page size, topk, steps, first column of the draft region and its unit (0, 0
-    without a region). Columns past a row give slot 0.
+    layout: page size, topk, steps, first column of the draft region (-1 without one).
+    Columns past a row give slot 0.
     """
     _slots_tail(table, indices, lens, out)
 
@@ -693,7 +694,7 @@ def slots_tail_copies(
     dst: Tensor,
 ) -> None:
     """Compute moves that copy each prefix's tail to branches, int64
-    [b * (K - 1) * (P - 1)], or [b * K * (unit - 1)] with a region."""
+    [b * (K - 1) * (P - 1)], or [0] with a region."""
     _slots_tail_copies(table, indices, lens, layout, src, dst)
 
 
@@ -735,6 +736,26 @@ def slots_branch_indices(
         indptr: [steps, b * K + 1] int32; out: [steps, capacity] int32.
     """
     _slots_branch_indices(table, indices, lens, layout, indptr, out)
+
+
+def slots_ancestors(
+    parents: Tensor,
+    draft_slots: Tensor,
+    lens: Tensor,
+    begins: Tensor,
+    step: int,
+    out: Tensor,
+) -> None:
+    """Write the slots of each branch's ancestors after the prefix in its list.
+
+    Args:
+        parents: [b, 1 + K * (S - 1)] int64, see `DraftLevels`.
+        draft_slots: [S, b * K] int64, written by each branch in each step.
+        lens: [b] int64; begins: [b * K] int64, places of the lists in `out`.
+        step: the lists are for this step; 0 has no ancestors.
+        out: [n] int32; places outside are left out.
+    """
+    _slots_ancestors(parents, draft_slots, lens, begins, step, out)
 
 
 def slot_sums(sums: Tensor, words: Tensor, slots: Tensor, first_layer: int) -> None:

@@ -18,7 +18,7 @@ from sglang.srt.configs.attention_backends import (
     AttentionNeed,
     check_needs,
 )
-from sglang.srt.configs.draft_layout import BranchLayout, BranchRegion
+from sglang.srt.configs.draft_layout import BranchLayout
 from sglang.srt.layers.attention.attention_registry import attention_needs
 from sglang.srt.layers.ops.attention.op import decode_attention_ref
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -106,7 +106,7 @@ def test_a_window_over_a_branch_is_a_window_by_position() -> None:
     wherever their slots are; so decode's window by element is right."""
     sizes = itertools.product((1, 4, 16), (2, 4), (1, 3), (False, True))
     for page_size, topk, steps, has_region in sizes:
-        region = BranchRegion(begin=3 * page_size + 5, unit=1) if has_region else None
+        region = 3 * page_size + 5 if has_region else None
         layout = BranchLayout(
             page_size=page_size, topk=topk, num_steps=steps, region=region
         )

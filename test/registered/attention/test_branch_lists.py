@@ -11,7 +11,7 @@ from sglang.faults.fault_points import (
     SHORT_BRANCH_TABLE,
     SMALL_INDEX_BUFFER,
 )
-from sglang.srt.configs.draft_layout import BranchLayout, BranchRegion
+from sglang.srt.configs.draft_layout import BranchLayout
 from sglang.srt.layers.attention.branch_lists import BranchLists
 from sglang.srt.layers.attention.cpu_backends import (
     TorchNativeAttnBackend,
@@ -37,9 +37,9 @@ LAYOUTS = [
         page_size=page,
         topk=topk,
         num_steps=steps,
-        region=BranchRegion(begin=max(LENS), unit=unit),
+        region=max(LENS),
     )
-    for page, topk, steps, unit in [(1, 4, 3, 1), (4, 2, 5, 4), (16, 8, 3, 1)]
+    for page, topk, steps in [(1, 4, 3), (4, 2, 5), (16, 8, 3)]
 ]
 
 

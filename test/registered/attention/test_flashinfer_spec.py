@@ -29,7 +29,7 @@ from sglang.faults.fault_points import (
     SHORT_BRANCH_TABLE,
     SMALL_INDEX_BUFFER,
 )
-from sglang.srt.configs.draft_layout import BranchLayout, BranchRegion
+from sglang.srt.configs.draft_layout import BranchLayout
 from sglang.srt.draft_trees.draft_input import duplicate_prefix_tail_to_draft_branches
 from sglang.srt.environ import envs
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode
@@ -41,7 +41,11 @@ from sglang.srt.layers.attention.base_attn_backend import (
 from sglang.srt.layers.attention.cpu_backends import TorchNativeAttnBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
-from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows, draft_out_cache_loc
+from sglang.srt.mem_cache.ops.branch_slots.op import (
+    BranchPaths,
+    SlotRows,
+    draft_out_cache_loc,
+)
 from sglang.srt.model_executor.cuda_graph_runner import cuda_graph_backend
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
@@ -213,6 +217,17 @@ class DraftPhase:
         self.slots = torch.zeros(
             layout.num_steps, branches, dtype=torch.int64, device=DEVICE
         )
+        # The branches that each branch continues, at random, by step and request.
+        chosen = torch.randint(
+            layout.topk, (layout.num_steps, requests, layout.topk), generator=rng
+        )
+        self.parents = chosen.tolist()
+        followed = torch.zeros(requests, 1 + layout.topk * self.steps)
+        for step in range(1, self.steps):
+            first = layout.topk + layout.topk**2 * (step - 1)
+            at = slice(1 + layout.topk * step, 1 + layout.topk * (step + 1))
+            followed[:, at] = first + chosen[step] * layout.topk
+        self.followed = followed.long().to(DEVICE)
         self.out = torch.zeros(
             self.steps, branches, 8, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE
         )
@@ -259,6 +274,9 @@ class DraftPhase:
             )
         draft.prepare(self.slot_rows())
         for step in range(self.steps):
+            if step and self.layout.is_exact:
+                paths = BranchPaths(self.followed, self.slots, self.seq_lens)
+                draft.follow(step, paths)
             q, k, v = self.qkv[step].clone().split((8, 2, 2), dim=1)
             q = q.contiguous()
             backend = draft.step(step)
@@ -282,9 +300,15 @@ class DraftPhase:
             bounds, slots = view.indptr.tolist(), view.slot_indices.tolist()
             for z in range(len(self.lens) * topk):
                 length, columns = self.lens[z // topk], self.columns[z // topk]
+                branches = [z % topk]
+                for s in range(step, 0, -1):
+                    parent = branches[0]
+                    if self.layout.is_exact:
+                        parent = self.parents[s][z // topk][parent]
+                    branches.insert(0, parent)
                 own = [
-                    self.layout.draft_column(length, z % topk, s)
-                    for s in range(step + 1)
+                    self.layout.draft_column(length, branch, s)
+                    for s, branch in enumerate(branches)
                 ]
                 wanted = columns[[*range(length), *own]].tolist()
                 assert slots[bounds[z] : bounds[z + 1]] == wanted
@@ -302,8 +326,7 @@ LAYOUTS = [(1, 1, 3), (64, 1, 4), (1, 4, 3), (4, 2, 6), (16, 8, 4), (64, 8, 5)]
 )
 def test_draft_steps(numbers, has_region):
     page, topk, steps = numbers
-    # Pages: the reference reads them whole.
-    region = BranchRegion(begin=256, unit=page) if has_region else None
+    region = 256 if has_region else None
     phase = DraftPhase(
         BranchLayout(page_size=page, topk=topk, num_steps=steps, region=region),
         [130, 70, 17, 200],

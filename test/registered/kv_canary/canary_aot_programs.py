@@ -134,7 +134,7 @@ def branch_rows() -> ForwardView:
         lineage_rows=longs(),
         publish_rows=longs(),
         shift_from=longs(),
-        column_shift=longs(),
+        column_shift=longs(4 * ROWS),
     )
 
 

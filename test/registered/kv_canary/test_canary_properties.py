@@ -172,7 +172,8 @@ def case_of(rng: random.Random, seed: int) -> Case:
         table = dataclasses.replace(table, prev_slots=long(previous))
     if rng.random() < 0.2:
         away = long([rng.randint(0, 30) for _ in range(rows.num_rows)])
-        shift = long([rng.choice([0, 3, 500]) for _ in range(rows.num_rows)])
+        each = rng.choice([1, 1, 2, 5])
+        shift = long([rng.choice([0, 3, 500]) for _ in range(rows.num_rows * each)])
         rows = dataclasses.replace(rows, shift_from=away, column_shift=shift)
     if rng.random() < 0.2:
         other = rows.req_rows.flip(0)

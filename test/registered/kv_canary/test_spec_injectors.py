@@ -30,7 +30,7 @@ from sglang.faults.pools.scene import Damage
 from sglang.srt.forward.batch import ForwardBatch
 from sglang.srt.layers.attention.branch_lists import BranchLists
 from sglang.srt.layers.attention.paged_backend import BranchDraftDecode
-from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
+from sglang.srt.mem_cache.ops.branch_slots.op import BranchPaths, SlotRows
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.mock_oracle import next_tokens
@@ -64,6 +64,7 @@ NEED_BRANCHES = set(DRAFT_FAULTS) - {*in_serving(DRAFT_FAULTS, Serving.CHAIN)} -
 # Found where they are planted, by the forward's own reads or writes.
 AT_ONCE = {
     "branch_offset",
+    "wrong_ancestor",
     "short_reserve",
     "short_branch_table",
     "small_index_buffer",
@@ -110,8 +111,18 @@ def cases_by_layout() -> list[tuple[str, str, tuple[tuple[int, int, int], int], 
         (*case, layout)
         for case in cases()
         for layout in ("region", "paged")
-        if layout == "region" or (case[0] == "draft" and case[2][0][0] > 1)
+        if layout in _layouts(*case)
     ]
+
+
+def _layouts(
+    pool: str, name: str, shape: tuple[tuple[int, int, int], int]
+) -> tuple[str, ...]:
+    """Layouts in which a case exists and differs."""
+    if pool == "draft" and name in MOVES:
+        return ("paged",)  # nothing is copied to a region
+    is_tree = shape[0][0] > 1
+    return ("region", "paged") if pool == "draft" and is_tree else ("region",)
 
 
 def first_read(outcome: SpecOutcome) -> SpecForward:
@@ -243,8 +254,14 @@ def test_is_reported_with_a_language_model_as_the_draft(
     name: str,
     shape: tuple[tuple[int, int, int], int],
 ) -> None:
-    algorithm = {"speculative_algorithm": "STANDALONE"}
-    plant_and_check(pool, name, shape, with_language_model, **algorithm)
+    plant_and_check(
+        pool,
+        name,
+        shape,
+        with_language_model,
+        speculative_algorithm="STANDALONE",
+        speculative_draft_layout=_layouts(pool, name, shape)[0],
+    )
 
 
 def plant_and_check(
@@ -356,10 +373,12 @@ class DeclaredLists:
         attention = worker_of(harness).draft_worker.phase.attention
         assert isinstance(attention, BranchDraftDecode)
         self._layout, self._prepare = attention.layout, attention.prepare
+        self._follow = attention.follow
         self._pool = harness.scheduler.worker.model_runner.req_to_token_pool
         self._seq_lens = torch.empty(0)
         self.lists = self._allocate()
         patch.setattr(attention, "prepare", self._fill)
+        patch.setattr(attention, "follow", self._fill_ancestors)
         patch.setattr(attention._backend, "read_view", self._view)
         # Attention's calls take the table, not the lists.
         calls = canaries_of(harness)["draft"].calls
@@ -376,6 +395,10 @@ class DeclaredLists:
         self._prepare(rows)
         self._seq_lens = rows.seq_lens
         self.lists.fill(rows)
+
+    def _fill_ancestors(self, step: int, paths: BranchPaths) -> None:
+        self._follow(step, paths)
+        self.lists.follow(step, paths)
 
     def _view(self, batch: ForwardBatch) -> tuple[KVReadView]:
         lists, step = self.lists, int(batch.prefix_lens[0] - self._seq_lens[0])

@@ -70,8 +70,10 @@ def candidates(settings, shape, branches, dtype):
     return probs, ids
 
 
-def simulate(settings, shape, tokens, kv_len, dtype):
+def simulate(oracle, tokens, kv_len):
     """(accept length, accepted off the first branch) of the iteration at `kv_len`."""
+    settings, shape, dtype = oracle.settings, oracle.shape, oracle.dtype
+    keeps_columns = settings.source == "attention" and not oracle.is_exact
     levels = DraftLevels.allocate(1, shape, device="cpu")
     ids = torch.empty(shape.topk, dtype=torch.int64)
     rows = torch.empty(shape.topk, dtype=torch.int64)
@@ -91,7 +93,7 @@ def simulate(settings, shape, tokens, kv_len, dtype):
             hidden_rows=rows,
         )
         histories = [branches[row] for row in rows.tolist()]
-        if settings.source == "attention" and level:
+        if keeps_columns and level:
             histories = branches
         chosen = zip(histories, ids.tolist(), strict=True)
         branches = [[*history, token] for history, token in chosen]
@@ -119,27 +121,28 @@ def simulate(settings, shape, tokens, kv_len, dtype):
     return len(accepted) + 1, sum(node not in first_branch for node in accepted)
 
 
-def walk(settings, shape, answer, dtype):
+def walk(oracle, answer):
     kv_len, found = answer.prompt_len, []
     while kv_len < len(answer.tokens) - 1:
-        found.append(simulate(settings, shape, list(answer.tokens), kv_len, dtype))
+        found.append(simulate(oracle, list(answer.tokens), kv_len))
         kv_len += found[-1][0]
     return found
 
 
 def assert_simulated(oracle, answers):
     for answer, predicted in zip(answers, oracle.predict(answers), strict=True):
-        simulated = walk(oracle.settings, oracle.shape, answer, oracle.dtype)
+        simulated = walk(oracle, answer)
         assert predicted.accept_lens == tuple(length for length, _ in simulated)
         assert predicted.off_first_branch == tuple(off for _, off in simulated)
 
 
 @pytest.mark.parametrize(
-    ("numbers", "source", "draft_vocab_size", "dtype"),
+    ("numbers", "source", "is_exact", "draft_vocab_size", "dtype"),
     sampled(
         itertools.product(
             SHAPES,
             ["attention", "hidden"],
+            [True, False],
             [None, 150],
             [torch.float32, torch.bfloat16],
         ),
@@ -147,15 +150,15 @@ def assert_simulated(oracle, answers):
         ci=4,
     ),
 )
-def test_equals_a_simulation(numbers, source, draft_vocab_size, dtype):
-    rng = random.Random(repr((numbers, source, draft_vocab_size, dtype)))
+def test_equals_a_simulation(numbers, source, is_exact, draft_vocab_size, dtype):
+    rng = random.Random(repr((numbers, source, is_exact, draft_vocab_size, dtype)))
     shape = shape_of(numbers)
     settings = DraftSettings(
         vocab_size=VOCAB, draft_vocab_size=draft_vocab_size, source=source
     )
     length = count(ci=6, full=12)
     answers = [make_answer(rng, new_tokens=length) for _ in range(count(ci=1, full=8))]
-    oracle = DraftOracle(shape=shape, settings=settings, dtype=dtype)
+    oracle = DraftOracle(shape=shape, settings=settings, is_exact=is_exact, dtype=dtype)
     assert_simulated(oracle, answers)
 
 
@@ -170,24 +173,25 @@ def test_equals_a_simulation_where_tokens_repeat(dtype):
     )
 
 
-def test_equals_a_simulation_where_the_sources_differ():
+def test_equals_a_simulation_where_ancestors_matter():
     """Branches whose column of KV holds another branch's tokens: with few nodes to
     verify they rarely matter, so the requests where they do are looked for."""
     rng = random.Random(5)
     oracles = [
         DraftOracle(
             shape=shape_of((8, 5, 32)),
-            settings=DraftSettings(vocab_size=VOCAB, source=source),
+            settings=DraftSettings(vocab_size=VOCAB, source="attention"),
+            is_exact=is_exact,
         )
-        for source in ("attention", "hidden")
+        for is_exact in (True, False)
     ]
     differing: list[Answer] = []
     for _ in range(20):
         answers = [make_answer(rng, new_tokens=16) for _ in range(10)]
-        by_source = zip(*(oracle.predict(answers) for oracle in oracles), strict=True)
+        by_layout = zip(*(oracle.predict(answers) for oracle in oracles), strict=True)
         differing += [
             answer
-            for answer, (first, second) in zip(answers, by_source, strict=True)
+            for answer, (first, second) in zip(answers, by_layout, strict=True)
             if first.accept_lens != second.accept_lens
         ]
         if len(differing) >= 3:

@@ -104,24 +104,25 @@ def test_answers_are_those_without_speculation(
         **CANARY,
         **options,
     )
-    region = engine.scheduler.cache.req_to_token_pool.region
-    assert (region is not None) == (layout == "region")
+    pool = engine.scheduler.cache.req_to_token_pool
+    assert (pool.region is not None) == (layout == "region")
+    columns = pool.req_to_token.shape[1] - pool.row_width
+    exact = configuration.topk * configuration.num_steps
+    assert columns == (exact if layout == "region" else 0)
     for manager in canaries_of(engine).values():
         assert manager.reporter.total == 0 and manager.clock > 10
 
 
 @pytest.mark.skipif(device() == "cuda", reason="the Triton backend does so anyway")
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("configuration", CONFIGURATIONS[::2], ids=str)
-def test_branches_as_lists_of_slots(
+def test_pages_as_lists_of_slots(
     folders: ModelFolders,
     references: References,
     configuration: SpecConfig,
-    layout: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The same on the CPU for a backend that reads slots, not pages: no copies of
-    tails, and a region of as many slots as branches draft."""
+    """Branches after the prefix on the CPU, for a backend that reads their slots and
+    not their pages: no copies of tails."""
     for name in BACKENDS["cpu"]:
         known = replace(ATTENTION_BACKENDS[name], needs_paged_draft_rows=False)
         monkeypatch.setitem(ATTENTION_BACKENDS, name, known)
@@ -129,13 +130,9 @@ def test_branches_as_lists_of_slots(
         folders,
         references,
         configuration,
-        speculative_draft_layout=layout,
+        speculative_draft_layout="paged",
         **CANARY,
     )
-    pool = engine.scheduler.cache.req_to_token_pool
-    exact = configuration.topk * configuration.num_steps
-    columns = pool.req_to_token.shape[1] - pool.row_width
-    assert columns == (exact if layout == "region" else 0)
     for manager in canaries_of(engine).values():
         assert manager.reporter.total == 0 and manager.clock > 10
 

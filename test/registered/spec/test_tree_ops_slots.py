@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -14,22 +15,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 from tree_ops_world import DEVICE, TRITON, garbage, kernels, op
 
-from sglang.srt.arg_groups.draft_slots import (
-    branch_region,
-    decode_reserve,
-    region_columns,
-)
+from sglang.srt.arg_groups.draft_slots import decode_reserve, region_columns
 from sglang.srt.configs.draft_kinds import DRAFT_KINDS
 from sglang.srt.configs.draft_layout import (
     BranchLayout,
-    BranchRegion,
     TreeShape,
     alloc_len_per_decode,
 )
 from sglang.srt.mem_cache.draft_region import DraftRegion
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.mem_cache.ops.branch_slots import op as slot_ops
-from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
+from sglang.srt.mem_cache.ops.branch_slots.op import BranchPaths, SlotRows
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.scale import is_full
 
@@ -49,15 +45,14 @@ def chosen_op(name: str, implementation: str):
 
 
 def layouts(implementation: str) -> Iterator[BranchLayout]:
-    """All of them, without a region and with those of either unit; a covering sample
-    where Triton's interpreter runs them."""
+    """All of them, without a region and with one; a covering sample where Triton's
+    interpreter runs them."""
     numbers = itertools.product(PAGE_SIZES, TOPKS, STEPS)
     is_slow = implementation == TRITON and DEVICE == "cpu" and not is_full()
     for place, (page, topk, steps) in enumerate(numbers):
-        for unit in (None, 1, page)[: 2 if page == 1 else 3]:
-            if is_slow and (place + (unit or 0)) % 7:
+        for region in (None, 4 * page):
+            if is_slow and (place + (region is None)) % 7:
                 continue
-            region = None if unit is None else BranchRegion(begin=4 * page, unit=unit)
             yield BranchLayout(
                 page_size=page, topk=topk, num_steps=steps, region=region
             )
@@ -101,14 +96,8 @@ class Pool:
         length, page = self.lens[q], self.layout.page_size
         region, steps = self.layout.region, self.layout.num_steps
         if region is not None:
-            own = self.columns[q][region.begin :]
-            if region.unit == 1:
-                return own[branch * steps : (branch + 1) * steps]
-            pages = [own[i : i + page] for i in range(0, len(own), page)]
-            # As many pages as the longest tail and the drafts need.
-            each = len(range(0, page - 1 + steps, page))
-            mine = sum(pages[branch * each : (branch + 1) * each], start=[])
-            return mine[length % page :][:steps]
+            own = self.columns[q][region:]
+            return own[branch * steps : (branch + 1) * steps]
         if page == 1 or self.layout.topk == 1:
             first = length + branch * self.layout.num_steps
             return self.columns[q][first : first + self.layout.num_steps]
@@ -140,7 +129,7 @@ def test_draft_slots(implementation: str) -> None:
             prefix = pool.columns[q][: pool.lens[q]]
             assert len({*flat, *prefix}) == len(flat) + pool.lens[q]
             assert min(flat) >= layout.page_size
-            if layout.unit > 1:
+            if layout.region is None and layout.page_size > 1:
                 pages = [{slot // layout.page_size for slot in b} for b in found[q]]
                 assert sum(map(len, pages)) == len(set().union(*pages))
 
@@ -157,8 +146,8 @@ def test_branches_read_their_tokens_through_pages(implementation: str) -> None:
         for q, length in enumerate(pool.lens):
             prefix = torch.tensor(pool.columns[q][:length], device=DEVICE)
             kv[prefix] = 1000 * q + torch.arange(length, device=DEVICE)
-        copies = topk if layout.region else topk - 1
-        size = 0 if layout.unit == 1 else n * copies * (page - 1)
+        copies = 0 if layout.region else topk - 1
+        size = n * copies * (page - 1)
         src = garbage(size)
         dst = src.clone()
         chosen_op("duplicate_prefix_tail", implementation)(
@@ -182,7 +171,7 @@ def test_branches_read_their_tokens_through_pages(implementation: str) -> None:
         tokens = garbage(n * topk, pool.width, dtype=torch.int32)
         own = garbage(n * topk, 7, dtype=torch.int32)
         fill = chosen_op("branch_table", implementation)
-        has_pages = page == 1 or layout.unit > 1
+        has_pages = page == 1 or layout.region is None
         if has_pages:
             fill(pool.rows, layout=layout, paged=True, out=paged)
             fill(pool.rows, layout=layout, paged=True, skip_prefix=True, out=own)
@@ -249,7 +238,7 @@ def test_shifts_and_tail_slots(implementation: str) -> None:
     for layout in layouts(implementation):
         pool = Pool(layout, lens_for(layout, implementation), spare=3)
         n, topk = len(pool.lens), layout.topk
-        for paged in (True, False):
+        for paged in (False,) if layout.region else (True, False):
             shift_from, shift = garbage(n * topk), garbage(n * topk)
             chosen_op("branch_shifts", implementation)(
                 pool.rows,
@@ -270,6 +259,58 @@ def test_shifts_and_tail_slots(implementation: str) -> None:
             # Behind the row's end there is nothing but scratch.
             columns = [*pool.columns[q], *[0] * 9]
             assert out[q].tolist() == columns[length : length + 9]
+
+
+@pytest.mark.parametrize("implementation", [*kernels(), "reference"])
+@pytest.mark.parametrize("begin", [0, 5])
+def test_branches_read_their_ancestors(implementation: str, begin: int) -> None:
+    """Against paths of (step, branch) that are carried from step to step, in tables
+    and in lists, for random choices of candidates."""
+    rng = random.Random(begin)
+    sizes = [(3, 4, 5), (1, 2, 3), (2, 8, 4), (1, 3, 2), (0, 2, 3), (2, 32, 3)]
+    for n, topk, steps in sizes:
+        lens = [rng.randrange(9) for _ in range(n)]
+        branches, columns = n * topk, 9 + steps
+        parents = garbage(n, 1 + topk * (steps - 1))
+        slots = torch.randperm(steps * branches, device=DEVICE) + 1
+        slots = slots.view(steps, branches)
+        paths = [[(0, t)] for _ in range(n) for t in range(topk)]
+        begins = begin + columns * torch.arange(branches, device=DEVICE)
+        out = garbage(begin + branches * columns, dtype=torch.int32)
+        wanted = out.tolist()
+        for step in range(steps - 1):
+            if step:
+                chosen = torch.tensor(
+                    [[rng.randrange(topk**2) for _ in range(topk)] for _ in range(n)]
+                ).view(n, topk)
+                first = topk + topk**2 * (step - 1)
+                at = slice(1 + topk * step, 1 + topk * (step + 1))
+                parents[:, at] = (first + chosen).to(DEVICE)
+                paths = [
+                    [*paths[q * topk + choice // topk], (step, t)]
+                    for q, row in enumerate(chosen.tolist())
+                    for t, choice in enumerate(row)
+                ]
+            chosen_op("branch_ancestors", implementation)(
+                step,
+                BranchPaths(parents, slots, torch.tensor(lens, device=DEVICE).long()),
+                begins=begins,
+                out=out,
+            )
+            for z, path in enumerate(paths):
+                first = begin + z * columns + lens[z // topk]
+                for s, t in path[:step]:
+                    wanted[first + s] = int(slots[s, z // topk * topk + t])
+            # Neither the prefix nor the branch's own slot.
+            assert out.tolist() == wanted, (n, topk, steps, step)
+        short = out[: len(out) // 2].clone()
+        chosen_op("branch_ancestors", implementation)(
+            steps - 2,
+            BranchPaths(parents, slots, torch.tensor(lens, device=DEVICE).long()),
+            begins=begins,
+            out=short,
+        )
+        assert short.tolist() == wanted[: len(short)]
 
 
 @pytest.mark.parametrize("implementation", [*kernels(), "reference"])
@@ -394,7 +435,7 @@ def test_alloc_len_covers_every_column(
 @settings(derandomize=True, max_examples=200, deadline=None, database=None)
 @given(
     page=st.sampled_from([1, 2, 4, 16, 64]),
-    is_paged=st.booleans(),
+    backend=st.sampled_from(["cpu_native", "triton"]),
     topk=st.integers(2, 8),
     steps=st.integers(1, 8),
     rows=st.integers(1, 5),
@@ -403,7 +444,7 @@ def test_alloc_len_covers_every_column(
 )
 def test_a_region_gives_every_branch_slots_of_its_own(
     page: int,
-    is_paged: bool,
+    backend: str,
     topk: int,
     steps: int,
     rows: int,
@@ -411,22 +452,20 @@ def test_a_region_gives_every_branch_slots_of_its_own(
     lengths: list[int],
 ) -> None:
     """Against a model that hands out slots one after the other: row by row, branch by
-    branch, each as many as the longest tail and its drafts need, in whole pages where
-    pages are read."""
-    unit, size = page if is_paged else 1, pool_pages * page
-    each = steps if unit == 1 else len(range(0, page - 1 + steps, page)) * page
+    branch, each as many as it drafts, whatever the pages and the backend."""
+    size = pool_pages * page
     tree = TreeShape(topk=topk, num_steps=steps, num_draft_tokens=steps + 1)
     args = SimpleNamespace(
         speculative_algorithm="EAGLE",
         draft_kind=DRAFT_KINDS["EAGLE"],
         speculative_draft_layout="region",
-        attention_backend="cpu_native" if is_paged else "triton",
+        attention_backend=backend,
         tree_shape=tree,
         tree_shapes=(tree,),
         page_size=page,
     )
     columns = region_columns(cast("ServerArgs", args))
-    assert columns == topk * each
+    assert columns == topk * steps
     slots = DraftRegion(
         first_slot=size + page, rows=rows, columns=columns, page_size=page
     )
@@ -437,17 +476,16 @@ def test_a_region_gives_every_branch_slots_of_its_own(
         page_size=page,
         topk=topk,
         num_steps=steps,
-        region=branch_region(cast("ServerArgs", args), begin=pool.row_width),
+        region=pool.row_width,
     )
     following = itertools.count(size + page)
     for row, length in zip(range(1, rows + 1), lengths, strict=False):
         for branch in range(topk):
-            own = [next(following) for _ in range(each)]
-            begin = length % page if is_paged else 0
+            own = [next(following) for _ in range(steps)]
             for step in range(steps):
                 column = layout.draft_column(length, branch, step)
                 slot = int(pool.req_to_token[row, column])
-                assert slot == own[begin + step] < size + page + slots.size
+                assert slot == own[step] < size + page + slots.size
             assert {slots.slot_to_row(slot) for slot in own} == {row}
     assert slots.slot_to_row(size + page - 1) == slots.slot_to_row(next(following)) == 0
     assert not pool.req_to_token[0].any() and slots.size % page == 0

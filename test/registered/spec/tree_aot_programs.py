@@ -50,6 +50,8 @@ SCALARS = (
     "row_width",
     "columns",
     "rows",
+    "step",
+    "size",
     "capacity",
     "region",
 )
@@ -139,10 +141,10 @@ def trees() -> Iterator[Variant]:
 def slots() -> Iterator[Variant]:
     kernels = branch_slot_kernels
     yield Variant("tail", kernels.tail_kernel, {"WIDTH": 6, "BLOCK": 8}, 1, {})
-    shapes = ((1, 8, 5, 0), (64, 1, 3, 0), (64, 8, 5, 0), (64, 8, 5, 1))
-    for page, topk, steps, unit in (*shapes, (64, 8, 5, 64)):
-        layout = {"PAGE": page, "K": topk, "STEPS": steps, "UNIT": unit}
-        name = f"page={page} topk={topk} unit={unit}"
+    shapes = ((1, 8, 5, False), (64, 1, 3, False), (64, 8, 5, False), (64, 8, 5, True))
+    for page, topk, steps, has_region in shapes:
+        layout = {"PAGE": page, "K": topk, "STEPS": steps, "HAS_REGION": has_region}
+        name = f"page={page} topk={topk} region={has_region}"
         block = {**layout, "BLOCK": 64}
         yield Variant(f"draft {name}", kernels.draft_kernel, block, 1, {})
         yield Variant(f"tails {name}", kernels.tail_copies_kernel, block, 1, {})
@@ -156,6 +158,9 @@ def slots() -> Iterator[Variant]:
         rows = {**layout, "ROWS_BLOCK": 16, "BLOCK": 1024}
         kernel = kernels.branch_indices_kernel
         yield Variant(f"lists {name}", kernel, rows, 4, {"out": "*i32"})
+        groups = {"K": topk, "GROUPS": 1 + topk * (steps - 1), "BLOCK": block_of(topk)}
+        ancestors = kernels.ancestors_kernel
+        yield Variant(f"ancestors {name}", ancestors, groups, 1, {"out": "*i32"})
 
 
 def type_of(name: str, types: dict[str, str]) -> str:

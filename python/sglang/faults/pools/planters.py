@@ -27,6 +27,7 @@ _WHEN = {
     "drop_draft_extend_rows": When.AFTER_FORWARD,
     "late_checkpoint": When.AFTER_FORWARD,
     "branch_offset": When.BEFORE_STEP,
+    "wrong_ancestor": When.BEFORE_STEP,
     "short_reserve": When.BEFORE_STEP,
     "short_branch_table": When.BEFORE_STEP,
     "small_index_buffer": When.BEFORE_STEP,

@@ -27,8 +27,8 @@ class _Branch:
     Fields:
         row: of the batch, requests x branches.
         element: the place of that element among those the branch reads.
-        table, table_row, column: where the backend reads its page; first slots of
-            pages.
+        table, table_row: where the backend reads its slots: first slots of pages.
+        page_size: slots of an entry of the table.
     """
 
     victim: Victim
@@ -36,25 +36,31 @@ class _Branch:
     element: int
     table: Tensor
     table_row: int
-    column: int
+    page_size: int
 
     @property
     def entry(self) -> tuple[int, int]:
-        return self.table_row, self.column
+        return self.table_row, self.element // self.page_size
 
     def damage(
-        self, page_size: int, *, slot: int, undo: Callable[[], None] | None = None
+        self,
+        *,
+        slot: int,
+        position: int | None = None,
+        undo: Callable[[], None] | None = None,
     ) -> Damage:
-        """The damage of reading the page of `slot` in the place of the newest one."""
-        first, begin = slot - slot % page_size, self.column * page_size
+        """The damage of reading the page of `slot` in the place of that of a position
+        (default: of the newest element)."""
+        position = self.element if position is None else position
+        begin = position - position % self.page_size
+        first = slot - slot % self.page_size
+        end = min(begin + self.page_size, self.element + 1)
         return Damage(
             req_row=self.victim.req_row,
             serial=self.victim.serial,
             slot=slot,
-            position=self.element,
-            places=frozenset(
-                (first + p - begin, p) for p in range(begin, self.element + 1)
-            ),
+            position=position,
+            places=frozenset((first + p - begin, p) for p in range(begin, end)),
             undo=undo,
         )
 
@@ -65,6 +71,7 @@ def _branches(scene: Scene) -> list[_Branch]:
     is_step = target.is_draft and scene.forward_batch.forward_mode.is_decode
     if not is_step or not isinstance(backend, PagedAttnBackend):
         return []
+    (view,) = backend.read_view(scene.forward_batch)
     return [
         _Branch(
             victim=victim,
@@ -72,7 +79,7 @@ def _branches(scene: Scene) -> list[_Branch]:
             element=victim.prefix_len,
             table=backend.page_table,
             table_row=victim.batch_row if scene.branches > 1 else victim.req_row,
-            column=victim.prefix_len // target.page_size,
+            page_size=view.page_size,
         )
         for victim in scene.victims()
     ]
@@ -89,9 +96,29 @@ def branch_offset(scene: Scene) -> Damage | None:
             continue
         wrong = int(slots[branch.row - 1])
         slots[branch.row] = wrong
-        page = branch.table[branch.table_row - 1, branch.column]
-        branch.table[branch.entry] = page
-        return branch.damage(scene.target.page_size, slot=wrong)
+        row, column = branch.entry
+        branch.table[row, column] = branch.table[row - 1, column]
+        return branch.damage(slot=wrong)
+    return None
+
+
+def wrong_ancestor(scene: Scene) -> Damage | None:
+    """Let a branch read what another branch drafted in the step before, and not its
+    parent."""
+    if scene.branches == 1 or scene.step == 0:
+        return None
+    for branch in _branches(scene):
+        row, position = branch.table_row, branch.element - 1
+        column = position // branch.page_size
+        first = row - row % scene.branches
+        others = branch.table[first : first + scene.branches, column].tolist()
+        wrong = next((page for page in others if page != others[row - first]), None)
+        if wrong is None:
+            continue  # all branches have the same parent
+        undo = _restored((branch.table, (row, column)))
+        branch.table[row, column] = wrong
+        slot = wrong + position % branch.page_size
+        return branch.damage(slot=slot, position=position, undo=undo)
     return None
 
 
@@ -99,12 +126,12 @@ def short_reserve(scene: Scene) -> Damage | None:
     """Take a branch's slot out of the row, as if the reserve were too small: entries
     after its end name the scratch page."""
     for branch in _branches(scene):
-        slot = branch.element % scene.target.page_size
+        slot = branch.element % branch.page_size
         slots = scene.forward_batch.out_cache_loc
         undo = _restored((slots, branch.row), (branch.table, branch.entry))
         slots[branch.row] = slot
         branch.table[branch.entry] = 0
-        return branch.damage(scene.target.page_size, slot=slot, undo=undo)
+        return branch.damage(slot=slot, undo=undo)
     return None
 
 
@@ -113,15 +140,15 @@ def short_branch_table(scene: Scene) -> Damage | None:
     for branch in _branches(scene):
         undo = _restored((branch.table, branch.entry))
         branch.table[branch.entry] = 0
-        slot = branch.element % scene.target.page_size
-        return branch.damage(scene.target.page_size, slot=slot, undo=undo)
+        slot = branch.element % branch.page_size
+        return branch.damage(slot=slot, undo=undo)
     return None
 
 
 def small_index_buffer(scene: Scene) -> Damage | None:
     """Clear the tables of the last branches, as if sized without the factor top-k
     (27338)."""
-    page_size, topk = scene.target.page_size, scene.branches
+    topk = scene.branches
     bs = scene.forward_batch.batch_size
     first = bs // topk
     if topk == 1:
@@ -136,7 +163,9 @@ def small_index_buffer(scene: Scene) -> Damage | None:
             serial=branch.victim.serial,
             slot=0,
             position=0,
-            places=frozenset((p % page_size, p) for p in range(branch.element + 1)),
+            places=frozenset(
+                (p % branch.page_size, p) for p in range(branch.element + 1)
+            ),
             undo=undo,
         )
     return None

@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
-from sglang.srt.configs.draft_layout import (
-    CATCH_UP_TOKENS,
-    BranchRegion,
-    alloc_len_per_decode,
-)
+from sglang.srt.configs.draft_layout import CATCH_UP_TOKENS, alloc_len_per_decode
 
 if TYPE_CHECKING:
     from sglang.srt.server_args import ServerArgs
@@ -31,7 +26,7 @@ def get_alloc_len_per_decode(server_args: ServerArgs) -> int:
             num_steps=shape.num_steps,
             num_draft_tokens=shape.num_draft_tokens,
             draft_lead=server_args.draft_lead,
-            has_branches=has_model and not branch_unit(server_args),
+            has_branches=has_model and not has_draft_region(server_args),
         )
         for shape in server_args.tree_shapes
     ]
@@ -42,12 +37,9 @@ def get_alloc_len_per_decode(server_args: ServerArgs) -> int:
 
 def region_columns(server_args: ServerArgs) -> int:
     """Return the columns of a row's draft region, or 0 if there is none."""
-    region = branch_region(server_args, begin=0)
-    if region is None:
+    if not has_draft_region(server_args):
         return 0
-    return max(
-        shape.topk * region.span(shape.num_steps) for shape in server_args.tree_shapes
-    )
+    return max(shape.topk * shape.num_steps for shape in server_args.tree_shapes)
 
 
 def decode_reserve(server_args: ServerArgs) -> int:
@@ -63,25 +55,11 @@ def decode_reserve(server_args: ServerArgs) -> int:
     return gained + get_alloc_len_per_decode(server_args)
 
 
-def branch_unit(server_args: ServerArgs) -> int:
-    """Return `BranchRegion.unit` of the draft region, or 0 if there is none, because
-    there are no draft branches or the flags put them after the prefix.
+def has_draft_region(server_args: ServerArgs) -> bool:
+    """Return whether draft branches have slots of their own. Without branches they need
+    none, and the flags can put them after the prefix.
     """
     args = server_args
     if args.speculative_algorithm is None or args.tree_shape.topk == 1:
-        return 0
-    if not args.draft_kind.has_model:
-        return 0
-    if args.speculative_draft_layout == "paged":
-        return 0
-    assert args.attention_backend is not None and args.page_size is not None
-    capabilities = ATTENTION_BACKENDS[args.attention_backend]
-    return args.page_size if capabilities.needs_paged_draft_rows else 1
-
-
-def branch_region(server_args: ServerArgs, *, begin: int) -> BranchRegion | None:
-    """Return the draft region of rows with `begin` token columns, or None if there is
-    none.
-    """
-    unit = branch_unit(server_args)
-    return BranchRegion(begin=begin, unit=unit) if unit else None
+        return False
+    return args.draft_kind.has_model and args.speculative_draft_layout != "paged"

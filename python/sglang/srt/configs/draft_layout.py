@@ -6,25 +6,23 @@ A row has one column per position for a request's tokens. If there is a *draft r
 it has further columns, whose slots belong to the row permanently:
 
     | L tokens | reserve ... end of the context | branch 0 | branch 1 | ... |
-                                                ^ region.begin
+                                                ^ region
 
-With a region, branch t has `span` columns starting at region.begin + t * span. Its own
-elements begin at `base`, the multiple of the region's unit at or below the KV length
-L: the page boundary where attention reads whole pages, L itself where the unit is 1.
+With a region, branch t writes to num_steps columns from region + t * num_steps on. It
+reads lists of slots: the prefix, its ancestors' slots, and its own.
 
 Without one, branches follow the prefix, in whole pages: with `base` the page boundary
-at or below L and `n = ceil((tail + num_steps) / page_size)`, branch t owns the columns
-[base + t n P, base + (t + 1) n P). With page size 1 and with top-k 1 that is the
-contiguous layout L + t num_steps + step.
-
-A branch's columns in either, `tail` being L - base:
+at or below the KV length L and `n = ceil((tail + num_steps) / page_size)`, branch t
+owns the columns [base + t n P, base + (t + 1) n P) and reads them. With page size 1 and
+with top-k 1 that is the contiguous layout L + t num_steps + step. A branch's columns
+there, `tail` being L - base:
 
     first column         + tail               + tail + num_steps     + n P
     | copy of the tail   | draft slots         | padding             |
     |                    | of steps 0, 1, ...  |                     |
 
-Branch 0 without a region has the prefix's tail itself. Element e of a branch's own is
-in column e + `branch_shift`.
+Branch 0 has the prefix's tail itself. Element e of a branch's own is in column e +
+`branch_shift`.
 """
 
 from __future__ import annotations
@@ -135,30 +133,6 @@ def alloc_len_per_decode(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BranchRegion:
-    """Columns of a row that are reserved for its branches.
-
-    Fields:
-        begin: first column.
-        unit: a branch's columns begin at multiples of this: the page size, or 1.
-
-    Raises:
-        ValueError: the unit is below 1, or the region begins before the row.
-    """
-
-    begin: int
-    unit: int
-
-    def __post_init__(self) -> None:
-        if self.begin < 0 or self.unit < 1:
-            raise ValueError(f"a region from column {self.begin}, unit {self.unit}")
-
-    def span(self, num_steps: int) -> int:
-        """Number of columns of a branch, enough for the longest tail."""
-        return (2 * self.unit + num_steps - 2) // self.unit * self.unit
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class BranchLayout:
     """The layout of draft branches in a request's row.
 
@@ -166,52 +140,45 @@ class BranchLayout:
         page_size: KV slots per page.
         topk: number of branches.
         num_steps: draft slots per branch.
-        region: where branches are, or None for after the prefix.
+        region: first column of the draft region, or None: branches follow the prefix.
 
     Raises:
-        ValueError: a field is below 1, or a region's unit is neither 1 nor the page
-            size.
+        ValueError: a field is below 1, or the region begins before the row.
     """
 
     page_size: int
     topk: int
     num_steps: int
-    region: BranchRegion | None = None
+    region: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("page_size", "topk", "num_steps"):
             value = getattr(self, name)
             if value < 1:
                 raise ValueError(f"{name} is {value}; it must be at least 1")
-        if self.region is not None and self.region.unit not in (1, self.page_size):
-            raise ValueError(
-                f"a region's unit is {self.region.unit}; it must be 1 or the page size "
-                f"{self.page_size}"
-            )
+        if self.region is not None and self.region < 0:
+            raise ValueError(f"a region from column {self.region}")
 
     @property
-    def unit(self) -> int:
-        """A branch's own columns begin at multiples of this."""
-        return self.page_size if self.region is None else self.region.unit
-
-    @property
-    def num_copies(self) -> int:
-        """Number of branches, the last ones, that get a copy of the prefix's tail."""
-        return self.topk - (self.region is None)
+    def is_exact(self) -> bool:
+        """Whether a branch reads the slots of its ancestors, wherever they lie, and not
+        those of its own columns."""
+        return self.region is not None and self.topk > 1
 
     @property
     def max_tail(self) -> int:
         """Number of elements in the longest tail to copy."""
-        return self.unit - 1
+        return self.page_size - 1 if self.region is None else 0
 
     @property
     def tail_moves(self) -> int:
-        """Maximum number of moves to copy a request's tail to its branches."""
-        return self.num_copies * self.max_tail
+        """Maximum number of moves to copy a request's tail to its branches. The first
+        branch has it."""
+        return (self.topk - 1) * self.max_tail
 
     def base(self, seq_len: int) -> int:
         """Return the first element for which a branch has its own column."""
-        return seq_len - seq_len % self.unit
+        return seq_len - (seq_len % self.page_size if self.region is None else 0)
 
     def branch_pages(self, seq_len: int) -> int:
         """Number of whole pages that a branch reads from its page boundary."""
@@ -222,8 +189,7 @@ class BranchLayout:
         """Return the distance between a branch's own elements and their columns."""
         if self.region is None:
             return branch * self.branch_pages(seq_len) * self.page_size
-        first = self.region.begin + branch * self.region.span(self.num_steps)
-        return first - self.base(seq_len)
+        return self.region + branch * self.num_steps - seq_len
 
     def draft_column(self, seq_len: int, branch: int, step: int) -> int:
         """Return the column of the slot that draft step `step` of a branch writes."""

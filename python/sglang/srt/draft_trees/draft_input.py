@@ -22,11 +22,19 @@ if TYPE_CHECKING:
 
 
 class BranchColumns(NamedTuple):
-    """Columns of draft branches' KV elements in their request's row, int64 [b * K]
-    each: element e lies in column e below `shift_from`, else in e + `shift`."""
+    """Columns of draft branches' KV elements in their request's row.
+
+    Fields:
+        shift_from: int64 [b * K], shift: int64 [b * K * n]: element e of a branch lies
+            in column e below `shift_from`, else in e + the branch's shift number e -
+            `shift_from`, or its last one.
+        parents: int64 [b * K], rows of the step before that the branches continue.
+            Defaults to their own.
+    """
 
     shift_from: Tensor
     shift: Tensor
+    parents: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,11 +106,11 @@ def duplicate_prefix_tail_to_draft_branches(
     src: Tensor,
     dst: Tensor,
 ) -> None:
-    """Copy the prefix's last, partial page to every branch that lacks it. Only the
-    first branch has it, and not if the branches lie in a draft region.
+    """Copy the prefix's last, partial page to every branch but the first, which has it.
 
-    Needed by attention that reads whole pages per branch. It is one move of fixed
-    shape: pairs after the tail are (0, 0), so the host need not know its length.
+    Needed by attention that reads whole pages per branch, which it does not in a draft
+    region. It is one move of fixed shape: pairs after the tail are (0, 0), so the host
+    need not know its length.
 
     Args:
         kv_pool: the draft's pool.

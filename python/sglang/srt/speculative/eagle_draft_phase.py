@@ -18,6 +18,7 @@ from sglang.srt.draft_trees.ops.tree.op import build_tree, select_top_k
 from sglang.srt.draft_trees.workspace import RowIdentity
 from sglang.srt.forward.batch import ForwardBatch, ForwardMode, HostLens
 from sglang.srt.mem_cache.ops.branch_slots.op import (
+    BranchPaths,
     branch_shifts,
     draft_out_cache_loc,
     tail_cache_loc,
@@ -70,7 +71,10 @@ class DraftPhase:
         self._is_checked = is_checked
         pool, capabilities = runner.req_to_token_pool, runner.attn_backend.capabilities
         self._token_table = pool.token_table
-        self._needs_tails = capabilities.needs_paged_draft_rows
+        is_paged = capabilities.needs_paged_draft_rows and live.layout.region is None
+        self._needs_tails = is_paged
+        # Elements that a branch may have after the prefix: those of all steps.
+        self._steps = torch.arange(max(live.shape.num_steps - 1, 1), device=pool.device)
         self.no_lens: list[int] | None = [] if capabilities.needs_cpu_seq_lens else None
         branches = pool.size * live.shape.topk
         self._ones = torch.ones(branches, dtype=torch.int64, device=pool.device)
@@ -151,7 +155,8 @@ class DraftPhase:
             *views.identity.repeat_interleave(shape.topk, dim=1).unbind()
         )
         lens = views.draft_lens.repeat_interleave(shape.topk)
-        columns = self._branch_columns(views)
+        columns = self._branch_columns(views) if self._is_checked else None
+        paths = BranchPaths(views.levels.parents, views.draft_slots, views.draft_lens)
         input_ids, hidden_rows = torch.empty_like(lens), torch.empty_like(lens)
         for level in range(shape.num_steps):
             select_top_k(
@@ -168,6 +173,10 @@ class DraftPhase:
                 return
             if hidden is not None:
                 hidden = hidden.index_select(0, hidden_rows)
+            if level and self._layout.is_exact:
+                self.attention.follow(level, paths)
+                if columns is not None:
+                    columns = self._follow_columns(columns, level, hidden_rows)
             output = self.run_step(
                 level,
                 ForwardBatch(
@@ -205,10 +214,8 @@ class DraftPhase:
         lens = [n + level for n in seq_lens for _ in range(self._shape.topk)]
         return HostLens(prefix_lens=lens, extend_lens=[1] * len(lens))
 
-    def _branch_columns(self, views: WorkspaceRows) -> BranchColumns | None:
-        """Return columns of the branches for the KV canary, or None if it is off."""
-        if not self._is_checked:
-            return None
+    def _branch_columns(self, views: WorkspaceRows) -> BranchColumns:
+        """Return columns of the branches of step 0, for the KV canary."""
         branches = views.bs * self._shape.topk
         shift_from, shift = views.draft_lens.new_empty(2, branches).unbind()
         branch_shifts(
@@ -218,4 +225,21 @@ class DraftPhase:
             shift_from=shift_from,
             column_shift=shift,
         )
+        if self._layout.is_exact:
+            shift = shift.repeat_interleave(len(self._steps))
         return BranchColumns(shift_from=shift_from, shift=shift)
+
+    def _follow_columns(
+        self, columns: BranchColumns, level: int, parents: Tensor
+    ) -> BranchColumns:
+        """Return the columns of the branches of a later step. Until it, each has had
+        those of its parent (int64 [b * K], rows of the step before).
+
+        Attention finds its slots by the candidates that were chosen, this by the rows
+        that branches continue: the canary compares the two.
+        """
+        shift = columns.shift.view(len(parents), -1)
+        # A branch's last step has its own columns.
+        own, inherited = shift[:, -1:], shift.index_select(0, parents)
+        shift = torch.where(self._steps < level, inherited, own)
+        return BranchColumns(columns.shift_from, shift.view(-1), parents)

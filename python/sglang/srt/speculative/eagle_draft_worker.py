@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang.srt.arg_groups.draft_slots import branch_region
+from sglang.srt.arg_groups.draft_slots import has_draft_region
 from sglang.srt.configs.draft_config import layers_to_capture
 from sglang.srt.configs.draft_layout import (
     CATCH_UP_TOKENS,
@@ -281,7 +281,7 @@ class EagleDraftWorker:
                     dtype=runner.dtype,
                     device=pool.device,
                 )
-        region = branch_region(self._server_args, begin=pool.row_width)
+        region = pool.row_width if has_draft_region(self._server_args) else None
         for shape in shapes:
             layout = BranchLayout(
                 page_size=runner.page_size,

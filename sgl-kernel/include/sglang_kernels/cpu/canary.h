@@ -30,6 +30,7 @@ inline uint64_t lineage_term(int64_t word0, uint64_t salt) {
 
 struct Rows : RowTensors {
   int64_t count, tokens, seed_rows, max_depth;
+  int64_t shifts;  // in column_shift, of a row
 
   int64_t start(int64_t r) const { return qo_indptr ? qo_indptr[r] : r; }
   // The row's new tokens, cut where [T] ends.
@@ -115,7 +116,9 @@ struct Columns {
 };
 
 inline int64_t shift_column(const Rows& rows, int64_t r, int64_t p) {
-  return rows.shift_from && p >= rows.shift_from[r] ? p + rows.column_shift[r] : p;
+  if (!rows.shift_from || p < rows.shift_from[r]) return p;
+  const int64_t place = p - rows.shift_from[r], last = rows.shifts - 1;
+  return p + rows.column_shift[r * rows.shifts + (place < last ? place : last)];
 }
 
 struct Words {

@@ -289,7 +289,7 @@ void visit_rows(RowTensors& t, const Visit& visit) {
   visit(t.seed_table, Row::kSeedTable, "seed_table", Length::kAny, false);
   visit(t.lineage_rows, Row::kLineageRows, "lineage_rows", Length::kRows, false);
   visit(t.shift_from, Row::kShiftFrom, "shift_from", Length::kRows, false);
-  visit(t.column_shift, Row::kColumnShift, "column_shift", Length::kRows, false);
+  visit(t.column_shift, Row::kColumnShift, "column_shift", Length::kAny, false);
   visit(t.publish_rows, Row::kPublishRows, "publish_rows", Length::kRows, false);
   visit(t.stay_lens, Row::kStayLens, "stay_lens", Length::kRows, false);
 }

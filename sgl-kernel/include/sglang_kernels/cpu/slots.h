@@ -8,9 +8,8 @@ namespace sglk::slots {
 
 struct Layout {
   int64_t page_size, topk, steps;
-  // The first column of the draft region, and the unit at whose multiples its branches begin.
-  // Unit 0: there is no region, and branches follow the prefix.
-  int64_t region, unit;
+  // The first column of the draft region. Negative: branches follow the prefix.
+  int64_t region;
 
   int64_t tail(int64_t len) const { return len % page_size; }
   // Columns of a branch: whole pages.
@@ -19,13 +18,16 @@ struct Layout {
   }
   // Distance of a branch's own elements from their columns.
   int64_t shift(int64_t len, int64_t branch) const {
-    if (!unit) return branch * width(len);
-    const int64_t span = (2 * unit + steps - 2) / unit * unit;
-    return region + branch * span - (len - len % unit);
+    return region < 0 ? branch * width(len) : region + branch * steps - len;
   }
   // Branches that need a copy of the prefix's tail: the last ones of a request.
-  int64_t copies() const { return unit ? topk : topk - 1; }
-  int64_t max_tail() const { return (unit ? unit : page_size) - 1; }
+  int64_t copies() const { return topk - 1; }
+  int64_t max_tail() const { return region < 0 ? page_size - 1 : 0; }
+  // The branch of the step before that a branch of `step` > 0 continues, given its candidate
+  // (DraftLevels).
+  int64_t parent(int64_t candidate, int64_t step) const {
+    return (candidate - topk - topk * topk * (step - 1)) / topk;
+  }
   // The first KV element that a branch does not share with the others.
   int64_t first_own(int64_t len, bool paged) const { return paged ? len - tail(len) : len; }
   int64_t end(int64_t len, bool paged) const {

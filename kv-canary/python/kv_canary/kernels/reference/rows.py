@@ -43,8 +43,11 @@ def shift_columns(rows: ForwardView, row: Tensor, positions: Tensor) -> Tensor:
     """Return the columns of `req_to_token` that hold positions of batch rows."""
     if rows.shift_from is None or rows.column_shift is None:
         return positions
-    shift = torch.where(positions >= rows.shift_from[row], rows.column_shift[row], 0)
-    return positions + shift
+    if not len(row):
+        return positions
+    place = positions - rows.shift_from[row]
+    number = row * rows.num_shifts + place.clamp(min=0, max=rows.num_shifts - 1)
+    return positions + torch.where(place >= 0, rows.column_shift[number], 0)
 
 
 def load_columns(matrix: Tensor, rows: Tensor, columns: Tensor) -> Tensor:

@@ -35,8 +35,11 @@ def _tuple_type(name: str, names: Iterable[str]) -> Any:
 State = _tuple_type("State", (*ARENA_PARTS, "num_slots", "capacity"))
 """The tensors of a `CanaryState`, its slots and the ring's capacity."""
 
-Rows = _tuple_type("Rows", (f.name for f in ROW_FIELDS if not f.metadata["at_end"]))
-"""The tensors of a `ForwardView` except those in `Ends`."""
+Rows = _tuple_type(
+    "Rows",
+    (*(f.name for f in ROW_FIELDS if not f.metadata["at_end"]), "num_shifts"),
+)
+"""The tensors of a `ForwardView` except those in `Ends`, and a row's column shifts."""
 
 Path = _tuple_type("Path", (*(f.name for f in fields(AcceptedPath)), "nodes", "width"))
 """The tensors of an `AcceptedPath`, and its numbers of nodes and places."""

@@ -115,8 +115,10 @@ def load_base_lineage(state, rows, row, req, live, prefix):
 def shift_columns(rows, position, row):
     """Return the columns of `req_to_token` that hold positions of a batch row."""
     if rows.shift_from is not None:
-        shifted = position >= tl.load(rows.shift_from + row)
-        position = position + tl.where(shifted, tl.load(rows.column_shift + row), 0)
+        place = position - tl.load(rows.shift_from + row)
+        shifts = rows.column_shift + row * rows.num_shifts
+        number = tl.minimum(tl.maximum(place, 0), rows.num_shifts - 1)
+        position = position + tl.load(shifts + number, mask=place >= 0, other=0)
     return position
 
 

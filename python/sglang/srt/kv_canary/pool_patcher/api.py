@@ -144,7 +144,7 @@ def attach_canary_buffers(
             req_rows=req_rows,
             ring_capacity=config.ring_capacity,
             num_managers=num_managers,
-            lineage_rows=req_rows + num_branches,
+            lineage_rows=req_rows + 2 * num_branches,
             device=device,
             pool=pool_number(is_draft=is_draft, group=kv.name),
         )

@@ -121,12 +121,13 @@ class SingleForwardManager:
         self._kinds = dict(_KINDS)
         if target.is_draft:
             self._kinds[ForwardMode.DECODE] = WriterKind.DRAFT
-        # After the rows of requests.
+        # After the rows of requests: two for each branch, because a branch of one step
+        # may continue any of the step before.
         self._branch_lineages = torch.arange(
             capacities.req_rows,
             len(state.expected_lineage),
             device=state.counters.device,
-        )
+        ).chunk(2)
 
     def findings(self, forward_batch: ForwardBatch) -> list[Tensor]:
         """int64 [STATUS_WORDS + R] of each group, in the forward that ended last, whose
@@ -188,14 +189,19 @@ class SingleForwardManager:
         if not forward_batch.forward_mode.is_decode:
             return dataclasses.replace(view, stay_lens=spec.accept_lens)
         assert spec.columns is not None
-        branches = self._branch_lineages[: view.num_rows]
+        shift_from, shift, parents = spec.columns
+        mine = self._branch_lineages[self.index % 2][: view.num_rows]
+        others = self._branch_lineages[1 - self.index % 2]
+        before = others[: view.num_rows]
+        if parents is not None:
+            before = others.index_select(0, parents)
         return dataclasses.replace(
             view,
             # All branches begin with the lineage of their request.
-            lineage_rows=branches if self.index else None,
-            publish_rows=branches,
-            shift_from=spec.columns.shift_from,
-            column_shift=spec.columns.shift,
+            lineage_rows=before if self.index else None,
+            publish_rows=mine,
+            shift_from=shift_from,
+            column_shift=shift,
         )
 
     def post_ops_maybe_inside_graph(self, forward_batch: ForwardBatch) -> None:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.window_tables import WindowForward
     from sglang.srt.layers.ops.decoder_stack import StackInput, StackPlan, StackRun
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
+    from sglang.srt.mem_cache.ops.branch_slots.op import BranchPaths, SlotRows
 
 CallWrapper = Callable[[Callable[..., None]], Callable[..., None]]
 """Takes an op and returns one with the same arguments."""
@@ -49,6 +49,11 @@ class DraftDecodeBackend(Protocol):
     def prepare(self, rows: SlotRows) -> None:
         """Set the metadata of all steps, before the first of them. Where the backend
         supports CUDA graphs the work is enqueued, so that it can be captured."""
+
+    def follow(self, step: int, paths: BranchPaths) -> None:
+        """Let the branches of a step after the first read the slots of their ancestors,
+        in layouts that are exact (`BranchLayout.is_exact`). Enqueued like `prepare`,
+        before the forward of this step and after those before it."""
 
     def step(self, index: int) -> AttentionBackend:
         """Return the backend for the forward of step `index`."""

@@ -11,7 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows, branch_token_indices
+from sglang.srt.mem_cache.ops.branch_slots.op import (
+    BranchPaths,
+    SlotRows,
+    branch_ancestors,
+    branch_token_indices,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.configs.draft_layout import BranchLayout
@@ -40,7 +45,7 @@ class BranchLists:
     """The slots that each branch reads, by draft step.
 
     Row z = q * K + t is branch t of request q. At step i it reads the L slots of the
-    prefix and i + 1 slots of its own.
+    prefix and i + 1 others: those of its own columns, or of its ancestors and itself.
 
     The memory can hold the lists of any batch; guard words follow the declared part.
 
@@ -121,11 +126,27 @@ class BranchLists:
         capturable."""
         if not self.steps:
             return
-        branches = len(rows.req_pool_indices) * self._layout.topk
-        indptr = self.indptr[: self.steps * (branches + 1)].view(self.steps, -1)
         branch_token_indices(
-            rows, layout=self._layout, indptr=indptr, indices=self.indices
+            rows,
+            layout=self._layout,
+            indptr=self._indptr_of(len(rows.req_pool_indices)),
+            indices=self.indices,
         )
+
+    def follow(self, step: int, paths: BranchPaths) -> None:
+        """Let the lists of a step after the first hold the branches' ancestors.
+        Enqueued, so it is capturable."""
+        branch_ancestors(
+            step,
+            paths,
+            begins=self._indptr_of(len(paths.seq_lens))[step, :-1].long(),
+            out=self.indices[step],
+        )
+
+    def _indptr_of(self, requests: int) -> Tensor:
+        """Return the offsets of a batch's lists, int32 [steps, rows + 1]."""
+        entries = self.steps * (requests * self.topk + 1)
+        return self.indptr[:entries].view(self.steps, -1)
 
     def guards_are_intact(self) -> bool:
         """Return whether nothing was written past the declared part. Waits for the

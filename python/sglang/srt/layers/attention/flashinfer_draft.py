@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.branch_lists import BranchLists, HostOffsets
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.mem_cache.memory_pool import KVCache
-    from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
+    from sglang.srt.mem_cache.ops.branch_slots.op import BranchPaths, SlotRows
 
 
 class FlashInferDraftDecode:
@@ -86,6 +86,9 @@ class FlashInferDraftDecode:
                 f"{self._planned_rows}"
             )
         self._lists.fill(rows)
+
+    def follow(self, step: int, paths: BranchPaths) -> None:
+        self._lists.follow(step, paths)
 
     def step(self, index: int) -> AttentionBackend:
         return self._steps[index]

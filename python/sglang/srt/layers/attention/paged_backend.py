@@ -27,7 +27,12 @@ from sglang.srt.layers.attention.window_tables import (
     WindowTables,
     make_window_tables,
 )
-from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows, branch_table
+from sglang.srt.mem_cache.ops.branch_slots.op import (
+    BranchPaths,
+    SlotRows,
+    branch_ancestors,
+    branch_table,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.configs.draft_layout import BranchLayout
@@ -381,12 +386,16 @@ class PlainDraftDecode:
     def prepare(self, rows: SlotRows) -> None:
         """Nothing to prepare: the request rows list the slots."""
 
+    def follow(self, step: int, paths: BranchPaths) -> None:
+        """Nothing to do: a chain has one branch."""
+
     def step(self, index: int) -> AttentionBackend:
         return self._backend
 
 
 class BranchDraftDecode:
     """Draft phases of trees. One table row per branch serves all steps of a phase.
+    Where branches read their ancestors, `follow` corrects the rows before each step.
 
     Attributes:
         layout: layout of the branches.
@@ -398,7 +407,8 @@ class BranchDraftDecode:
         self, backend: PagedAttnBackend, *, layout: BranchLayout, max_requests: int
     ) -> None:
         self.layout = layout
-        self._is_paged = backend.capabilities.needs_paged_draft_rows
+        needs_pages = backend.capabilities.needs_paged_draft_rows
+        self._is_paged = needs_pages and layout.region is None
         pool = backend._req_to_token_pool
         self.entry_slots = layout.page_size if self._is_paged else 1
         # A branch is at most as long as a context, its root, its drafts and a page.
@@ -407,6 +417,9 @@ class BranchDraftDecode:
             (max_requests * layout.topk, -(-longest // self.entry_slots)),
             dtype=torch.int32,
             device=pool.device,
+        )
+        self._begins = torch.arange(
+            0, self.page_table.numel(), self.page_table.shape[1], device=pool.device
         )
         self._backend = backend.with_table(self.page_table, page_size=self.entry_slots)
 
@@ -420,6 +433,12 @@ class BranchDraftDecode:
             layout=self.layout,
             paged=self._is_paged,
             out=self.page_table[:count],
+        )
+
+    def follow(self, step: int, paths: BranchPaths) -> None:
+        count = len(paths.seq_lens) * self.layout.topk
+        branch_ancestors(
+            step, paths, begins=self._begins[:count], out=self.page_table.view(-1)
         )
 
     def step(self, index: int) -> AttentionBackend:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from sglang.srt.configs.draft_layout import BranchLayout, BranchRegion
+from sglang.srt.configs.draft_layout import BranchLayout
 from sglang.srt.draft_trees.relay import DraftRelay
 from sglang.srt.draft_trees.workspace import EagleWorkspace
 from sglang.srt.forward.batch import CaptureHiddenMode
@@ -103,7 +103,7 @@ class NgramDraftWorker:
                 topk=shape.topk,
                 num_steps=shape.num_steps,
                 # No branch has slots, and none has a tail to copy.
-                region=BranchRegion(begin=0, unit=1),
+                region=0,
             ),
             draft_lead=0,
             req_to_token_pool=pool,

@@ -14,14 +14,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from sglang.srt.configs.draft_layout import BranchLayout
-    from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
+    from sglang.srt.mem_cache.ops.branch_slots.op import BranchPaths, SlotRows
 
 
 def _numbers(layout: BranchLayout) -> list[int]:
-    region = (0, 0)
-    if layout.region is not None:
-        region = (layout.region.begin, layout.region.unit)
-    return [layout.page_size, layout.topk, layout.num_steps, *region]
+    region = -1 if layout.region is None else layout.region
+    return [layout.page_size, layout.topk, layout.num_steps, region]
 
 
 def tail_cache_loc(rows: SlotRows, *, out: Tensor) -> None:
@@ -70,3 +68,9 @@ def branch_token_indices(
     rows: SlotRows, *, layout: BranchLayout, indptr: Tensor, indices: Tensor
 ) -> None:
     ops.slots_branch_indices(*rows, _numbers(layout), indptr, indices)
+
+
+def branch_ancestors(
+    step: int, paths: BranchPaths, *, begins: Tensor, out: Tensor
+) -> None:
+    ops.slots_ancestors(*paths, begins, step, out)

@@ -37,6 +37,21 @@ class SlotRows(NamedTuple):
     seq_lens: Tensor
 
 
+class BranchPaths(NamedTuple):
+    """How the branches of a draft phase descend from each other.
+
+    Fields:
+        parents: [b, 1 + K * (S - 1)] int64, the candidates that branches follow
+            (`DraftLevels`), recorded up to the step in question.
+        draft_slots: [S, b * K] int64, from `draft_out_cache_loc`.
+        seq_lens: [b] int64.
+    """
+
+    parents: Tensor
+    draft_slots: Tensor
+    seq_lens: Tensor
+
+
 def tail_cache_loc_ref(rows: SlotRows, *, out: Tensor) -> None:
     """out[q, j] = slot of column seq_lens[q] + j: where verification (W = D) and draft
     extend (W = S + 1) write. out: [b, W] int64."""
@@ -88,8 +103,8 @@ def branch_shifts_ref(
 
     Args:
         paged: whether the branch reads whole pages, including its copy of the prefix's
-            tail, or reads the tail itself. Unsupported with a region of unit 1, here
-            and below, unless the page size is 1.
+            tail, or reads the tail itself. Unsupported with a region, here and below,
+            unless the page size is 1.
         shift_from, column_shift: [b * K] int64, written.
     """
     shift_from.copy_(_first_own(rows, layout, paged).repeat_interleave(layout.topk))
@@ -109,17 +124,16 @@ def duplicate_prefix_tail_ref(
 ) -> None:
     """Compute moves that give branches a copy of the prefix's last partial page, for
     attention that reads whole pages per branch. Do them in the draft pool. Branch 0 has
-    the page itself if there is no draft region.
+    the page itself.
 
     src, dst: [b * `layout.tail_moves`] int64, written; pairs past the tail's length are
-    (0, 0). Nothing to do (size 0) with page size 1, K = 1 or a region of unit 1.
+    (0, 0). Nothing to do (size 0) with page size 1, K = 1 or a region.
     """
-    tails = rows.seq_lens % layout.unit
+    tails = rows.seq_lens % layout.page_size
     offset = torch.arange(layout.max_tail, device=src.device)
     source = (rows.seq_lens - tails)[:, None, None] + offset
-    source = source.expand(-1, layout.num_copies, -1)
-    shifts = _shifts(rows.seq_lens, layout)
-    target = source + shifts[:, layout.topk - layout.num_copies :, None]
+    source = source.expand(-1, layout.topk - 1, -1)
+    target = source + _shifts(rows.seq_lens, layout)[:, 1:, None]
     is_copied = (offset < tails[:, None, None]).expand_as(target).flatten(1)
     for moves, columns in ((src, source), (dst, target)):
         slots = _slots(rows, columns.flatten(1))
@@ -170,12 +184,13 @@ def branch_table_ref(
     skip_prefix: bool = False,
     out: Tensor,
 ) -> None:
-    """Fill the page table of every branch, valid for all draft steps.
+    """Fill the page table of every branch, as if it had no ancestors but its own.
 
-    Row q * K + t lists the slots of the prefix and then of branch t: first slots of
-    pages or, if not `paged`, one slot per KV element. At draft step i the branch reads
-    its first seq_lens[q] + i + 1 elements. They follow the prefix without a gap,
-    because a paged branch has a copy of the prefix's tail.
+    It is valid for all draft steps without a region, and for step 0 with one; later
+    steps need `branch_ancestors`. Row q * K + t lists the slots of the prefix and then
+    of branch t: first slots of pages or, if not `paged`, one slot per KV element. At
+    draft step i the branch reads its first seq_lens[q] + i + 1 elements. They follow
+    the prefix without a gap, because a paged branch has a copy of the prefix's tail.
 
     Args:
         skip_prefix: leave out what all branches share: the pages below the boundary
@@ -209,7 +224,8 @@ branch_table = Op(
 def branch_token_indices_ref(
     rows: SlotRows, *, layout: BranchLayout, indptr: Tensor, indices: Tensor
 ) -> None:
-    """List the slots that each branch reads in each of the first draft steps.
+    """List the slots that each branch reads in each of the first draft steps, as if it
+    had no ancestors but its own (see `branch_table`).
 
     Row i of `indices` holds, for z = q * K + t in order, the slots of the prefix of
     request q and the i + 1 slots that branch t has by then. They start at indptr[i, z].
@@ -245,6 +261,41 @@ branch_token_indices = Op(
 )
 
 
+def branch_ancestors_ref(
+    step: int, paths: BranchPaths, *, begins: Tensor, out: Tensor
+) -> None:
+    """Let each branch of draft step `step` read its ancestors.
+
+    A branch continues some branch of the step before. In its list, element
+    seq_lens[q] + s becomes the slot that its ancestor in step s wrote to, for each s
+    below `step`. The element after them stays: it is the slot it writes itself.
+
+    Args:
+        begins: [b * K] int64, place of each branch's element 0 in `out`.
+        out: [n] int32, contiguous, written; places past its end are left out.
+    """
+    parents, draft_slots, seq_lens = paths
+    branches = draft_slots.shape[1]
+    topk = branches // max(len(seq_lens), 1)
+    row = torch.arange(branches, device=out.device)
+    request, branch = row // topk, row % topk
+    for s in range(step, 0, -1):
+        candidate = parents[request, 1 + topk * s + branch]
+        branch = (candidate - topk - topk**2 * (s - 1)) // topk
+        place = begins + seq_lens[request] + s - 1
+        slots = draft_slots[s - 1, request * topk + branch].int()
+        fits = place < len(out)
+        out[place[fits]] = slots[fits]
+
+
+branch_ancestors = Op(
+    reference=branch_ancestors_ref,
+    native=_NATIVE + "branch_ancestors",
+    triton=_TRITON + "branch_ancestors",
+    place="paths.seq_lens",
+)
+
+
 def _first_own(rows: SlotRows, layout: BranchLayout, paged: bool) -> Tensor:
     """Return [b]: the first KV element that a branch does not share with the others."""
     tails = rows.seq_lens % layout.page_size
@@ -270,8 +321,7 @@ def _shifts(seq_lens: Tensor, layout: BranchLayout) -> Tensor:
     region = layout.region
     if region is None:
         return _pages(seq_lens, layout)[:, None] * layout.page_size * branch
-    bases = seq_lens - seq_lens % layout.unit
-    return region.begin + branch * region.span(layout.num_steps) - bases[:, None]
+    return region + branch * layout.num_steps - seq_lens[:, None]
 
 
 def _slots(rows: SlotRows, columns: Tensor) -> Tensor:

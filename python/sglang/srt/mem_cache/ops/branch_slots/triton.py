@@ -10,6 +10,7 @@ from torch import Tensor
 
 from sglang.srt.mem_cache.ops.branch_slots.triton_kernels import (
     accepted_moves_kernel,
+    ancestors_kernel,
     branch_indices_kernel,
     branch_table_kernel,
     draft_kernel,
@@ -21,7 +22,7 @@ from sglang.srt.utils.triton_launch import block_of, launch_options, require
 
 if TYPE_CHECKING:
     from sglang.srt.configs.draft_layout import BranchLayout
-    from sglang.srt.mem_cache.ops.branch_slots.op import SlotRows
+    from sglang.srt.mem_cache.ops.branch_slots.op import BranchPaths, SlotRows
 
 _BLOCK = 1024
 
@@ -46,11 +47,11 @@ def _row_numbers(table: Tensor) -> tuple[int, int]:
 def _numbers(layout: BranchLayout) -> dict[str, Any]:
     region = layout.region
     return {
-        "region": 0 if region is None else region.begin,
+        "region": 0 if region is None else region,
         "PAGE": layout.page_size,
         "K": layout.topk,
         "STEPS": layout.num_steps,
-        "UNIT": 0 if region is None else region.unit,
+        "HAS_REGION": region is not None,
     }
 
 
@@ -128,7 +129,7 @@ def duplicate_prefix_tail(
 ) -> None:
     """See `mem_cache/ops/branch_slots/op.py`."""
     table, indices, lens = _table("duplicate_prefix_tail", rows)
-    n, copies = lens.numel(), layout.num_copies
+    n, copies = lens.numel(), layout.topk - 1
     size = n * layout.tail_moves
     require("duplicate_prefix_tail", size, torch.int64, src=src, dst=dst)
     if size:
@@ -245,3 +246,34 @@ def branch_token_indices(
         num_warps=4,
         **launch_options(indices.device),
     )
+
+
+def branch_ancestors(
+    step: int, paths: BranchPaths, *, begins: Tensor, out: Tensor
+) -> None:
+    """See `mem_cache/ops/branch_slots/op.py`."""
+    parents, draft_slots, seq_lens = paths
+    op, n, (steps, branches) = "branch_ancestors", seq_lens.numel(), draft_slots.shape
+    topk = branches // max(n, 1)
+    groups = 1 + topk * (steps - 1)
+    require(op, n, torch.int64, seq_lens=seq_lens)
+    require(op, n * groups, torch.int64, parents=parents)
+    require(op, steps * n * topk, torch.int64, draft_slots=draft_slots)
+    require(op, n * topk, torch.int64, begins=begins)
+    require(op, out.numel(), torch.int32, out=out)
+    if n and step:
+        ancestors_kernel[(n,)](
+            parents,
+            draft_slots,
+            seq_lens,
+            begins,
+            out,
+            step,
+            n,
+            out.numel(),
+            K=topk,
+            GROUPS=groups,
+            BLOCK=block_of(topk),
+            num_warps=1,
+            **launch_options(out.device),
+        )

@@ -22,15 +22,18 @@ def _branch_width(seq_len, PAGE: tl.constexpr, STEPS: tl.constexpr):
 
 @triton.jit
 def _shift(
-    seq_len, branch, region, PAGE: tl.constexpr, STEPS: tl.constexpr, UNIT: tl.constexpr
+    seq_len,
+    branch,
+    region,
+    PAGE: tl.constexpr,
+    STEPS: tl.constexpr,
+    HAS_REGION: tl.constexpr,
 ):
-    """Return how far a branch's own elements are from their columns. UNIT 0: no
-    region."""
-    if UNIT == 0:
-        shift = branch * _branch_width(seq_len, PAGE, STEPS)
+    """Return how far a branch's own elements are from their columns."""
+    if HAS_REGION:
+        shift = region + branch * STEPS - seq_len
     else:
-        span = (2 * UNIT + STEPS - 2) // UNIT * UNIT
-        shift = region + branch * span - (seq_len - seq_len % UNIT)
+        shift = branch * _branch_width(seq_len, PAGE, STEPS)
     return shift
 
 
@@ -78,7 +81,7 @@ def draft_kernel(
     PAGE: tl.constexpr,
     K: tl.constexpr,
     STEPS: tl.constexpr,
-    UNIT: tl.constexpr,
+    HAS_REGION: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -91,7 +94,7 @@ def draft_kernel(
     step = at // K
     branch = at % K
     inside = at < STEPS * K
-    column = seq_len + _shift(seq_len, branch, region, PAGE, STEPS, UNIT) + step
+    column = seq_len + _shift(seq_len, branch, region, PAGE, STEPS, HAS_REGION) + step
     row = _row(table, indices, q, row_stride)
     slots = _slots(row, column, row_width, inside)
     tl.store(out + (step * rows + q) * K + branch, slots.to(tl.int64), mask=inside)
@@ -106,7 +109,7 @@ def shifts_kernel(
     PAGE: tl.constexpr,
     K: tl.constexpr,
     STEPS: tl.constexpr,
-    UNIT: tl.constexpr,
+    HAS_REGION: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_PAGED: tl.constexpr,
     PDL: tl.constexpr,
@@ -117,7 +120,7 @@ def shifts_kernel(
     seq_len = tl.load(lens + q)
     branch = tl.arange(0, BLOCK)
     own = seq_len - seq_len % PAGE if IS_PAGED else seq_len
-    shift = _shift(seq_len, branch, region, PAGE, STEPS, UNIT)
+    shift = _shift(seq_len, branch, region, PAGE, STEPS, HAS_REGION)
     out = q * K + branch
     tl.store(shift_from + out, tl.zeros([BLOCK], tl.int64) + own, mask=branch < K)
     tl.store(column_shift + out, shift, mask=branch < K)
@@ -136,7 +139,7 @@ def tail_copies_kernel(
     PAGE: tl.constexpr,
     K: tl.constexpr,
     STEPS: tl.constexpr,
-    UNIT: tl.constexpr,
+    HAS_REGION: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -149,8 +152,8 @@ def tail_copies_kernel(
     tail = seq_len % PAGE
     offset = tl.arange(0, BLOCK)
     source = seq_len - tail + offset
-    branch = K - copies + copy
-    target = source + _shift(seq_len, branch, region, PAGE, STEPS, UNIT)
+    branch = 1 + copy
+    target = source + _shift(seq_len, branch, region, PAGE, STEPS, HAS_REGION)
     row = _row(table, indices, q, row_stride)
     is_copied = offset < tail
     out = (q * copies + copy) * (PAGE - 1) + offset
@@ -198,7 +201,7 @@ def branch_table_kernel(
     PAGE: tl.constexpr,
     K: tl.constexpr,
     STEPS: tl.constexpr,
-    UNIT: tl.constexpr,
+    HAS_REGION: tl.constexpr,
     BLOCK: tl.constexpr,
     IS_PAGED: tl.constexpr,
     SKIP_PREFIX: tl.constexpr,
@@ -220,7 +223,7 @@ def branch_table_kernel(
         element = entry.to(tl.int64)
     if SKIP_PREFIX:
         element += own
-    shift = _shift(seq_len, z % K, region, PAGE, STEPS, UNIT)
+    shift = _shift(seq_len, z % K, region, PAGE, STEPS, HAS_REGION)
     column = tl.where(element < own, element, element + shift)
     row = _row(table, indices, q, row_stride)
     slots = _slots(row, column, row_width, (element < end) & (entry < columns))
@@ -243,7 +246,7 @@ def branch_indices_kernel(
     PAGE: tl.constexpr,
     K: tl.constexpr,
     STEPS: tl.constexpr,
-    UNIT: tl.constexpr,
+    HAS_REGION: tl.constexpr,
     ROWS_BLOCK: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
@@ -267,8 +270,43 @@ def branch_indices_kernel(
             tl.store(ends, 0)
     element = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_read = (element < count) & (begin + element < capacity)
-    shift = _shift(seq_len, branch, region, PAGE, STEPS, UNIT)
+    shift = _shift(seq_len, branch, region, PAGE, STEPS, HAS_REGION)
     column = tl.where(element < seq_len, element, element + shift)
     slots = _slots(_row(table, indices, q, row_stride), column, row_width, is_read)
     to = out + step.to(tl.int64) * capacity + begin + element
     tl.store(to, slots, mask=is_read)
+
+
+@triton.jit(do_not_specialize=["step", "rows", "size"])
+def ancestors_kernel(
+    parents,
+    draft_slots,
+    lens,
+    begins,
+    out,
+    step,
+    rows,
+    size,
+    K: tl.constexpr,
+    GROUPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per request. It walks up from all of its branches at once."""
+    q = tl.program_id(0)
+    let_next_start(PDL)
+    wait_for_inputs(PDL)
+    own = tl.arange(0, BLOCK)
+    inside = own < K
+    branch = own.to(tl.int64)
+    first = tl.load(begins + q * K + own, mask=inside, other=0) + tl.load(lens + q)
+    for s in range(step, 0, -1):
+        at = parents + q.to(tl.int64) * GROUPS + 1 + K * s + branch
+        candidate = tl.load(at, mask=inside, other=0)
+        branch = (candidate - K - K * K * (s - 1)) // K
+        # Never out of the request's branches, whatever a padding row holds.
+        inside = inside & (branch >= 0) & (branch < K)
+        at = draft_slots + ((s - 1) * rows + q) * K + branch
+        slot = tl.load(at, mask=inside, other=0)
+        place = first + s - 1
+        tl.store(out + place, slot.to(tl.int32), mask=inside & (place < size))
