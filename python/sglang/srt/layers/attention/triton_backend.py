@@ -154,7 +154,8 @@ class TritonAttnBackend(PagedAttnBackend):
             )
         # What queries have then is not known here; float32 takes the slower kernels.
         dtype = torch.bfloat16 if self.has_8_bits else kv_pool.dtype
-        heads = {"head_dim": self._head_dim, "dtype": dtype, "device": k_cache.device}
+        heads: dict[str, Any] = {"head_dim": self._head_dim, "dtype": dtype}
+        heads["device"] = k_cache.device
         self.plans_prefills = not self._is_latent and hopper_serves(**heads)
         self._decodes_on_hopper = serves_decode(**heads)
 

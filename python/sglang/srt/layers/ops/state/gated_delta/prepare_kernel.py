@@ -52,7 +52,7 @@ def _invert_diagonal(matrix, CHUNK: tl.constexpr):
         cell = tl.where(column == row, 1.0, 0.0)
         for known in tl.static_range(row):
             cell -= tl.load(block + row * CHUNK + known) * solved[known]
-        solved = solved + (cell,)
+        solved = solved + (cell,)  # type: ignore[assignment]
     tl.debug_barrier()
     for row in tl.static_range(_SIDE):
         tl.store(block + row * CHUNK + column, solved[row])
