@@ -234,6 +234,7 @@ AREAS = (
         place=FaultPlace.TIERS,
         modules=(
             "kv_tiers.host_pool",
+            "kv_tiers.loads",
             "kv_tiers.mover",
             "kv_tiers.places",
             "kv_tiers.source",

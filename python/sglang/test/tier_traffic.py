@@ -99,7 +99,7 @@ def serve(harness: EngineHarness, kind: str, *, total: int, seed: int) -> None:
         if step % 25 == 0:
             scheduler.cache.check()
             live = [req for req in scheduler.unfinished if req.req_pool_idx]
-            aside = np.unique(tiers.loading_slots // page_size)
+            aside = np.unique(tiers.loads.slots // page_size)
             check_busy(scheduler.cache, live, aside=aside)
 
     answers: dict[str, Finished] = {}

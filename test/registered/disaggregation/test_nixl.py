@@ -25,7 +25,8 @@ from sglang.srt.disaggregation.messages import (
     encode,
 )
 from sglang.srt.disaggregation.nixl_transport import NixlInlet
-from sglang.srt.disaggregation.receiver import Address, Receiver
+from sglang.srt.disaggregation.receiver import Receiver
+from sglang.srt.disaggregation.transfer import Address
 from sglang.srt.kv_tiers.landing import LandingMemory
 from sglang.srt.kv_tiers.unit import SlotTensor, UnitLayout
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci

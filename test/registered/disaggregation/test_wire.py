@@ -34,7 +34,8 @@ from sglang.srt.disaggregation.messages import (
     encode,
     mismatch,
 )
-from sglang.srt.disaggregation.receiver import Address, Receiver
+from sglang.srt.disaggregation.receiver import Receiver
+from sglang.srt.disaggregation.transfer import Address
 from sglang.srt.disaggregation.transport import TcpInlet
 from sglang.srt.kv_tiers.landing import LandingMemory
 from sglang.srt.kv_tiers.unit import SlotTensor, UnitLayout

@@ -130,13 +130,13 @@ def test_an_aborted_request_leaves_its_prefix_in_the_tree(tmp_path):
     harness.scheduler.cache.reset()
     rid = harness.submit(prompt_of(1), max_new_tokens=4)
     harness.scheduler.step()
-    assert tiers_of(harness).num_loading == 1
+    assert len(tiers_of(harness).loads) == 1
     harness.abort(rid)
     answer = harness.run()[rid]
     assert answer.finish_reason is not None
     assert answer.finish_reason.type == "abort"
     assert harness.scheduler.cache.total_size() == 256
-    assert tiers_of(harness).num_loading == 0
+    assert len(tiers_of(harness).loads) == 0
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="only GPUs warm up")

@@ -75,6 +75,23 @@ def unit_keys(first: UnitKey, elements: IntArray, size: int) -> list[UnitKey]:
     return keys
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitNames:
+    """How the units of an engine are named.
+
+    Fields:
+        identity: digest of everything besides tokens that KV depends on.
+        size: tokens of a unit.
+    """
+
+    identity: bytes
+    size: int
+
+    def keys(self, elements: IntArray, namespace: str | None) -> list[UnitKey]:
+        """Return the keys of the whole units of a sequence."""
+        return unit_keys(first_key(self.identity, namespace), elements, self.size)
+
+
 def with_descendants(
     keys: Iterable[UnitKey], parents: Mapping[UnitKey, UnitKey]
 ) -> set[UnitKey]:

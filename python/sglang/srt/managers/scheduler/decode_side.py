@@ -15,14 +15,15 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from sglang.srt.disaggregation.needs import most_needed
-from sglang.srt.disaggregation.receiver import Address
+from sglang.srt.disaggregation.transfer import Address
 from sglang.srt.kv_tiers.damage import Damage, DamageKind
 from sglang.srt.kv_tiers.source import GivenUnits
 from sglang.srt.managers.messages.tier_snapshot import TransferView
 from sglang.srt.managers.scheduler.handover import Handover
 
 if TYPE_CHECKING:
-    from sglang.srt.disaggregation.receiver import Receiver, Transfer
+    from sglang.srt.disaggregation.receiver import Receiver
+    from sglang.srt.disaggregation.transfer import Transfer
     from sglang.srt.distributed.parallel_state import TensorParallelGroup
     from sglang.srt.kv_tiers.source import UnitSource
     from sglang.srt.kv_tiers.tiers import KVTiers

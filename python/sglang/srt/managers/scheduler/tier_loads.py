@@ -150,12 +150,12 @@ class TierLoads(CacheListener):
         given = self._given.pop(req, None)
         brought = (given, self.handover.take_source(req))
         others = [source for source in brought if source is not None]
-        number = self.tiers.begin(key, match, history, others)
+        number = self.tiers.loads.begin(key, match, history, others)
         if number is None:
             self.handover.release(req)
             return False
         self._waiting[number] = req
-        self._due[req.serial] = max(cost - self.tiers.num_slots(number), 0)
+        self._due[req.serial] = max(cost - self.tiers.loads.num_slots(number), 0)
         return True
 
     def on_admitted(self, req: Req, match: MatchResult) -> None:
@@ -170,7 +170,7 @@ class TierLoads(CacheListener):
     def decide(self) -> TierDecision:
         """Return what this rank, the first, can see now."""
         return TierDecision(
-            arrived=self.tiers.arrived(),
+            arrived=self.tiers.loads.arrived(),
             received=self.handover.decide(),
             store_bytes=self.tiers.free_bytes(),
             reads=[
@@ -225,7 +225,7 @@ class TierLoads(CacheListener):
         self._given[req] = given
 
     def _end_load(self, number: int) -> None:
-        own = self.tiers.verdict(number)
+        own = self.tiers.loads.verdict(number)
         end, damages = own.end, own.damages
         req = self._waiting.pop(number)
         del self._due[req.serial]
@@ -240,7 +240,7 @@ class TierLoads(CacheListener):
             ]
             end = min(of_rank.end for of_rank in every)
             keys = [key for of_rank in every for key in of_rank.keys]
-        self.tiers.finish(number, end, keys)
+        self.tiers.loads.finish(number, end, keys)
         self.handover.release(req)
 
     def after_round(self, decision: TierDecision) -> None:
