@@ -82,8 +82,8 @@ def extend_head_swapped(site: FaultSite) -> None:
     """Let the draft propose two requests' next tokens by each other's last hidden
     state."""
 
-    def fault(extend_batch: Fault, *args: Any, **options: Any) -> ForwardBatch:
-        batch: ForwardBatch = extend_batch(*args, **options)
+    def fault(make_batch: Fault, *args: Any, **options: Any) -> ForwardBatch:
+        batch: ForwardBatch = make_batch(*args, **options)
         rows = batch.logits_rows
         for a, b in site.pairs()[:1]:
             assert rows is not None
@@ -91,7 +91,7 @@ def extend_head_swapped(site: FaultSite) -> None:
             site.harm(a, b)
         return batch
 
-    site.wrap(site.worker.draft_worker, "extend_batch", fault)
+    site.wrap(site.worker.draft_worker.extend, "batch", fault)
 
 
 def descend_swapped(site: FaultSite) -> None:

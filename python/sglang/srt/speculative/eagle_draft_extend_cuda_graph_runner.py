@@ -8,43 +8,23 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from sglang.srt.model_executor.cuda_graph_runner import WARM_UPS, cuda_graph_backend
 from sglang.srt.model_executor.graph_set import GraphSet, capture_warm, log_level
 
 if TYPE_CHECKING:
-    from sglang.srt.draft_trees.workspace import EagleWorkspace, WorkspaceRows
-    from sglang.srt.forward.batch import ForwardBatch, HostLens
+    from sglang.srt.draft_trees.workspace import WorkspaceRows
+    from sglang.srt.forward.batch import ForwardBatch
     from sglang.srt.forward.graph_capture import BreakableGraph, SegmentBackend
-    from sglang.srt.model_executor.model_runner import ModelRunner
-
-
-class DraftExtender(Protocol):
-    """Runs draft extends over a workspace: `EagleDraftWorker`."""
-
-    draft_runner: ModelRunner
-    no_lens: list[int] | None
-
-    @property
-    def workspace(self) -> EagleWorkspace: ...
-
-    def extend_lens(
-        self, seq_lens: Sequence[int] | None, *, bs: int
-    ) -> HostLens | None: ...
-
-    def extend_batch(
-        self, views: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
-    ) -> ForwardBatch: ...
-
-    def extend_forward(self, forward_batch: ForwardBatch) -> None: ...
+    from sglang.srt.speculative.eagle_draft_extend import DraftExtend
 
 
 class EAGLEDraftExtendCudaGraphRunner:
-    """Replays draft extends. Reads and writes the worker's workspace in place.
+    """Replays draft extends. Reads and writes their workspace in place.
 
     Args:
-        worker: runs the extends to capture.
+        extend: the extends to capture.
         batch_sizes: padded numbers of requests, one graph each.
         make_backend: captures segments.
 
@@ -54,13 +34,12 @@ class EAGLEDraftExtendCudaGraphRunner:
 
     def __init__(
         self,
-        worker: DraftExtender,
+        extend: DraftExtend,
         *,
         batch_sizes: list[int],
         make_backend: Callable[[], SegmentBackend] = cuda_graph_backend,
     ) -> None:
-        self._worker = worker
-        self._attn_backend = worker.draft_runner.attn_backend
+        self._extend = extend
         self._backend = make_backend()
         self._static_batches: dict[int, ForwardBatch] = {}
         self.graphs = GraphSet(
@@ -85,20 +64,20 @@ class EAGLEDraftExtendCudaGraphRunner:
         # and slots still have the values of the capture and are not read.
         static = dataclasses.replace(
             self._static_batches[size],
-            lens_cpu=self._worker.extend_lens(seq_lens, bs=size),
+            lens_cpu=self._extend.host_lens(seq_lens, bs=size),
         )
-        self._attn_backend.init_replay(static)
+        self._extend.attn_backend.init_replay(static)
         graph.replay()
 
     def _capture_graph(self, size: int) -> BreakableGraph:
-        worker = self._worker
-        views = worker.workspace.rows(size)
-        static = worker.extend_batch(views, seq_lens=worker.no_lens)
+        extend = self._extend
+        views = extend.workspace.rows(size)
+        static = extend.batch(views, seq_lens=extend.no_lens)
         self._static_batches[size] = static
-        self._attn_backend.init_capture(static, size)
+        self._extend.attn_backend.init_capture(static, size)
         run = partial(self.run_once, views)
         return capture_warm(run, backend=self._backend, warm_ups=WARM_UPS)
 
     def run_once(self, views: WorkspaceRows) -> None:
         """Run a draft extend over these rows of the workspace."""
-        self._worker.extend_forward(self._worker.extend_batch(views))
+        self._extend.forward(self._extend.batch(views))

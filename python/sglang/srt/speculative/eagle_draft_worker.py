@@ -21,23 +21,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from sglang.srt.arg_groups.draft_slots import has_draft_region
 from sglang.srt.configs.draft_config import layers_to_capture
 from sglang.srt.configs.draft_layout import (
     CATCH_UP_TOKENS,
-    BranchLayout,
     TreeShape,
 )
 from sglang.srt.draft_trees.draft_input import (
     EagleDraftInput,
 )
 from sglang.srt.draft_trees.relay import DraftRelay
-from sglang.srt.draft_trees.workspace import EagleWorkspace, WorkspaceRows
 from sglang.srt.forward.batch import (
     CaptureHiddenMode,
     ForwardBatch,
-    ForwardMode,
-    HostLens,
 )
 from sglang.srt.kv_canary.api import install_canary, watcher_bytes
 from sglang.srt.model_executor.memory_plan import DraftMemory, draft_graph_bytes
@@ -52,6 +47,7 @@ from sglang.srt.speculative.draft_model import (
 from sglang.srt.speculative.eagle_draft_cuda_graph_runner import (
     EAGLEDraftCudaGraphRunner,
 )
+from sglang.srt.speculative.eagle_draft_extend import DraftExtend
 from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
     EAGLEDraftExtendCudaGraphRunner,
 )
@@ -65,14 +61,13 @@ from sglang.srt.speculative.eagle_shapes import (
 from sglang.srt.speculative.eagle_utils import (
     EAGLE3,
     get_draft_hidden_dim,
-    propose,
 )
 
 if TYPE_CHECKING:
     from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.draft_trees.workspace import EagleWorkspace
     from sglang.srt.kv_canary.draft_state import DraftState
     from sglang.srt.kv_canary.runner.canary_manager import CanaryManager
-    from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
     from sglang.srt.managers.worker.tp_worker import SampledForward
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -90,12 +85,10 @@ class EagleDraftWorker:
         canary: KV canary of the draft's pool; None if off.
         draft_runner: runs the draft model.
         relay: tensors between iterations. Set by `init_memory_pool`.
-        no_lens: host lengths of a padding batch, as the backend needs them.
         max_behind: as `Worker.max_behind`.
     """
 
     relay: DraftRelay
-    no_lens: list[int] | None
 
     def __init__(
         self,
@@ -137,6 +130,7 @@ class EagleDraftWorker:
         self._plain_states: PlainStates | None = None
         self._shapes: dict[TreeShape, EagleShape] = {}
         self._phases: dict[TreeShape, DraftPhase] = {}
+        self._extends: dict[TreeShape, DraftExtend] = {}
         self._graphs: dict[TreeShape, EagleGraphs] = {}
 
     @property
@@ -162,6 +156,11 @@ class EagleDraftWorker:
     def phase(self) -> DraftPhase:
         """The draft phase of the current iteration's shape."""
         return self._phases[self._shape]
+
+    @property
+    def extend(self) -> DraftExtend:
+        """The draft extends of the current iteration's shape."""
+        return self._extends[self._shape]
 
     @property
     def _draft_graphs(self) -> EAGLEDraftCudaGraphRunner | None:
@@ -246,9 +245,17 @@ class EagleDraftWorker:
             device=pool.device,
         )
         self._token_table = pool.token_table
-        capabilities = runner.attn_backend.capabilities
-        self.no_lens = [] if capabilities.needs_cpu_seq_lens else None
         self._phases = {shape: self._phase(shape) for shape in self._tree_shapes}
+        self._extends = {
+            shape: DraftExtend(
+                live,
+                runner=runner,
+                relay=self.relay,
+                topk=self._topk,
+                hidden_mode=self._hidden_mode,
+            )
+            for shape, live in self._shapes.items()
+        }
         self._init_lm_head()
 
     def _phase(self, shape: TreeShape) -> DraftPhase:
@@ -281,32 +288,16 @@ class EagleDraftWorker:
                     dtype=runner.dtype,
                     device=pool.device,
                 )
-        region = pool.row_width if has_draft_region(self._server_args) else None
         for shape in shapes:
-            layout = BranchLayout(
-                page_size=runner.page_size,
-                topk=shape.topk,
-                num_steps=shape.num_steps,
-                region=region if shape.topk > 1 else None,
-            )
             if check is not None:
                 check = check.for_shape(shape, max_requests=pool.size)
             elif self.canary is not None:
                 check = self.canary.draft_state(shape)
-            self._shapes[shape] = EagleShape(
-                shape=shape,
-                layout=layout,
-                workspace=EagleWorkspace(
-                    shape=shape,
-                    layout=layout,
-                    draft_lead=self._server_args.draft_lead,
-                    req_to_token_pool=pool,
-                    max_rows=pool.size,
-                    hidden_states=states,
-                ),
-                attention=runner.attn_backend.draft_decode(
-                    layout, max_requests=pool.size
-                ),
+            self._shapes[shape] = EagleShape.create(
+                shape,
+                runner=runner,
+                server_args=self._server_args,
+                hidden_states=states,
                 state_check=check,
             )
         self._live = self._shapes[self._tree_shapes[-1]]
@@ -366,7 +357,7 @@ class EagleDraftWorker:
             if phase is None
             else EAGLEDraftCudaGraphRunner(phase, batch_sizes=sizes, make_backend=make),
             extend=EAGLEDraftExtendCudaGraphRunner(
-                self, batch_sizes=sizes, make_backend=make
+                self.extend, batch_sizes=sizes, make_backend=make
             ),
         )
 
@@ -473,7 +464,7 @@ class EagleDraftWorker:
             )
         )
         if is_head:
-            self._stash(forward_batch, output)
+            self.extend.stash(forward_batch, output)
 
     def catch_up(self, batch: ScheduleBatch) -> None:
         """As `Drafter.catch_up`: a draft with a lead reads the newest token once the
@@ -552,7 +543,7 @@ class EagleDraftWorker:
             lens: their KV lengths in the draft's pool, if the backend needs them.
         """
         runner, graphs = self.draft_runner, self._extend_graphs
-        batch = self.extend_batch(self.workspace.rows(bs), seq_lens=lens)
+        batch = self.extend.batch(self.workspace.rows(bs), seq_lens=lens)
         with runner.scopes.with_ops_outside_graph(
             single_forward_indices=(0,), maybe_inaccurate_forward_batch=batch
         ):
@@ -561,54 +552,4 @@ class EagleDraftWorker:
                 graphs.replay(bs, seq_lens=lens)
                 return
             runner.attn_backend.init_eager(batch)
-            self.extend_forward(batch)
-
-    def extend_batch(
-        self, views: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
-    ) -> ForwardBatch:
-        """Return the batch of a draft extend. Row k of a request holds the k-th token
-        gained. Rows never see later ones, so rows past the accept length do no harm."""
-        width, bs = self._shape.accept_width, views.bs
-        steps, offsets = self.workspace.path_steps(), self.workspace.path_offsets(bs)
-        return ForwardBatch(
-            forward_mode=ForwardMode.DRAFT_EXTEND_V2,
-            input_ids=views.tokens.view(-1),
-            positions=(views.draft_lens[:, None] + steps).view(-1),
-            out_cache_loc=views.extend_slots.reshape(-1),
-            prefix_lens=views.draft_lens,
-            extend_lens=self.workspace.path_widths(bs),
-            seq_lens=views.draft_lens + width,
-            qo_indptr=offsets,
-            logits_rows=offsets[:-1] + views.result.accept_lens - 1,
-            lens_cpu=self.extend_lens(seq_lens, bs=bs),
-            capture_hidden_mode=self._hidden_mode,
-            spec_info=EagleDraftInput(
-                hidden_states=views.hidden_states, accept_lens=views.result.accept_lens
-            ),
-            **views.row_identity()._asdict(),
-        )
-
-    def extend_lens(
-        self, seq_lens: Sequence[int] | None, *, bs: int
-    ) -> HostLens | None:
-        """Return host lengths of a draft extend: `seq_lens`, then padding without
-        KV."""
-        if seq_lens is None:
-            return None
-        width = self._shape.accept_width
-        live = HostLens(prefix_lens=list(seq_lens), extend_lens=[width] * len(seq_lens))
-        return live.padded(bs, prefix_len=0, extend_len=width)
-
-    def extend_forward(self, forward_batch: ForwardBatch) -> None:
-        """Run the extend and store the state that the next iteration starts from."""
-        output = self.draft_runner.run_model(forward_batch)
-        self._stash(forward_batch, output)
-
-    def _stash(
-        self, forward_batch: ForwardBatch, output: LogitsProcessorOutput
-    ) -> None:
-        candidates = propose(output.next_token_logits, self._topk)
-        rows, hidden = forward_batch.req_pool_indices, output.hidden_states
-        if self.state_check is not None:
-            self.state_check.on_extend(forward_batch, output.head, candidates, hidden)
-        self.relay.stash(rows, candidates, hidden)
+            self.extend.forward(batch)
