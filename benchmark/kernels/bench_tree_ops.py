@@ -157,6 +157,22 @@ def slot_calls(rows: int, shape: TreeShape) -> Iterator[tuple[str, Call]]:
         ),
     )
     if shape.topk > 1:
+        steps, k = shape.num_steps, shape.topk
+        # Every branch goes on.
+        parents = torch.zeros(rows, shape.num_groups, dtype=torch.int64, device=DEVICE)
+        for step in range(1, steps - 1):
+            first = k + k * k * (step - 1)
+            parents[:, 1 + k * step : 1 + k * (step + 1)] = first + k * torch.arange(
+                k, device=DEVICE
+            )
+        paths = branch_slots.BranchPaths(parents, out, batch.seq_lens)
+        begins = torch.arange(branches, device=DEVICE) * width
+        yield (
+            "ancestors",
+            lambda: branch_slots.branch_ancestors(
+                max(steps - 2, 0), paths, begins=begins, out=tokens.view(-1)
+            ),
+        )
         src = longs(rows * layout.tail_moves)
         dst = torch.zeros_like(src)
         yield (
