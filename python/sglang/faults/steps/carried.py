@@ -6,6 +6,7 @@ import dataclasses
 from typing import TYPE_CHECKING, Any
 
 from sglang.srt.speculative import eagle_draft_phase, eagle_worker_v2
+from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -91,7 +92,9 @@ def extend_head_swapped(site: FaultSite) -> None:
             site.harm(a, b)
         return batch
 
-    site.wrap(site.worker.draft_worker.extend, "batch", fault)
+    draft_worker = site.worker.draft_worker
+    assert isinstance(draft_worker, EagleDraftWorker)
+    site.wrap(draft_worker.extend, "batch", fault)
 
 
 def descend_swapped(site: FaultSite) -> None:
