@@ -40,9 +40,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_spec import Tree
 from model_shapes import SHAPES, write_draft_shape, write_shape
 from served import build_served, free_memory
+from spec_trees import Tree
 
 from kv_canary.records import NUM_COUNTERS
 from sglang.srt.configs.draft_layout import alloc_len_per_decode

@@ -1,9 +1,7 @@
-"""Speculative decoding: accept lengths and speed over steps, top-k and draft tokens.
+"""Speculative decoding: speed over steps, top-k and draft tokens, without a real model.
 
 python benchmark/e2e/bench_spec.py cycle [--trees 8,5,64 1,3,4] [--batch-size 1 16]
 python benchmark/e2e/bench_spec.py adaptive [--rates 0.3 0.8] [--batch-size 1 64]
-python benchmark/e2e/bench_spec.py model --heldout lab/demo_model/build/corpus/...
-    [--model-path TARGET --draft-model-path HEAD]
 
 `cycle` (a GPU): one draft + verify + extend cycle of a real model shape with dummy
 weights and an EAGLE3 head of one layer, or with --algorithm NEXTN the head inside the
@@ -14,11 +12,8 @@ tokens are drawn.
 `adaptive` (a GPU): the same model, plain, with each shape of the ladder of
 --speculative-adaptive, and with the shape that it chooses, for simulated rates of
 acceptance; `share` is its speed over that of the best of the others.
-`model`: a model and its drafts (default: the bundled ones) on held-out prompts, greedy;
-accept length, tokens per second, and the share of distinct 4-grams of the output.
---heldout has one JSON object a line: `text`, whose first tokens are a prompt, or `ids`,
-a whole one (`lab/eagle3/train.py` writes such a file).
-A tree is written topk,steps,draft tokens. The last line is one JSON document.
+A tree is written topk,steps,draft tokens. The last line is one JSON document. Real text
+is what `bench_spec_text.py` is for.
 """
 
 from __future__ import annotations
@@ -30,61 +25,26 @@ import statistics
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any
 
 import torch
 from model_shapes import SHAPES, write_draft_shape, write_shape
-from served import build_served, free_memory
+from served import in_scheduler
+from spec_trees import Tree
 
 from sglang.srt.configs.draft_layout import TreeShape
 from sglang.srt.environ import envs
-from sglang.srt.managers.messages.io_struct import AbortReq, BatchOutput, GenerateReq
+from sglang.srt.managers.messages.io_struct import AbortReq, GenerateReq
 from sglang.srt.managers.scheduler.draft_shapes import FixedShape
 from sglang.srt.managers.scheduler.scheduler import Scheduler
 from sglang.srt.managers.scheduler.scheduler_io import ListIO
 from sglang.srt.managers.scheduler.shape_chooser import ShapeChooser
 from sglang.srt.sampling.sampling_params import SamplingParams
-from sglang.srt.server_args import ServerArgs
-from sglang.srt.utils.hf_tokenizer import load_tokenizer
-from sglang.srt.utils.paths import bundled_demo_model_path
-
-Result = TypeVar("Result")
 
 WARM_STEPS = 8
-PROMPT_TOKENS = 128
-
-
-class Tree(NamedTuple):
-    topk: int
-    steps: int
-    nodes: int
-
-    @classmethod
-    def parse(cls, text: str) -> Tree:
-        topk, steps, nodes = (int(part) for part in text.split(","))
-        return cls(topk, steps, nodes)
-
-    def flags(self) -> dict[str, int]:
-        return {
-            "speculative_eagle_topk": self.topk,
-            "speculative_num_steps": self.steps,
-            "speculative_num_draft_tokens": self.nodes,
-        }
-
-
-def in_scheduler(
-    measure: Callable[[Scheduler, ListIO], Result], **flags: Any
-) -> Result:
-    """Run `measure` with a scheduler in this process; free its memory afterwards."""
-    io = ListIO()
-    try:
-        return measure(build_served(ServerArgs(**flags), io), io)
-    finally:
-        free_memory()
 
 
 def submit(
@@ -352,119 +312,6 @@ def adaptive(args: argparse.Namespace) -> dict[str, Any]:
     return {"shape": args.shape, "plain": speeds, "results": results}
 
 
-# -- model -----------------------------------------------------------------------------
-
-
-def heldout_prompts(path: Path, count: int, *, model_path: str) -> list[list[int]]:
-    """Return the prompts of `ids`, or the first tokens of each long enough `text`."""
-    tokenizer = load_tokenizer(model_path)
-    prompts = []
-    with path.open(encoding="utf-8") as reader:
-        for item in map(json.loads, reader):
-            if "ids" in item:
-                prompts.append(item["ids"])
-            else:
-                ids = tokenizer.encode(item["text"][:4000])
-                if len(ids) >= PROMPT_TOKENS:
-                    prompts.append(ids[:PROMPT_TOKENS])
-            if len(prompts) == count:
-                return prompts
-    raise ValueError(f"--heldout {path} holds only {len(prompts)} long enough prompts")
-
-
-def distinct_4_grams(outputs: list[list[int]]) -> float:
-    grams = [tuple(ids[i : i + 4]) for ids in outputs for i in range(len(ids) - 3)]
-    return len(set(grams)) / len(grams)
-
-
-def generate(
-    scheduler: Scheduler,
-    io: ListIO,
-    *,
-    prompts: list[list[int]],
-    args: argparse.Namespace,
-) -> dict[str, Any]:
-    """Run all prompts, `--concurrency` at a time."""
-    outputs: dict[str, list[int]] = {}
-    verified = gained = 0
-    submit(io, "warm-up", prompts[0], 16)
-    while scheduler.step() or scheduler.has_work():
-        pass
-    io.responses.clear()
-    began = time.perf_counter()
-    for start in range(0, len(prompts), args.concurrency):
-        for i, ids in enumerate(prompts[start : start + args.concurrency]):
-            submit(io, f"{start + i}", ids, args.new_tokens)
-        while scheduler.step() or scheduler.has_work():
-            pass
-    seconds = time.perf_counter() - began
-    for message in io.responses:
-        for output in message.outputs if isinstance(message, BatchOutput) else ():
-            outputs.setdefault(output.rid, []).extend(output.output_ids)
-            if output.finish_reason is not None:
-                verified += output.spec_verify_ct
-                gained += output.spec_accept_tokens
-    io.responses.clear()
-    ordered = [outputs[str(i)] for i in range(len(prompts))]
-    return {
-        "tok_s": sum(map(len, ordered)) / seconds,
-        "accept_length": gained / verified if verified else 1.0,
-        "distinct_4_grams": distinct_4_grams(ordered),
-        "outputs": ordered,
-    }
-
-
-def model(args: argparse.Namespace) -> dict[str, Any]:
-    prompts = heldout_prompts(args.heldout, args.prompts, model_path=args.model_path)
-    common: dict[str, Any] = {
-        "model_path": args.model_path,
-        "page_size": args.page_size,
-        "attention_backend": args.attention_backend,
-        "random_seed": 0,
-        "disable_radix_cache": True,
-        "dtype": args.dtype,
-    }
-    results: list[dict[str, Any]] = []
-    expected: list[list[int]] = []
-    print(
-        "algorithm   tree (topk, steps, nodes)  accept  tok/s  speed-up  4-grams  same"
-    )
-    for algorithm in [None, *args.algorithms]:
-        for tree in args.trees if algorithm else [None]:
-            flags: dict[str, Any] = {}
-            if tree is not None:
-                flags = tree.flags() | {
-                    "speculative_algorithm": algorithm,
-                    "speculative_draft_model_path": args.draft_model_path,
-                }
-            found = in_scheduler(
-                partial(generate, prompts=prompts, args=args), **common, **flags
-            )
-            outputs = found.pop("outputs")
-            expected = expected or outputs
-            found |= {
-                "algorithm": algorithm,
-                "tree": tree,
-                "is_same": outputs == expected,
-            }
-            results.append(found)
-            base = results[0]["tok_s"]
-            print(
-                f"{algorithm or 'none':10}  {str(tuple(tree) if tree else ''):25}  "
-                f"{found['accept_length']:6.2f}  {found['tok_s']:5.0f}  "
-                f"{found['tok_s'] / base:6.2f}  {found['distinct_4_grams']:7.3f}  "
-                f"{found['is_same']}",
-                flush=True,
-            )
-    return {
-        "model": Path(args.model_path).name,
-        "page_size": args.page_size,
-        "dtype": args.dtype,
-        "concurrency": args.concurrency,
-        "results": results,
-    }
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -501,22 +348,7 @@ def main() -> None:
     chosen.add_argument("--without-plain", action="store_true")
     chosen.add_argument("--trees", type=Tree.parse, nargs=1, default=[Tree(4, 5, 8)])
     chosen.set_defaults(run=adaptive, page_size=64)
-    real = modes.add_parser("model")
-    real.add_argument("--model-path", default=str(bundled_demo_model_path()))
-    real.add_argument("--draft-model-path", help="default: the bundled one")
-    real.add_argument("--heldout", type=Path, required=True)
-    real.add_argument("--prompts", type=int, default=24)
-    real.add_argument("--new-tokens", type=int, default=256)
-    real.add_argument("--concurrency", type=int, default=1)
-    real.add_argument("--algorithms", nargs="+", default=["EAGLE3"])
-    real.add_argument("--dtype", default="auto")
-    real.add_argument("--trees", type=Tree.parse, nargs="+")
-    real.set_defaults(
-        run=model,
-        trees=[Tree(1, 3, 4), Tree(1, 5, 6), Tree(4, 5, 8), Tree(8, 5, 32)],
-        page_size=1,
-    )
-    for mode in (timed, chosen, real):
+    for mode in (timed, chosen):
         mode.add_argument("--page-size", type=int)
         mode.add_argument("--attention-backend")
     args = parser.parse_args()

@@ -5,18 +5,21 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from sglang.srt.distributed.parallel_state import init_tensor_parallel
 from sglang.srt.managers.scheduler.build import build_scheduler, settle
 from sglang.srt.managers.scheduler.scheduler import Scheduler
-from sglang.srt.managers.scheduler.scheduler_io import NullIO, SchedulerIO
+from sglang.srt.managers.scheduler.scheduler_io import ListIO, NullIO, SchedulerIO
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.kernel_loads import KernelLoads
+
+Result = TypeVar("Result")
 
 JOIN_S = 60
 
@@ -36,6 +39,17 @@ def build_served(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
     if server_args.device != "cpu":
         _watching.append(scheduler.worker.model_runner.late_kernels)
     return scheduler
+
+
+def in_scheduler(
+    measure: Callable[[Scheduler, ListIO], Result], **flags: Any
+) -> Result:
+    """Run `measure` with a scheduler in this process; free its memory afterwards."""
+    io = ListIO()
+    try:
+        return measure(build_served(ServerArgs(**flags), io), io)
+    finally:
+        free_memory()
 
 
 @contextmanager
