@@ -137,8 +137,13 @@ def train_draft(
     loss_of: LossFunction[AnyLesson],
     config: DistillConfig,
     device: torch.device,
+    *,
+    on_report: Callable[[dict[str, float]], None] = lambda row: None,
 ) -> dict[str, object]:
-    """Train in place until the clock or `max_steps`; return the report."""
+    """Train in place until the clock or `max_steps`; return the report.
+
+    `on_report` gets each row of its history.
+    """
     optimizer = make_optimizer(draft, config)
     history: list[dict[str, float]] = []
     step, progress, next_report = 0, 0.0, 1.0 / REPORTS_PER_RUN
@@ -165,6 +170,7 @@ def train_draft(
             row |= {k: round(v.item(), 4) for k, v in parts.items()}
             history.append(row)
             print(json.dumps(row), flush=True)
+            on_report(row)
     return {
         "config": asdict(config),
         "parameters": parameter_count(draft),

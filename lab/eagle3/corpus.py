@@ -1,5 +1,5 @@
 """Prompts from text that is on any machine with Python: the docstrings and sources of
-the standard library and of installed packages, split by file.
+the standard library and of installed packages, split by package.
 
 Knows files and text; refuses to know tokens or models. Makes no network requests.
 """
@@ -31,7 +31,7 @@ QUESTIONS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SourceText:
-    """`kind` is chat (a request to answer) or text (a piece to continue)."""
+    """`kind` is chat (a request to answer), docs or code (a piece to continue)."""
 
     path: str
     kind: str
@@ -42,9 +42,16 @@ def digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big")
 
 
+def package_of(path: str) -> str:
+    """Return the package or single module of a path below its root."""
+    return path.split("/")[0].removesuffix(".py")
+
+
 def is_heldout(path: str) -> bool:
-    """Whether a file is never trained on, decided by its path below its root."""
-    return digest(path) % HELDOUT_ONE_IN == 0
+    """Whether a file is never trained on. Files of one package resemble each other, so
+    this is decided by package.
+    """
+    return digest(package_of(path)) % HELDOUT_ONE_IN == 0
 
 
 def source_files() -> list[tuple[str, Path]]:
@@ -85,12 +92,12 @@ def iter_texts(path: str, source: str) -> Iterator[SourceText]:
             question = QUESTIONS[digest(doc) // 2 % len(QUESTIONS)]
             yield SourceText(path=path, kind="chat", text=question.format(text))
         else:
-            yield SourceText(path=path, kind="text", text=text)
+            yield SourceText(path=path, kind="docs", text=text)
     lines = source.splitlines(keepends=True)
     start = digest(path) % max(1, len(lines) // 2)
     code = "".join(lines[start:])[:MAX_TEXT_CHARS]
     if len(code) >= MIN_TEXT_CHARS:
-        yield SourceText(path=path, kind="text", text=code)
+        yield SourceText(path=path, kind="code", text=code)
 
 
 def read_texts(*, heldout: bool) -> Iterator[SourceText]:

@@ -1,28 +1,19 @@
-"""Prompts as token ids, and batches of the documents that a target wrote.
+"""Batches of the documents that a target wrote.
 
-Knows tokenizers and padding; refuses to know models, heads and losses.
+Knows padding; refuses to know models, heads and losses.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from lab.eagle3.corpus import SourceText, read_texts
 from lab.eagle3.record import Document
-from sglang.srt.utils.hf_tokenizer import Tokenizer
 
-PROMPT_TOKENS = (24, 160)
-HELDOUT_PROMPTS = 64
-# More texts than a run usually uses up.
-TEXTS_PER_SEED = 2000
 # Documents whose lengths are sorted together, so that little of a batch is padding.
 POOL_BATCHES = 16
 
@@ -37,47 +28,6 @@ class Batch:
     aux: Tensor
     hidden: Tensor
     best: Tensor
-
-
-def encode_prompt(text: SourceText, tokenizer: Tokenizer, *, size: int) -> list[int]:
-    """Return token ids: the whole request of a chat, or the first `size` of a text."""
-    if text.kind == "chat" and tokenizer.chat_template is not None:
-        ids = tokenizer.encode(text.text)[:size]
-        messages = [{"role": "user", "content": tokenizer.decode(ids)}]
-        chat = tokenizer.apply_chat_template(messages)
-        return tokenizer.encode(chat, add_special_tokens=False)
-    return tokenizer.encode(text.text)[:size]
-
-
-def training_prompts(
-    tokenizer: Tokenizer, *, length: int, seed: int
-) -> Iterator[list[int]]:
-    """Yield prompts endlessly; a repeated text is cut differently.
-
-    Each `seed` begins elsewhere.
-    """
-    rng = np.random.default_rng(seed)
-    start = seed * TEXTS_PER_SEED
-    while True:
-        for text in islice(read_texts(heldout=False), start, None):
-            ids = encode_prompt(text, tokenizer, size=int(rng.integers(*PROMPT_TOKENS)))
-            if len(ids) < length // 2:
-                yield ids
-        start = 0
-
-
-def write_heldout(tokenizer: Tokenizer, path: Path) -> None:
-    """Write prompts of held-out files, one JSON object per line, one per file."""
-    taken: dict[str, dict[str, object]] = {}
-    for text in read_texts(heldout=True):
-        kind = "chat" if len(taken) % 2 else "text"
-        if text.path not in taken and text.kind == kind:
-            ids = encode_prompt(text, tokenizer, size=PROMPT_TOKENS[1])
-            taken[text.path] = {"path": text.path, "kind": text.kind, "ids": ids}
-        if len(taken) == HELDOUT_PROMPTS:
-            break
-    lines = [json.dumps(item) + "\n" for item in taken.values()]
-    path.write_text("".join(lines), encoding="utf-8")
 
 
 def batches(

@@ -176,11 +176,17 @@ def request(index: int, ids: list[int], length: int) -> GenerateReq:
 
 
 def count_finished(io: ListIO) -> int:
-    found = sum(
-        output.finish_reason is not None
-        for message in io.responses
-        if isinstance(message, BatchOutput)
-        for output in message.outputs
-    )
+    """Return how many requests finished.
+
+    Raises:
+        SystemExit: one was refused, for instance for tokens of another model.
+    """
+    found = 0
+    for message in io.responses:
+        for output in message.outputs if isinstance(message, BatchOutput) else ():
+            reason = output.finish_reason
+            if reason is not None and reason.type == "abort":
+                raise SystemExit(f"prompt {output.rid} is refused: {reason.message}")
+            found += reason is not None
     io.responses.clear()
     return found

@@ -4,14 +4,18 @@ text that is on this machine, and the head learns from the resulting states.
     python -m lab.eagle3.train --model FOLDER --device cpu --minutes 25 --out HEAD
 
 Writes HEAD/config.json, model.safetensors, training.json and heldout.jsonl, prompts of
-files that were not trained on, for `bench_spec.py model --heldout`. The recipe is the
-same as for the demo model's head (`lab/demo_model/train_eagle3.py`).
+packages that were not trained on, for `bench_spec_text.py --heldout`, and if asked the
+heads of every few minutes of training. The recipe is the same as for the demo model's
+head (`lab/demo_model/train_eagle3.py`).
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
+import shutil
 import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -35,7 +39,14 @@ from lab.demo_model.train_eagle3 import (
     read_draft_ids,
     vocabulary_maps,
 )
-from lab.eagle3.data import Batch, batches, training_prompts, write_heldout
+from lab.eagle3.data import Batch, batches
+from lab.eagle3.prompts import (
+    HELDOUT,
+    heldout_prompts,
+    read_training,
+    training_prompts,
+    write_lines,
+)
 from lab.eagle3.record import (
     Document,
     Recorder,
@@ -46,8 +57,6 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 
-# Share of a run's time in which the target writes; the rest is training.
-WRITING_SHARE = 0.45
 WEIGHTS = "model.safetensors"
 
 
@@ -134,6 +143,17 @@ def layers_to_read(model: object, config: ModelConfig) -> tuple[int, ...]:
     return layers
 
 
+def prepare_prompts(args: argparse.Namespace) -> Iterator[list[int]]:
+    """Write the held-out prompts, and return those to train with."""
+    heldout: Path = args.out / HELDOUT
+    if args.prompts is not None:
+        shutil.copy(args.prompts / HELDOUT, heldout)
+        return read_training(args.prompts, length=args.length)
+    tokenizer = load_tokenizer(args.model)
+    write_lines(heldout, heldout_prompts(tokenizer))
+    return training_prompts(tokenizer, length=args.length, seed=args.seed)
+
+
 @torch.no_grad()
 def record_target(args: argparse.Namespace) -> Target:
     """Serve the target, let it write, and keep what training needs."""
@@ -148,17 +168,15 @@ def record_target(args: argparse.Namespace) -> Target:
     aux_layers = layers_to_read(model, config)
     assert isinstance(model, LlamaForCausalLM)
     model.capture_layers(aux_layers)
-    tokenizer = load_tokenizer(args.model)
-    write_heldout(tokenizer, args.out / "heldout.jsonl")
     recorder = Recorder(model, rows=args.rows, length=args.length, device=args.device)
     write_documents(
         scheduler,
         io,
-        training_prompts(tokenizer, length=args.length, seed=args.seed),
+        prepare_prompts(args),
         recorder,
         rows=args.rows,
         length=args.length,
-        seconds=60 * args.minutes * WRITING_SHARE,
+        seconds=60 * args.minutes * args.writing_share,
         max_tokens=args.max_tokens,
     )
     embedding, head = model.embed_and_head()
@@ -219,19 +237,39 @@ def train(
     stream = batches(
         target.documents, size=args.batch, unroll=args.unroll, seed=args.seed
     )
-    report = train_draft(head, stream, loss_of, config, torch.device(args.device))
+    keep = partial(save_now_and_then, args, target, head, draft_ids)
+    report = train_draft(
+        head, stream, loss_of, config, torch.device(args.device), on_report=keep
+    )
     report["draft_vocab_share"] = round(
         float(counts[draft_ids].sum() / counts.sum()), 4
     )
     return head, draft_ids, report
 
 
-def save(
+def save_now_and_then(
     args: argparse.Namespace,
     target: Target,
     head: Eagle3Head,
     draft_ids: Tensor,
-    report: dict[str, object],
+    row: dict[str, float],
+) -> None:
+    """Keep the head of every `--checkpoint-seconds` as OUT/at_SECONDS."""
+    if not args.checkpoint_seconds:
+        return
+    seconds = int(row["seconds"]) // args.checkpoint_seconds * args.checkpoint_seconds
+    folder = args.out / f"at_{seconds:04d}"
+    if seconds and not folder.exists():
+        folder.mkdir()
+        save(folder, target, head, draft_ids, row)
+
+
+def save(
+    folder: Path,
+    target: Target,
+    head: Eagle3Head,
+    draft_ids: Tensor,
+    report: Mapping[str, object],
 ) -> None:
     """Write the folder for --speculative-draft-model-path."""
     own = {
@@ -245,10 +283,10 @@ def save(
         head.config, draft_vocab=len(draft_ids), aux_layers=target.aux_layers
     )
     config = {key: value for key, value in (sizes | own).items() if value is not None}
-    write_json(args.out / "config.json", config)
-    write_json(args.out / "training.json", report)
+    write_json(folder / "config.json", config)
+    write_json(folder / "training.json", report)
     maps = vocabulary_maps(draft_ids, target.config.vocab_size)
-    save_weights({**head.state_dict(), **maps}, args.out / WEIGHTS)
+    save_weights({**head.state_dict(), **maps}, folder / WEIGHTS)
 
 
 def parse_args(arguments: list[str] | None) -> argparse.Namespace:
@@ -261,7 +299,10 @@ def parse_args(arguments: list[str] | None) -> argparse.Namespace:
     add("--device", choices=("cpu", "cuda"), default="cpu")
     add("--resume", type=Path, help="folder of a head that is trained further")
     add("--seed", type=int, default=0, help="another one writes other text")
+    add("--prompts", type=Path, help="folder of `lab.eagle3.prompts`, instead of files")
     add("--minutes", type=float, default=25.0, help="of writing and training")
+    add("--writing-share", type=float, default=0.45, help="of the minutes, at most")
+    add("--checkpoint-seconds", type=int, default=0, help="0: only the last head")
     add("--rows", type=int, default=48, help="requests that the target answers at once")
     add("--length", type=int, default=320, help="tokens of a request, its prompt too")
     add("--max-tokens", type=int, default=4_000_000, help="recorded at most")
@@ -280,13 +321,14 @@ def main(arguments: list[str] | None = None) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * args.minutes
     target = record_target(args)
+    gc.collect()  # the scheduler, its model and its KV
     num_tokens = sum(len(document.ids) for document in target.documents)
     print(f"{len(target.documents)} documents, {num_tokens} tokens", flush=True)
     if not target.documents:
         raise SystemExit(f"--minutes {args.minutes}: nothing was written in that time")
     head, draft_ids, report = train(args, target, deadline - time.monotonic())
     report["recorded_tokens"] = num_tokens
-    save(args, target, head, draft_ids, report)
+    save(args.out, target, head, draft_ids, report)
     print(args.out)
 
 

@@ -3,7 +3,10 @@ the model computes, and the engine drafts with what it writes."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import tempfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +24,9 @@ from lab.demo_model.target_states import (
     target_states,
 )
 from lab.demo_model.train_eagle3 import chain_loss
-from lab.eagle3 import corpus, data, train
+from lab.eagle3 import classes, corpus, data, prompts, train
 from lab.eagle3.record import Document, Recorder, build_target, write_documents
+from sglang.bench_utils.speed_bench import read_rows
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.tiny_models import write_tiny_model
@@ -43,7 +47,7 @@ def sources(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Path]]:
     return files
 
 
-def prompts() -> Iterator[list[int]]:
+def some_prompts() -> Iterator[list[int]]:
     generator = torch.Generator().manual_seed(3)
     for i in range(9):
         yield torch.randint(3, 4096, (5 + 3 * i,), generator=generator).tolist()
@@ -60,7 +64,7 @@ def test_recorded_states_are_those_of_the_reference() -> None:
     write_documents(
         scheduler,
         io,
-        prompts(),
+        some_prompts(),
         recorder,
         rows=ROWS,
         length=LENGTH,
@@ -70,7 +74,7 @@ def test_recorded_states_are_those_of_the_reference() -> None:
     assert model.forward_stack == stack
     # Rows are used again; a document of few tokens is left out.
     assert ROWS < len(recorder.documents) <= 9
-    starts = {tuple(prompt) for prompt in prompts()}
+    starts = {tuple(prompt) for prompt in some_prompts()}
     target = load_target(ASSETS, CPU, torch.float32)
     for document in recorder.documents:
         ids = document.ids.tolist()
@@ -95,9 +99,15 @@ def test_the_engine_drafts_with_a_trained_head(
     command += ["--max-tokens", "600", "--max-steps", "2", "--rows", "8"]
     command += ["--draft-vocab", "512", "--unroll", "3", "--intermediate-size", "64"]
     train.main([*command, "--out", str(head)])
-    # A second run continues the first.
+    # A second run continues the first, with prompts that were written before.
+    written = tmp_path / "prompts"
+    prompts.main(["--model", str(ASSETS), "--count", "40", "--out", str(written)])
     further = tmp_path / "further"
-    train.main([*command, "--out", str(further), "--resume", str(head), "--seed", "1"])
+    command += ["--resume", str(head), "--prompts", str(written)]
+    train.main([*command, "--out", str(further)])
+    assert (further / "heldout.jsonl").read_text() == (
+        head / "heldout.jsonl"
+    ).read_text()
     assert json.loads((further / "training.json").read_text())["steps"] == 2
     items = [json.loads(line) for line in (head / "heldout.jsonl").open()]
     assert {item["path"] for item in items} == {"argparse.py"}
@@ -125,7 +135,44 @@ def test_no_file_is_in_both_splits(sources: list[tuple[str, Path]]) -> None:
     assert len(paths[False]) > 3 and not paths[True] & paths[False]
     texts = [text.text for part in found.values() for text in part]
     assert len(set(texts)) == len(texts)
-    assert {text.kind for text in found[False]} == {"chat", "text"}
+    assert {text.kind for text in found[False]} == {"chat", "docs", "code"}
+
+
+def test_files_of_a_package_are_on_one_side() -> None:
+    names = [f"{package}/{file}.py" for package in "abcdefgh" * 9 for file in "xyz"]
+    assert all(
+        corpus.is_heldout(name) == corpus.is_heldout(f"{name[0]}.py") for name in names
+    )
+    many = [corpus.is_heldout(f"package{i}/__init__.py") for i in range(400)]
+    assert 8 <= sum(many) <= 40
+
+
+def test_rows_of_classes_are_of_held_out_text(
+    sources: list[tuple[str, Path]], tmp_path: Path
+) -> None:
+    file = tmp_path / "classes.jsonl"
+    classes.main([str(file)])
+    rows = read_rows(str(file))
+    counts = Counter(row.category for row in rows)
+    assert set(counts) == {rows.__name__ for rows in classes.CLASSES}
+    assert counts["reasoning"] == classes.ROWS_PER_CLASS
+    trained = {text.text for text in corpus.read_texts(heldout=False)}
+    assert not [row for row in rows if any(text in row.turns[0] for text in trained)]
+
+
+def test_a_head_is_kept_every_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept: list[str] = []
+
+    def save(folder: Path, *others: object) -> None:
+        kept.append(folder.name)
+
+    monkeypatch.setattr(train, "save", save)
+    with tempfile.TemporaryDirectory() as out:
+        args = argparse.Namespace(out=Path(out), checkpoint_seconds=60)
+        for seconds in (12.0, 59.9, 61.0, 90.0, 121.5, 300.2):
+            row = {"seconds": seconds}
+            train.save_now_and_then(args, Any, Any, Any, row)  # type: ignore[arg-type]
+    assert kept == ["at_0060", "at_0120", "at_0300"]
 
 
 def test_a_broken_source_has_no_docstrings() -> None:
