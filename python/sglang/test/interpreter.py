@@ -1,5 +1,5 @@
 """Makes Triton's interpreter cheaper for tests, without changing its results, except
-for products of bfloat16, which it gets wrong."""
+for products and denormals of bfloat16, which it gets wrong."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import sys
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any
+
+import numpy as np
 
 MODULE = "triton.runtime.interpreter"
 
@@ -26,12 +28,16 @@ def make_cheaper() -> None:
     interpreter: Any = sys.modules.get(MODULE)
     if interpreter is None or hasattr(interpreter._patch_lang, "cache_info"):
         return
+    _call_at_once(interpreter)
     _patch_once(interpreter)
     _skip_unread_checks(interpreter)
     _look_types_up_once(interpreter)
     _widen_bfloat16(interpreter)
+    _shift_bfloat16(interpreter)
+    _reduce_by_halves(interpreter)
     if os.environ.get("TRITON_INTERPRET") == "1":
         _describe_once(interpreter.tl.core)
+        _trust_equal_types(interpreter)
 
 
 def _patch_once(interpreter: Any) -> None:
@@ -97,6 +103,130 @@ def _widen_bfloat16(interpreter: Any) -> None:
         return multiply(self, widen(a), widen(b), *options)
 
     builder.create_dot = create_dot
+
+
+def _shift_bfloat16(interpreter: Any) -> None:
+    """Read bfloat16 as the upper half of a float32, which also holds for denormals.
+
+    The interpreter takes signs, exponents and mantissas apart, for all types alike.
+    """
+    convert, core = interpreter._convert_float, interpreter.tl
+
+    def convert_float(bits: Any, given: Any, wanted: Any, rounding: Any) -> Any:
+        if given == core.bfloat16 and wanted == core.float32:
+            return bits.astype(np.uint32) << np.uint32(16)
+        return convert(bits, given, wanted, rounding)
+
+    interpreter._convert_float = convert_float
+
+
+def _reduce_by_halves(interpreter: Any) -> None:
+    """Combine all pairs of neighbours at once, half as many each time.
+
+    A combination is associative, and a GPU too begins with whichever pairs it likes.
+    The interpreter combines one element after the other, each for the price of a whole
+    instruction.
+    """
+
+    def generic_reduce(self: Any, given: tuple[Any, ...]) -> list[Any]:
+        rank = given[0].handle.data.ndim
+        parts, axis = self.unravel(given, self.axis)
+        kinds = [part.dtype for part in parts]
+        values = [part.handle.data for part in parts]
+        first, second = (
+            (slice(None),) * axis + (slice(start, None, 2),) for start in (0, 1)
+        )
+        while values[0].shape[axis] > 1:  # a power of two
+            sides = [value[side] for side in (first, second) for value in values]
+            combined = self.combine_fn.fn(*map(self.to_tensor, sides, 2 * kinds))
+            each = combined if isinstance(combined, tuple) else (combined,)
+            values = [
+                part.handle.data.astype(value.dtype, copy=False)
+                for part, value in zip(each, values, strict=True)
+            ]
+        if not self.keep_dims:
+            values = [np.squeeze(value, axis) for value in values]
+        elif self.axis is None:
+            values = [value.reshape((1,) * rank) for value in values]
+        return list(map(self.to_tensor, values, kinds))
+
+    interpreter.ReduceOps.generic_reduce = generic_reduce
+
+
+def _call_at_once(interpreter: Any) -> None:
+    """Call the functions of `triton.language` without the two functions around each,
+    which see to an argument that is there.
+    """
+    semantic = interpreter.interpreter_semantic
+
+    def patch_attr(
+        target: Any, name: str, member: Any, builder: Any, scope: Any
+    ) -> None:
+        function = getattr(member, "__wrapped__", member)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            kwargs["_semantic"] = semantic
+            return function(*args, **kwargs)
+
+        scope.set_attr(target, name, call)
+
+    interpreter._patch_attr = patch_attr
+
+
+def _trust_equal_types(interpreter: Any) -> None:
+    """Take operands of one type as they are, and a number as one of its tensor's type.
+
+    Promotion, casts and broadcasts of such operands, which change nothing, are half of
+    the time of an instruction.
+    """
+    core = interpreter.tl.core
+    semantic = type(interpreter.interpreter_semantic)
+    check, equals = semantic.binary_op_type_checking_impl, core.dtype.__eq__
+    broadcast = semantic.broadcast_impl_value
+
+    def fits(number: object, kind: Any) -> bool:
+        """Whether a number next to a tensor of this type is of it as well."""
+        if kind.is_floating():
+            return type(number) is float
+        return (
+            type(number) is int
+            and kind.is_int()
+            and not kind.is_bool()
+            and kind.get_int_min_value() <= number <= kind.get_int_max_value()
+        )
+
+    def check_types(
+        self: Any,
+        left: Any,
+        right: Any,
+        allow_left_pointer: bool = False,
+        allow_right_pointer: bool = False,
+        arithmetic_check: bool = True,
+        div_or_mod: bool = False,
+    ) -> tuple[Any, Any]:
+        if type(left) is core.tensor and not div_or_mod:
+            kind = left.type.scalar
+            if type(right) is core.tensor:
+                if left.type is right.type and not kind.is_ptr():
+                    return left, right
+            elif arithmetic_check and fits(right, kind):
+                return broadcast_both(self, left, self.scalar_constant(right, kind))
+        allowed = (allow_left_pointer, allow_right_pointer)
+        checked = check(self, left, right, *allowed, arithmetic_check, div_or_mod)
+        return tuple(checked)
+
+    def broadcast_both(self: Any, left: Any, right: Any) -> tuple[Any, Any]:
+        are_blocks = left.type.is_block() and right.type.is_block()
+        if are_blocks and left.handle.data.shape == right.handle.data.shape:
+            return left, right
+        return tuple(broadcast(self, left, right))
+
+    def is_equal(self: Any, other: Any) -> bool:
+        return self is other or bool(equals(self, other))
+
+    semantic.binary_op_type_checking_impl = check_types
+    semantic.broadcast_impl_value = broadcast_both
+    core.dtype.__eq__ = is_equal
 
 
 def _describe_once(core: Any) -> None:
