@@ -46,6 +46,8 @@ class Report:
         state = self._state
         bad = columns[Ring.REASONS] != 0
         n = int(bad.sum())
+        if n == 0:
+            return
         entries = state.ring.new_zeros(n, RING_WORDS)
         entries[:, [Ring.SLOT, Ring.EXPECTED_SLOT]] = -1
         entries[:, Ring.CLOCK] = state.clock + self._clock_offset
@@ -60,7 +62,7 @@ class Report:
 
     def _set_verdicts(self, entries: Tensor) -> None:
         verdicts, row = self._state.verdict, Ring.REQ_ROW
-        if self._findings is not None and len(entries):
+        if self._findings is not None:
             verdicts, row = self._findings[STATUS_WORDS:], Ring.BATCH_ROW
             known = self._findings[RING]
             self._findings[RING] = torch.maximum(known, self._state.ring_count[0])
