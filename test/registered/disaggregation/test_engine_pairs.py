@@ -349,7 +349,7 @@ def test_the_inspector_lists_transfers(tmp_path):
         look(0)
     unit_bytes = seen[False][0].total_bytes // 5
     for views in seen.values():
-        assert {view.room for view in views} == {1}
+        assert {view.room for view in views} == {"1"}
         assert {view.total_bytes for view in views} == {5 * unit_bytes}
         assert all(0 <= view.bytes <= view.total_bytes for view in views)
     assert {view.state for view in seen[False]} >= {"asked", "is loaded"}

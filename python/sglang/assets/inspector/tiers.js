@@ -83,7 +83,7 @@ export class TierView {
     const table = byId("transfers");
     table.hidden = total === 0;
     table.tBodies[0].replaceChildren(...transfers.map((one) => el("tr", {},
-      el("td", { class: "mono" }, String(one.room)),
+      el("td", { class: "mono" }, one.room),
       el("td", {}, `${one.is_sent ? "to" : "from"} ${one.peer}`),
       el("td", {}, one.state),
       el("td", { class: "number" }, `${megabytes(one.bytes)} of ${megabytes(one.total_bytes)}`),

@@ -158,7 +158,7 @@ class Sender:
         now = time.monotonic()
         return [
             TransferView(
-                room=one.ask.room,
+                room=str(one.ask.room),
                 peer=one.link.peer,
                 is_sent=True,
                 state=one.state,

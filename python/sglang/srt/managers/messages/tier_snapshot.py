@@ -51,12 +51,13 @@ class FilesView(msgspec.Struct, kw_only=True):
 class TransferView(msgspec.Struct, kw_only=True):
     """Units of one request on their way between two engines.
 
+    `room` is a number of up to 63 bits, of which a page would keep 53, so it is a text.
     `peer` is the other engine; `is_sent` tells whether this one sends. `bytes` have
     arrived, or were sent, of `total_bytes` in the first group of slots. `state` is in
     words.
     """
 
-    room: int
+    room: str
     peer: str
     is_sent: bool
     state: str

@@ -276,7 +276,7 @@ class DecodeSide(Handover):
         now = time.monotonic()
         return [
             TransferView(
-                room=receipt.room,
+                room=str(receipt.room),
                 peer=str(receipt.address),
                 is_sent=False,
                 state=receipt.state,
