@@ -191,7 +191,9 @@ def test_fault_on_the_wire_is_a_miss(tmp_path, change, kind, seed):
         pair.settle()
 
 
-def check_reports(pair: EnginePair, wire: Wire, reason: str | None) -> None:
+def check_reports(
+    pair: EnginePair, wire: Wire | EnginePair, reason: str | None
+) -> None:
     """Check that each finding names a unit, and what was wrong with it."""
     incidents = pair.scheduler.own_incidents()
     found = [violation for one in incidents for violation in one["violations"]]
@@ -308,6 +310,27 @@ def test_wrong_room_sends_nothing(tmp_path):
         # The prefill engine has never heard of a room.
         check_answer(pair, "plain", prompts[2], is_prefilled=False)
         assert tiers_of(pair.decode).stats.loaded == 5 * 64
+        pair.settle()
+
+
+def test_a_room_that_is_given_out_twice_mixes_nothing(tmp_path):
+    """The prefill engine keeps the later request of a room. The earlier one asks for
+    another prompt's units, or for the same ones."""
+    rng = random.Random(8)
+    prompts = [[rng.randrange(VOCAB) for _ in range(LENGTH)] for _ in range(2)]
+    with engine_pair(tmp_path, "plain", kv_canary="heal", patience=1.0) as pair:
+        for number, pairing in enumerate([(prompts[0], prompts[1]), (prompts[0],) * 2]):
+            pair._rooms = itertools.repeat(number)
+            rids = [
+                pair.submit(prompt, max_new_tokens=4, ignore_eos=True)
+                for prompt in pairing
+            ]
+            answers = pair.run()
+            for rid, prompt in zip(rids, pairing, strict=True):
+                outputs = answers[rid].output_ids
+                predicted = next_tokens(prompt + outputs, vocab_size=VOCAB)
+                assert outputs == predicted[LENGTH - 1 : -1]
+        check_reports(pair, pair, "tier_incomplete")
         pair.settle()
 
 

@@ -6,6 +6,11 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,9 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from kv_canary.reporter import CanaryViolation
 from sglang.srt.kv_tiers import files as unit_files
+from sglang.srt.kv_tiers import storage as unit_storage
 from sglang.srt.kv_tiers.damage import DamageKind
 from sglang.srt.kv_tiers.files import BadUnit, FileLimits, FileStore, open_folder
 from sglang.srt.kv_tiers.landing import LandingMemory
+from sglang.srt.managers.messages.io_struct import FlushCacheReq
 from sglang.srt.server_args import ServerArgs
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
@@ -133,11 +140,15 @@ def test_leftovers_of_a_crash_go_at_start(tmp_path):
     files = store(tmp_path)
     write(files, 1)
     path = files.path(key_of(1))
-    leftover = path.with_name(path.name + ".tmp")
-    leftover.write_bytes(b"half")
+    old, new = (path.with_name(f"{path.name}.{who}.tmp") for who in ("old", "new"))
+    for leftover in (old, new):
+        leftover.write_bytes(b"half")
+    os.utime(old, (0, 0))
     (path.parent / "notes.txt").write_text("not ours")
     assert len(store(tmp_path)) == 1
-    assert not leftover.exists()
+    assert not old.exists()
+    # Another engine may be writing it.
+    assert new.exists()
     assert (path.parent / "notes.txt").exists()
 
 
@@ -149,6 +160,76 @@ def test_a_link_is_not_followed(tmp_path):
     path.rename(target)
     path.symlink_to(target)
     assert read(files, 1) is None
+
+
+def test_engines_that_share_a_folder_do_not_mix_their_bytes(tmp_path):
+    """Not even of one unit that they write at the same time."""
+    files = [store(tmp_path) for _ in range(2)]
+    units = [bytes([number]) * SIZE for number in (1, 2)]
+    parts = threading.Barrier(2, timeout=20)
+
+    def write_half(name, mode):
+        file = open(name, mode)  # noqa: SIM115
+
+        class Slow:
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *error):
+                file.close()
+
+            def write(self, part):
+                half = len(part) // 2
+                file.write(part[:half])
+                file.flush()
+                parts.wait()
+                file.write(part[half:])
+                file.flush()
+
+        return Slow()
+
+    def run(number):
+        files[number].write(
+            key_of(1),
+            b"",
+            position=8,
+            elements=ELEMENTS + 1,
+            unit=memoryview(units[number]),
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(unit_files, "open", write_half, raising=False)
+        with ThreadPoolExecutor(2) as both:
+            list(both.map(run, range(2)))
+    assert {read(one, 1) for one in (*files, store(tmp_path))} <= set(units)
+    assert len(list(files[0].path(key_of(1)).parent.iterdir())) == 1
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "endless"])
+def test_what_is_no_file_of_ours_is_a_miss(tmp_path, kind):
+    """A reader neither waits for it, nor reads all of it, nor keeps it open."""
+    files = store(tmp_path / "kv")
+    write(files, 1)
+    path = files.path(key_of(1))
+    path.unlink()
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        # Its name may be longer than a socket's.
+        with socket.socket(socket.AF_UNIX) as one:
+            one.bind(str(tmp_path / "s"))
+        (tmp_path / "s").rename(path)
+    else:
+        with open(path, "wb") as file:
+            file.truncate(1 << 40)
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with suppress(BadUnit):
+            assert read(files, 1) is None
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert read(store(tmp_path / "kv"), 1) is None
 
 
 def test_any_change_of_a_file_is_a_miss(tmp_path):
@@ -300,6 +381,82 @@ class TestEngine:
         told = [r for r in caplog.records if "not written" in r.getMessage()]
         assert len(told) == 1
         assert not [path for path in (tmp_path / "kv").rglob("*") if path.is_file()]
+        harness.scheduler.tiers.close()
+
+    def test_a_slow_folder_delays_nobody(self, tmp_path, monkeypatch):
+        """Neither those who would read from it, for longer than their policy says, nor
+        those whose KV would be written."""
+        slow = self.options(
+            tmp_path / "kv", prefetch_timeout_base=0.02, prefetch_timeout_per_ki_token=0
+        ) | {"hicache_storage_prefetch_policy": "timeout"}
+        harness = tiered(tmp_path / "a", "plain", **slow)
+        serve(harness, "plain", total=8, seed=3)
+        harness.scheduler.tiers.close()
+        is_quick = threading.Event()
+        for name in ("read", "write"):
+            monkeypatch.setattr(FileStore, name, self.waiting(name, is_quick))
+        monkeypatch.setattr(unit_storage, "MOST_WAITING", 2)
+        harness = tiered(tmp_path / "b", "plain", **slow)
+        storage = tiers_of(harness).storage
+        assert storage is not None and len(storage.stores[0]) > 0
+        # The same prompts, whose files are there, and others.
+        for seed in (3, 4):
+            serve(harness, "plain", total=8, seed=seed)
+        assert storage.stats.read == storage.stats.written == 0
+        assert storage.stats.skipped > 0
+        assert not harness.scheduler.own_incidents()
+        is_quick.set()
+        harness.scheduler.tiers.close()
+        assert storage.stats.written > 0
+
+    def waiting(self, name, event):
+        method = getattr(FileStore, name)
+
+        def run(*args, **options):
+            event.wait(60)
+            return method(*args, **options)
+
+        return run
+
+    @pytest.mark.parametrize(
+        ("place", "name"), [(Path, "mkdir"), (os, "listdir")], ids=["write", "read"]
+    )
+    def test_a_folder_that_cannot_be_used_is_told_at_start(
+        self, tmp_path, monkeypatch, place, name
+    ):
+        """Read-only, or unreadable."""
+        folder = tmp_path / "kv"
+        folder.mkdir(mode=0o700)
+        real = getattr(place, name)
+
+        def refuse(path, *args, **options):
+            if folder in (path, *path.parents):
+                raise OSError(30, "Read-only file system")
+            return real(path, *args, **options)
+
+        monkeypatch.setattr(place, name, refuse)
+        with pytest.raises(ValueError, match="Read-only file system; name another"):
+            tiered(tmp_path, "plain", **self.options(tmp_path / "kv"))
+
+    def test_a_name_that_is_taken_costs_one_unit(self, tmp_path, caplog):
+        """Not the others, as a disk that fails would."""
+        prompt = list(range(200))
+        harness = tiered(tmp_path / "a", "plain", **self.options(tmp_path / "kv"))
+        harness.generate(prompt, max_new_tokens=2)
+        storage = tiers_of(harness).storage
+        storage.wait_for_writes()
+        (path, *others) = sorted(
+            file for file in (tmp_path / "kv").rglob("*") if file.is_file()
+        )
+        storage.clear()
+        path.mkdir()
+        harness.io.requests.append(FlushCacheReq(call_id=1, tiers=("device", "host")))
+        harness.scheduler.step()
+        harness.generate(prompt, max_new_tokens=2)
+        storage.wait_for_writes()
+        assert storage.stats.skipped == 1
+        assert all(file.exists() for file in others)
+        assert "KV is not written: " in caplog.text
         harness.scheduler.tiers.close()
 
 

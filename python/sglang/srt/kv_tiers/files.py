@@ -6,7 +6,8 @@ header | elements of the unit's tokens, int64 | bytes of the unit
 ```
 IDENTITY is a digest of the model and the layout, so engines that cannot read each
 other's units never see them. A file gets its name when it is whole. Everything in it is
-compared before it is believed: nothing but numbers of fixed width is parsed.
+compared before it is believed: nothing but numbers of fixed width is parsed. Engines of
+one identity may share a folder.
 
 Files are written and read by threads, never by the scheduler. A folder that is full,
 slow or read-only costs hits and nothing else.
@@ -14,8 +15,10 @@ slow or read-only costs hits and nothing else.
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
+import secrets
 import stat
 import struct
 import threading
@@ -46,6 +49,8 @@ _HEADER = struct.Struct("<8s16s16s16sQQQ")
 _DIGEST_BYTES = 16
 _NO_PARENT = bytes(KEY_BYTES)
 _TEMPORARY = ".tmp"
+# Younger ones may be another engine's that writes them now.
+_LEFTOVER_SECONDS = 3600.0
 
 
 class UnitFile(NamedTuple):
@@ -168,6 +173,7 @@ class FileStore:
     ) -> None:
         self._landing = landing
         self._folder = folder
+        self._temporary = f".{secrets.token_hex(8)}{_TEMPORARY}"
         self._identity = identity
         self._size = size
         self._limits = limits
@@ -187,13 +193,14 @@ class FileStore:
             if not inner.is_dir():
                 continue
             for entry in os.scandir(inner):
-                keys = _parse_name(entry.name)
-                if keys is None or not entry.is_file(follow_symlinks=False):
-                    if entry.name.endswith(_TEMPORARY):
-                        _remove(Path(entry.path))
-                    continue
-                about = entry.stat(follow_symlinks=False)
-                found.append((about.st_mtime, keys, about.st_size))
+                # Another engine may just have removed it.
+                with suppress(FileNotFoundError):
+                    about = entry.stat(follow_symlinks=False)
+                    keys = _parse_name(entry.name)
+                    if keys is not None and stat.S_ISREG(about.st_mode):
+                        found.append((about.st_mtime, keys, about.st_size))
+                    elif entry.name.endswith(_TEMPORARY):
+                        _remove_leftover(Path(entry.path), about)
         found.sort()
         for mtime, (key, parent), size in found:
             self._note(key, UnitFile(parent, size, mtime))
@@ -333,7 +340,7 @@ class FileStore:
         size = sum(len(part) for part in parts)
         self._make_room(size)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        temporary = path.with_name(f"{path.name}{_TEMPORARY}")
+        temporary = path.with_name(path.name + self._temporary)
         try:
             with open(temporary, "wb") as file:
                 for part in parts:
@@ -414,14 +421,24 @@ def _parse_name(name: str) -> tuple[UnitKey, UnitKey] | None:
 def _read_file(
     path: Path, *, most: int, room: memoryview | None
 ) -> bytearray | memoryview:
-    """Return a file's bytes, at most one more than `most`, without following a link: in
-    `room` [most] if they are as many."""
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    """Return a file's bytes, at most one more than `most`, without following a link or
+    waiting for a pipe: in `room` [most] if they are as many."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    descriptor = os.open(path, flags)
+    about = os.fstat(descriptor)
+    if not stat.S_ISREG(about.st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file")
     with os.fdopen(descriptor, "rb") as file:
-        size = min(os.fstat(descriptor).st_size, most + 1)
+        size = min(about.st_size, most + 1)
         data = bytearray(size) if room is None or size != most else room
         filled = file.readinto(data)
         return data[: filled or 0]
+
+
+def _remove_leftover(path: Path, about: os.stat_result) -> None:
+    if about.st_mtime < time.time() - _LEFTOVER_SECONDS:
+        _remove(path)
 
 
 def _remove(path: Path) -> None:

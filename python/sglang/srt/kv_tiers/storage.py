@@ -193,6 +193,10 @@ class Storage:
             )
             self.stats.written += group == 0
             self._touched.add(unit.key)
+        except (FileExistsError, IsADirectoryError) as error:
+            # Something else has the name; others can be written.
+            self.stats.skipped += 1
+            logger.warning("KV is not written: %s", error)
         except OSError as error:
             self.stats.skipped += 1
             self._broken_until = time.monotonic() + RETRY_SECONDS
