@@ -97,7 +97,7 @@ class EnginePair:
         assert isinstance(decode_side, DecodeSide)
         self.listener, self.sender = prefill_side._listener, prefill_side._sender
         self.receiver = decode_side._receiver
-        self.port = self.listener._ports[0]
+        self.port = self.listener.port
         self._rooms = itertools.count(1)
 
     def submit(

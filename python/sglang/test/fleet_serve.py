@@ -17,7 +17,8 @@ START_SECONDS = 300.0
 SHOWN_LINES = 40
 # As in `sglang.test.fleet_serve_driver`, which imports Ray.
 PLANT = "SGLANG_TEST_FLEET_PLANT"
-REPLICA_TITLE = "ray::ServeReplica:sglang:SGLang"
+REPLICA_TITLE = "ray::ServeReplica:sglang:"
+ENGINE, PREFILL = "SGLang", "Prefill"
 
 
 class RayServe:
@@ -50,14 +51,14 @@ class RayServe:
         self._next_answer()
 
     def deploy(self, **args: Any) -> dict[str, Any]:
-        """Replace the deployment by `build_app(args)`; returns the states of its
-        replicas, or an `error`.
+        """Replace the application by `build_app(args)`; returns the states of the
+        replicas that answer, or an `error`.
         """
         return self._ask({"deploy": args})
 
-    def num_running(self) -> int:
+    def num_running(self, deployment: str = ENGINE) -> int:
         """Number of replicas that Ray Serve reports as running."""
-        count: int = self._ask({"status": {}}).get("RUNNING", 0)
+        count: int = self._ask({"status": deployment}).get("RUNNING", 0)
         return count
 
     def plant(self, variables: dict[str, str]) -> None:
@@ -66,14 +67,14 @@ class RayServe:
         unseen.write_text(json.dumps(variables))
         unseen.rename(self._plant)
 
-    def replica_pids(self) -> set[int]:
-        """Process ids of the living replicas."""
+    def replica_pids(self, deployment: str = ENGINE) -> set[int]:
+        """Process ids of the living replicas of a deployment."""
         found, pending = set(), [self._process.pid]
         children = _children()
         while pending:
             pid = pending.pop()
             pending += children.get(pid, [])
-            if _title(pid).startswith(REPLICA_TITLE):
+            if _title(pid).startswith(REPLICA_TITLE + deployment):
                 found.add(pid)
         return found
 

@@ -1,8 +1,8 @@
 """Runs Ray Serve for a test, in an environment that has Ray; commands come on stdin.
 
-Each line is JSON: `{"deploy": {...}}` replaces the deployment by `build_app` with these
-arguments, `{"status": {}}` returns the number of replicas in each state. Each is
-answered with a JSON line on stdout; logs of all processes go to stderr.
+Each line is JSON: `{"deploy": {...}}` replaces the application by `build_app` with
+these arguments, `{"status": "NAME"}` returns a deployment's replicas in each state.
+Each is answered with a JSON line on stdout; logs of all processes go to stderr.
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def _deploy(args: dict[str, Any]) -> dict[str, Any]:
         serve.run(built, name=APPLICATION, route_prefix="/")
     except (ValueError, RuntimeError) as error:
         return {"error": str(error)}
-    return _status({})
+    return _status(app.ENGINE)
 
 
-def _status(_: dict[str, Any]) -> dict[str, Any]:
+def _status(deployment: str) -> dict[str, Any]:
     deployments = serve.status().applications[APPLICATION].deployments
-    return dict(deployments[app.ENGINE].replica_states)
+    return dict(deployments[deployment].replica_states)
 
 
 _COMMANDS = {"deploy": _deploy, "status": _status}

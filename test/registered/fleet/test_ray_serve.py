@@ -17,7 +17,8 @@ import pytest
 
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.fleet_gateway import wait_until
-from sglang.test.fleet_serve import RayServe
+from sglang.test.fleet_serve import ENGINE as DEPLOYMENT
+from sglang.test.fleet_serve import PREFILL, RayServe
 from sglang.test.fleet_traffic import PLANTED, Answer, Ask, run_asks
 
 register_cpu_ci(est_time=600, suite="fleet")
@@ -30,6 +31,7 @@ ENGINE = {
     "health_check_period_s": "0.5",
 }
 LIMIT_SECONDS = 240.0
+PAIRED_REQUESTS = 200
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +97,55 @@ def test_clients_get_right_answers_whatever_happens_to_a_replica(
         assert not report.retries, report
     rounded = {name: round(value, 2) for name, value in seconds.items()}
     _record(f"ray {routing} faults", count, {**report.as_row(), **rounded})
+
+
+@pytest.mark.parametrize("routing", ["load", "prefix"])
+def test_prompts_come_from_other_replicas_whatever_happens_to_them(
+    ray_serve: RayServe,
+    asks: list[Ask],
+    expected: Sequence[Answer | None],
+    routing: str,
+) -> None:
+    deployed = ray_serve.deploy(
+        **ENGINE,
+        num_replicas="2",
+        prefill_replicas="2",
+        prefill_args=json.dumps({"chunked_prefill_size": 256}),
+        disaggregation_transfer_backend="tcp",
+        routing=routing,
+    )
+    assert deployed == {"RUNNING": 2}, deployed
+    asks, expected = asks[:PAIRED_REQUESTS], expected[:PAIRED_REQUESTS]
+    quiet = run_asks(ray_serve.url, asks, expected=expected)
+    quiet.check()
+    assert not quiet.retries and not quiet.cut, quiet
+    _record(f"ray pairs, {routing}", 4, quiet.as_row())
+    url = ray_serve.url + "/server_info"
+    state = httpx.get(url, trust_env=False, timeout=60).json()["internal_states"][0]
+    assert state["kv_transfer_received_bytes_total"] > 0
+    seconds: dict[str, float] = {}
+
+    def replace_one(name: str) -> None:
+        before = ray_serve.replica_pids(name)
+        assert len(before) == 2
+        os.kill(min(before), signal.SIGKILL)
+
+        def is_back() -> bool:
+            new = ray_serve.replica_pids(name) - before
+            return len(new) == 1 and ray_serve.num_running(name) == 2
+
+        seconds[f"{name} killed: back"] = wait_until(is_back, LIMIT_SECONDS, name)
+
+    def script() -> None:
+        for name in (PREFILL, DEPLOYMENT):
+            replace_one(name)
+
+    report = run_asks(ray_serve.url, asks, expected=expected, during=script)
+    report.check()
+    # Only a stream of the decode replica that has begun cannot go on.
+    assert not report.retries, report
+    rounded = {name: round(value, 2) for name, value in seconds.items()}
+    _record(f"ray pairs, {routing}: faults", 4, {**report.as_row(), **rounded})
 
 
 def test_autoscaling_adds_replicas_under_load(

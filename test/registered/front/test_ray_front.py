@@ -4,31 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
 from typing import Any
 
-import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from starlette.applications import Starlette
-from starlette.requests import Request
-from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
-from starlette.types import ASGIApp, Message
+from starlette.types import Message
 
-from sglang.srt.ray import prefix_front
+from sglang.srt.ray import front as front_module
+from sglang.srt.ray.front import (
+    ATTEMPTS,
+    create_front,
+    prefix_key,
+)
 from sglang.srt.ray.http_call import HttpCall, answer_messages
-from sglang.srt.ray.prefix_front import ATTEMPTS, create_front, prefix_key
 from sglang.srt.ray.replica import EngineReplica, ReplicaFailed
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.ray_fleet import ECHO, Fleet, Lost, ask_front
 
 register_cpu_ci(est_time=5, suite="cpu")
 
 
 @pytest.fixture(autouse=True)
 def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix_front, "FIRST_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(front_module, "FIRST_WAIT_SECONDS", 0.0)
 
 
 PATHS = st.sampled_from(["prompt", "text", "messages", "input_ids", "input"])
@@ -67,86 +66,6 @@ def test_prompts_that_begin_otherwise_have_other_keys() -> None:
     assert len({prefix_key(body, prefix_bytes=64) for body in bodies}) == 100
 
 
-class Lost(Exception):
-    """A replica is gone."""
-
-
-class Answers:
-    """The answer of a replica of `Fleet`."""
-
-    def __init__(self, messages: AsyncIterator[Message]) -> None:
-        self._messages = messages
-        self._taker: asyncio.Task[Any] | None = None
-        self.is_cancelled = False
-
-    async def __aiter__(self) -> AsyncIterator[Message]:
-        self._taker = asyncio.current_task()
-        async for message in self._messages:
-            yield message
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-        if self._taker is not None and self._taker is not asyncio.current_task():
-            self._taker.cancel()
-
-
-class Fleet:
-    """Replicas of which the first ones are lost, before or within their answers.
-
-    Attributes:
-        asked: the keys and bodies that were sent.
-        answers: what came back, in the same order.
-    """
-
-    lost: tuple[type[Exception], ...] = (Lost,)
-
-    def __init__(self, app: ASGIApp, *, losses: int = 0, after: int = 0) -> None:
-        self._app = app
-        self._losses = losses
-        self._after = after
-        self.asked: list[tuple[str, bytes]] = []
-        self.answers: list[Answers] = []
-
-    def ask(self, call: HttpCall, *, key: str) -> Answers:
-        self.asked.append((key, call.body))
-        self.answers.append(Answers(self._messages(call)))
-        return self.answers[-1]
-
-    async def _messages(self, call: HttpCall) -> AsyncIterator[Message]:
-        is_lost = len(self.asked) <= self._losses
-        seen = 0
-        async for message in answer_messages(self._app, call):
-            if is_lost and seen == self._after:
-                raise Lost
-            seen += 1
-            yield message
-
-
-async def echo(request: Request) -> Response:
-    body = await request.body()
-    headers = {"x-given": request.headers.get("x-given", "")}
-    return StreamingResponse(_pieces(request.url.path, body), headers=headers)
-
-
-async def _pieces(path: str, body: bytes) -> AsyncIterator[bytes]:
-    yield path.encode()
-    yield body
-
-
-ECHO = Starlette(routes=[Route("/{path:path}", echo, methods=["POST"])])
-
-
-async def ask_front(fleet: Fleet, body: bytes, **limits: int) -> httpx.Response:
-    front = create_front(
-        fleet,
-        prefix_bytes=64,
-        **{"max_body_bytes": 1000, "max_total_body_bytes": 10_000, **limits},
-    )
-    transport = httpx.ASGITransport(app=front)
-    async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
-        return await http.post("/v1/chat?a=b", content=body, headers={"x-given": "y"})
-
-
 def test_the_front_hands_over_requests_and_answers() -> None:
     fleet = Fleet(ECHO)
     body = b'{"prompt": "p"}'
@@ -154,6 +73,20 @@ def test_the_front_hands_over_requests_and_answers() -> None:
     assert answer.content == b"/v1/chat" + body
     assert answer.headers["x-given"] == "y"
     assert fleet.asked == [(prefix_key(body, prefix_bytes=64), body)]
+
+
+@pytest.mark.parametrize(
+    ("routing", "key"),
+    [
+        ("load", ""),
+        ("session", "s"),
+        ("prefix", prefix_key(b'{"prompt": "p"}', prefix_bytes=64)),
+    ],
+)
+def test_the_routing_makes_the_key(routing: str, key: str) -> None:
+    fleet = Fleet(ECHO)
+    asyncio.run(ask_front(fleet, b'{"prompt": "p"}', routing=routing))
+    assert [given for given, _ in fleet.asked] == [key]
 
 
 @pytest.mark.parametrize("losses", [1, ATTEMPTS - 1])
@@ -190,7 +123,7 @@ def test_only_a_client_that_leaves_early_cancels_its_request(is_early: bool) -> 
 
     fleet = Fleet(slow)
     front = create_front(
-        fleet, prefix_bytes=64, max_body_bytes=9, max_total_body_bytes=9
+        fleet, key_of=lambda call: "", max_body_bytes=9, max_total_body_bytes=9
     )
     leaves, sent = asyncio.Event(), []
     body = {"type": "http.request", "body": b"{}", "more_body": False}

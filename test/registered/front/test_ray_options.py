@@ -11,6 +11,7 @@ from sglang.srt.ray.options import (
     RayHost,
     Resources,
     ServeOptions,
+    prefill_values,
     replica_resources,
     split_options,
 )
@@ -18,6 +19,7 @@ from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="cpu")
 
+PAIRS = {"prefill_replicas": "1"}
 SMALL, LARGE = RayHost(cpus=2, gpus=0), RayHost(cpus=16, gpus=4)
 
 
@@ -82,12 +84,41 @@ def test_values_of_yaml_are_taken_as_they_are() -> None:
         ({"tp": "2", "tp_size": "2"}, "tp_size sets tp_size a second time"),
         ({"kv_events_config": "{}", "num_replicas": "2"}, "kv_events_config has one"),
         ({"dp_size": "2"}, "--dp-size 2: data parallelism is not served"),
+        (
+            {"disaggregation_mode": "prefill"},
+            "disaggregation_mode='prefill' has no effect under Ray Serve, which pairs",
+        ),
+        ({"prefill_args": "{}"}, "prefill_args has no effect without prefill_replicas"),
+        (PAIRS | {"prefill_args": "{"}, "prefill_args='{': Input data was truncated"),
+        (PAIRS | {"prefill_args": "[1]"}, "prefill_args=[1]: Expected `object | null`"),
+        (PAIRS | {"prefill_args": {"tp": "x"}}, "tp_size='x': Expected `int`"),
+        (PAIRS | {"prefill_args": {"port": 1}}, "port=1 has no effect under Ray"),
+        (PAIRS | {"kv_events_config": "{}"}, "kv_events_config has one address"),
     ],
 )
 def test_wrong_arguments_are_named(args: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError) as error:
         split_options(args)
     assert str(error.value).startswith(message), error.value
+
+
+def test_prefill_replicas_have_arguments_of_their_own() -> None:
+    options, values = split_options(
+        {
+            **PAIRS,
+            "prefill_args": '{"chunked_prefill_size": 512, "kv_events_config": null}',
+            "kv_events_config": "{}",
+            "tp_size": "2",
+        }
+    )
+    assert prefill_values(options, values) == {
+        "tp_size": 2,
+        "chunked_prefill_size": 512,
+        "kv_events_config": None,
+        "disaggregation_mode": "prefill",
+        "disaggregation_bootstrap_port": 0,
+    }
+    assert values == {"tp_size": 2, "kv_events_config": "{}"}
 
 
 @pytest.mark.parametrize(
@@ -118,6 +149,7 @@ def test_a_replica_takes_a_gpu_per_rank(
         ),
         ({"num_replicas": 3}, {}, [SMALL], "3 replica(s) of 1 CPU(s)"),
         ({"min_replicas": 3}, {}, [SMALL], "3 replica(s) of 1 CPU(s)"),
+        ({"prefill_replicas": 2}, {}, [SMALL], "3 replica(s) of 1 CPU(s)"),
     ],
 )
 def test_replicas_that_would_wait_for_ever_are_refused(

@@ -84,6 +84,7 @@ class Listener:
     Attributes:
         heard: what decode engines have said.
         num_links: connections that are open.
+        port: where the first rank listens.
     """
 
     def __init__(
@@ -103,6 +104,7 @@ class Listener:
         self._identity = identity
         self._rank = rank
         self._ports = list(ports)
+        self.port = self._ports[0]
         self._description = description
         self._pace = pace
         self._on_news = on_news

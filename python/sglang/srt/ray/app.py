@@ -4,6 +4,7 @@
     serve run sglang.srt.ray.app:build_app model_path=/models/x num_replicas=2
 
 Each replica has its own engine and is an ingress: it serves the HTTP server's routes.
+With `prefill_replicas` others compute the prompts, and a front pairs them.
 `docs/fleet.md` has the options.
 """
 
@@ -21,13 +22,21 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.handle import DeploymentHandle
 from starlette.types import ASGIApp
 
+from sglang.srt.ray.front import (
+    Answers,
+    Replicas,
+    body_limits,
+    create_front,
+    key_by,
+)
 from sglang.srt.ray.options import (
     RayHost,
     ServeOptions,
+    prefill_values,
     replica_resources,
     split_options,
 )
-from sglang.srt.ray.prefix_front import Answers, body_limits, create_front
+from sglang.srt.ray.pairs import PairedReplicas
 from sglang.srt.ray.replica import EngineReplica, ReplicaFailed
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.devices import cuda_device_count
@@ -38,7 +47,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 ENGINE = "SGLang"
-FRONT = "PrefixFront"
+PREFILL = "Prefill"
+FRONT = "Front"
 # Ships with `ray[serve]`; PrefixCacheAffinityRouter needs `ray[llm]` and typed prompts.
 SESSION_ROUTER = "ray.serve.experimental.consistent_hash_router.ConsistentHashRouter"
 
@@ -61,6 +71,35 @@ def bind_replicas(
 ) -> serve.Application:
     """`build_app` with another class of replicas."""
     options, values = split_options(args)
+    if not options.has_front:
+        ingress = serve.deployment(serve.ingress()(replica))
+        return ingress.options(**_replicas(options, values)).bind(values)
+    engines = serve.deployment(replica)
+    prefill = None
+    if options.prefill_replicas:
+        mine = prefill_values(options, values)
+        values = {**values, "disaggregation_mode": "decode"}
+        fixed = {"name": PREFILL, "num_replicas": options.prefill_replicas}
+        deployment = {**_replicas(options, mine), **fixed}
+        deployment.pop("autoscaling_config", None)
+        prefill = engines.options(**deployment).bind(mine)
+    front = serve.deployment(serve.ingress()(RequestFront)).options(
+        name=FRONT,
+        num_replicas=options.front_replicas,
+        ray_actor_options={"num_cpus": 0},
+        max_ongoing_requests=options.max_ongoing_requests * options.most_replicas,
+    )
+    return front.bind(
+        engines.options(**_replicas(options, values)).bind(values),
+        prefill,
+        routing=options.routing,
+        prefix_bytes=options.prefix_bytes,
+        **body_limits(values, ServerArgs),
+    )
+
+
+def _replicas(options: ServeOptions, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of a deployment of engines with `values`."""
     deployment = {
         "name": ENGINE,
         **_scale(options),
@@ -75,18 +114,7 @@ def bind_replicas(
         deployment["request_router_config"] = RequestRouterConfig(
             request_router_class=SESSION_ROUTER
         )
-    if options.routing != "prefix":
-        ingress = serve.ingress()(replica)
-        return serve.deployment(ingress).options(**deployment).bind(values)
-    engine = serve.deployment(replica).options(**deployment).bind(values)
-    front = serve.deployment(serve.ingress()(PrefixFront)).options(
-        name=FRONT,
-        num_replicas=options.front_replicas,
-        ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=options.max_ongoing_requests * options.most_replicas,
-    )
-    limits = body_limits(values, ServerArgs)
-    return front.bind(engine, prefix_bytes=options.prefix_bytes, **limits)
+    return deployment
 
 
 def __getattr__(name: str) -> serve.Application:
@@ -99,29 +127,51 @@ def __getattr__(name: str) -> serve.Application:
 class ServedReplica(EngineReplica):
     """The engine of one replica, created and ended by Ray Serve."""
 
+    async def __init__(  # type: ignore[misc]
+        self, values: Mapping[str, Any]
+    ) -> None:
+        if values.get("disaggregation_mode") == "prefill":
+            # Where it is asked for KV.
+            values = {**values, "host": ray.util.get_node_ip_address()}
+        await super().__init__(values)
+
     async def __del__(self) -> None:
         # Serve awaits it after the requests in flight have ended or timed out.
         if hasattr(self, "_tasks"):
             await self.close()
 
 
-class PrefixFront:
-    """The deployment in front of the engines with routing=prefix."""
+class RequestFront:
+    """The deployment in front of the engines if requests are read before their replica
+    is chosen.
+    """
 
-    def __init__(self, engine: DeploymentHandle, **limits: int) -> None:
-        self._app = create_front(_ByHandle(engine), **limits)
+    def __init__(
+        self,
+        engine: DeploymentHandle,
+        prefill: DeploymentHandle | None,
+        *,
+        routing: str,
+        prefix_bytes: int,
+        **limits: int,
+    ) -> None:
+        replicas: Replicas = _ByHandle(engine, "answer")
+        if prefill is not None:
+            replicas = PairedReplicas(_ByHandle(prefill, "prefill"), replicas)
+        key_of = key_by(routing, prefix_bytes=prefix_bytes)
+        self._app = create_front(replicas, key_of=key_of, **limits)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
         return self._app
 
 
 class _ByHandle:
-    """The replicas behind a Ray Serve handle."""
+    """The replicas behind a Ray Serve handle, asked by one of their methods."""
 
     lost: tuple[type[Exception], ...] = (RayActorError, ReplicaFailed)
 
-    def __init__(self, engine: DeploymentHandle) -> None:
-        self._engine = engine.options(method_name="answer", stream=True)
+    def __init__(self, engine: DeploymentHandle, method: str) -> None:
+        self._engine = engine.options(method_name=method, stream=True)
 
     def ask(self, call: HttpCall, *, key: str) -> Answers:
         chosen = self._engine.options(session_id=key) if key else self._engine

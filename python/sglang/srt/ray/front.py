@@ -1,13 +1,13 @@
-"""The ingress for routing=prefix: reads a request and chooses a replica by its prompt.
+"""The ingress that reads a request before it chooses a replica.
 
-Ray's consistent-hash router maps the key to a replica; no state is kept here.
+Ray's consistent-hash router maps the request's key to a replica; no state is kept here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any, Protocol
 
 import msgspec
@@ -25,6 +25,8 @@ from sglang.srt.ray.http_call import HttpCall
 # died is chosen until it has left, so attempts wait: 3 s in total.
 ATTEMPTS = 6
 FIRST_WAIT_SECONDS = 0.1
+# As Serve's routers know it.
+SESSION_HEADER = b"x-session-id"
 
 
 class Answers(Protocol):
@@ -76,24 +78,38 @@ def prefix_key(body: bytes, *, prefix_bytes: int) -> str:
     return hashlib.blake2b(text[:prefix_bytes], digest_size=16).hexdigest()
 
 
+def key_by(routing: str, *, prefix_bytes: int) -> Callable[[HttpCall], str]:
+    """Return what makes the key of a request with `routing`."""
+    return {
+        "load": lambda call: "",
+        "session": _session,
+        "prefix": lambda call: prefix_key(call.body, prefix_bytes=prefix_bytes),
+    }[routing]
+
+
+def _session(call: HttpCall) -> str:
+    value: bytes = dict(call.scope["headers"]).get(SESSION_HEADER, b"")
+    return value.decode("latin-1")
+
+
 def create_front(
     replicas: Replicas,
     *,
-    prefix_bytes: int,
+    key_of: Callable[[HttpCall], str],
     max_body_bytes: int,
     max_total_body_bytes: int,
 ) -> ASGIApp:
     """Return the ASGI application that passes every request to a replica.
 
     Args:
+        key_of: requests with one key go to one replica; an empty key is none.
         max_body_bytes, max_total_body_bytes: as in the server's flags.
     """
 
     async def forward(scope: Scope, receive: Receive, send: Send) -> None:
         call = await HttpCall.read(scope, receive)
         if call is not None:
-            key = prefix_key(call.body, prefix_bytes=prefix_bytes)
-            await _answer(replicas, call, key, receive, send)
+            await _answer(replicas, call, key_of(call), receive, send)
 
     return Starlette(
         routes=[Mount("/", app=forward)],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope
@@ -14,6 +14,9 @@ SCOPE_KEYS = (
     *("type", "asgi", "http_version", "method", "scheme", "path", "raw_path"),
     *("query_string", "root_path", "headers", "client", "server"),
 )
+
+# The type of a prefill replica's first message, which has `host` and `port`.
+MEETING = "sglang.meeting"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +38,14 @@ class HttpCall:
             if not message.get("more_body", False):
                 kept = {key: scope[key] for key in SCOPE_KEYS if key in scope}
                 return cls(scope=kept, body=bytes(body))
+
+    def with_body(self, body: bytes) -> HttpCall:
+        """Return the request with another body."""
+        headers = [
+            (name, str(len(body)).encode() if name == b"content-length" else value)
+            for name, value in self.scope["headers"]
+        ]
+        return replace(self, scope={**self.scope, "headers": headers}, body=body)
 
 
 async def answer_messages(app: ASGIApp, call: HttpCall) -> AsyncIterator[Message]:

@@ -23,12 +23,20 @@ from sglang.srt.arg_groups.upstream_flags import judge, upstream_flags
 from sglang.srt.server_args import ServerArgs
 
 ROUTINGS = ("load", "session", "prefix")
-# Ray Serve holds the connections.
 LISTENERS = frozenset(
     {
         *("host", "port", "max_connections", "keep_alive_timeout", "header_timeout"),
         *("body_timeout", "write_timeout", "min_transfer_rate", "max_header_bytes"),
     }
+)
+ROLES = frozenset({"disaggregation_mode", "disaggregation_bootstrap_port"})
+# The engine's arguments that are none of a replica's.
+NOT_HERE = (
+    (
+        LISTENERS,
+        "Serve, which holds the connections; remove it and set Serve's http_options",
+    ),
+    (ROLES, "Serve, which pairs replicas itself; remove it and set prefill_replicas"),
 )
 
 
@@ -51,6 +59,18 @@ class ServeOptions:
     max_ongoing_requests: Annotated[
         int, Arg("Maximum concurrent requests per replica; others wait.", low=1)
     ] = 256
+    prefill_replicas: Annotated[
+        int,
+        Arg(
+            "Number of replicas that compute the prompts of the others; 0: each "
+            "computes its own.",
+            low=0,
+        ),
+    ] = 0
+    prefill_args: Annotated[
+        dict[str, Any] | None,
+        Arg("Engine arguments of these replicas alone, as JSON or a mapping."),
+    ] = None
     num_cpus: Annotated[
         float | None, Arg("CPUs per replica; unset: 1 per rank.", low=0.0)
     ] = None
@@ -67,7 +87,11 @@ class ServeOptions:
     ] = 1024
     front_replicas: Annotated[
         int,
-        Arg("With routing=prefix: number of processes that read the prompts.", low=1),
+        Arg(
+            "With routing=prefix or prefill_replicas: number of processes that read "
+            "the requests.",
+            low=1,
+        ),
     ] = 1
     health_check_period_s: Annotated[
         float, Arg("Seconds between two health checks of a replica.", low=0.05)
@@ -87,6 +111,8 @@ class ServeOptions:
                 f"num_replicas={self.num_replicas} cannot be fixed and scaled between "
                 "min_replicas and max_replicas; remove one of them"
             )
+        if self.prefill_args is not None and not self.prefill_replicas:
+            raise ValueError("prefill_args has no effect without prefill_replicas")
         if self.fewest_replicas > self.most_replicas:
             raise ValueError(
                 f"min_replicas={self.min_replicas} is above "
@@ -103,6 +129,11 @@ class ServeOptions:
         if self.is_autoscaling:
             return 1 if self.min_replicas is None else self.min_replicas
         return self.num_replicas or 1
+
+    @property
+    def has_front(self) -> bool:
+        """Whether requests are read before their replica is chosen."""
+        return self.routing == "prefix" or self.prefill_replicas > 0
 
     @property
     def most_replicas(self) -> int:
@@ -127,19 +158,51 @@ def split_options(
         ValueError: a name is unknown or has no meaning under Ray Serve, or a value is
             not allowed; names it and the fix.
     """
-    serve, engine = _by_name(ServeOptions), _by_name(ServerArgs)
-    options: dict[str, Any] = {}
+    serve = _by_name(ServeOptions)
+    options = {
+        name: _convert(serve[name], value)
+        for name, value in args.items()
+        if name in serve
+    }
+    serve_options = ServeOptions(**options)
+    values = _engine_values(
+        {name: value for name, value in args.items() if name not in serve}
+    )
+    # The prefill replicas' arguments are checked before any replica starts.
+    everyone = [(serve_options.most_replicas, values)]
+    if serve_options.prefill_replicas:
+        mine = prefill_values(serve_options, values)
+        everyone.append((serve_options.prefill_replicas, mine))
+    publishers = sum(count for count, of in everyone if of.get("kv_events_config"))
+    if publishers > 1:
+        raise ValueError(
+            "kv_events_config has one address, which only one replica of a host can "
+            f"have; there may be {publishers}: remove it"
+        )
+    return serve_options, values
+
+
+def prefill_values(options: ServeOptions, values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine's arguments of the prefill replicas: those of the others, and
+    prefill_args.
+
+    Raises:
+        ValueError: as `split_options`, for prefill_args.
+    """
+    own = _engine_values(options.prefill_args or {})
+    role = {"disaggregation_mode": "prefill", "disaggregation_bootstrap_port": 0}
+    return {**values, **own, **role}
+
+
+def _engine_values(args: Mapping[str, Any]) -> dict[str, Any]:
+    engine = _by_name(ServerArgs)
     values: dict[str, Any] = {}
     for name, value in args.items():
-        if name in serve:
-            options[name] = _convert(serve[name], value)
-        elif name in engine:
+        if name in engine:
             field = engine[name].field.name
-            if field in LISTENERS:
-                raise ValueError(
-                    f"{name}={value!r} has no effect under Ray Serve, which holds the "
-                    "connections; remove it and set Serve's http_options"
-                )
+            for fields, why in NOT_HERE:
+                if field in fields:
+                    raise ValueError(f"{name}={value!r} has no effect under Ray {why}")
             if field in values:
                 raise ValueError(f"{name} sets {field} a second time; keep one of them")
             values[field] = engine[name].choice_meant(_convert(engine[name], value))
@@ -148,14 +211,8 @@ def split_options(
         elif name in upstream_flags():
             judge(upstream_flags()[name], value)
         else:
-            raise ValueError(_unknown(name, (*serve, *engine)))
-    serve_options = ServeOptions(**options)
-    if values.get("kv_events_config") and serve_options.most_replicas > 1:
-        raise ValueError(
-            "kv_events_config has one address, which only one replica of a host can "
-            f"have; there may be {serve_options.most_replicas}: remove it"
-        )
-    return serve_options, values
+            raise ValueError(_unknown(name, (*_by_name(ServeOptions), *engine)))
+    return values
 
 
 def _by_name(cls: type) -> dict[str, Declared]:
@@ -172,8 +229,10 @@ def _convert(declared: Declared, value: Any) -> Any:
     if isinstance(value, str) and declared.is_list:
         value = value.replace(",", " ").split()
     try:
+        if isinstance(value, str) and declared.field.name == "prefill_args":
+            value = msgspec.json.decode(value)
         return msgspec.convert(value, kind, strict=False)
-    except msgspec.ValidationError as error:
+    except msgspec.DecodeError as error:
         raise ValueError(f"{declared.field.name}={value!r}: {error}") from error
 
 
@@ -216,7 +275,8 @@ def replica_resources(
         num_gpus=tp_size if device == "cuda" else 0,
     )
     if not options.wait_for_resources:
-        _check_fit(wanted, options.fewest_replicas, hosts)
+        fewest = options.fewest_replicas + options.prefill_replicas
+        _check_fit(wanted, fewest, hosts)
     return wanted
 
 

@@ -19,7 +19,7 @@ from sglang.srt.managers.front.engine_core import EngineCore, start_engine
 from sglang.srt.managers.front.scheduler_process import SchedulerDied
 from sglang.srt.managers.front.tokenizer_manager import ServerPhase
 from sglang.srt.managers.messages.errors import ApiError
-from sglang.srt.ray.http_call import HttpCall, answer_messages
+from sglang.srt.ray.http_call import MEETING, HttpCall, answer_messages
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.logging import configure_embedded_logging
 
@@ -49,7 +49,7 @@ class EngineReplica:
         self, values: Mapping[str, Any]
     ) -> None:
         try:
-            self._core = await _start_core(values)
+            self._core, self._port = await _start_core(values)
         except (TypeError, ValueError, SchedulerDied) as error:
             raise ReplicaFailed(f"the replica did not start: {error}") from None
         manager = self._core.manager
@@ -82,6 +82,19 @@ class EngineReplica:
             if is_error and self._core.manager.phase is ServerPhase.DEAD:
                 raise ReplicaFailed("the engine has died")
             yield message
+
+    async def prefill(self, call: HttpCall) -> AsyncIterator[Message]:
+        """Compute the prompts of a request for another replica, which asks for them at
+        the address in the first message. The second one is the answer's status.
+
+        Raises:
+            ReplicaFailed: as in `answer`.
+        """
+        host = self._core.manager.server_args.host
+        yield {"type": MEETING, "host": host, "port": self._port}
+        async for message in self.answer(call):
+            if message["type"] == "http.response.start":
+                yield message
 
     async def check_health(self) -> None:
         """Return if the scheduler is alive; otherwise Ray replaces the replica.
@@ -118,7 +131,8 @@ class EngineReplica:
         os._exit(EXIT_CODE)
 
 
-async def _start_core(values: Mapping[str, Any]) -> EngineCore:
+async def _start_core(values: Mapping[str, Any]) -> tuple[EngineCore, int]:
+    """Return a running engine, and the port where others ask it for KV, or 0."""
     args = ServerArgs(**values)
     configure_embedded_logging(args.log_level)
     # Ray sets OMP_NUM_THREADS to the replica's CPUs, which its ranks share.
@@ -138,4 +152,4 @@ async def _start_core(values: Mapping[str, Any]) -> EngineCore:
         ready.max_total_num_tokens,
         ready.context_len,
     )
-    return core
+    return core, ready.bootstrap_port

@@ -562,6 +562,8 @@ class SchedulerReady(msgspec.Struct, kw_only=True):
     hidden_size: int = 0
     # The adapters of the flags.
     loras: list[LoraRef] = []
+    # Where a prefill engine is asked for KV; 0 for other engines.
+    bootstrap_port: int = 0
 
 
 def encode(message: SchedulerRequest | SchedulerResponse | StepInput) -> bytes:

@@ -23,10 +23,12 @@ class Handover:
     Attributes:
         num_coming: requests that wait for another engine.
         wait_ms: how long an idle scheduler may wait at most, or None for any time.
+        port: where other engines ask for KV, or 0.
     """
 
     num_coming: int = 0
     wait_ms: int | None = None
+    port: int = 0
 
     def on_request(self, req: Req) -> None:
         """A request was accepted."""

@@ -50,6 +50,7 @@ class PrefillSide(Handover):
         self._tiers = tiers
         self._sender = sender
         self._listener = listener
+        self.port = listener.port
         self._ranks = ranks
         self._rooms: dict[int, _Prompt] = {}
         self._ended: list[_Prompt] = []

@@ -313,6 +313,7 @@ class Scheduler:
             vocab_size=limits.vocab_size,
             hidden_size=limits.hidden_size,
             loras=self._lora.loaded,
+            bootstrap_port=0 if self.tiers is None else self.tiers.handover.port,
         )
 
     # -- the loop ------------------------------------------------------------------
