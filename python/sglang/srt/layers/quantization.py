@@ -181,6 +181,13 @@ def quantized_weight(module: nn.Module, name: str) -> QuantizedWeight | None:
     return weight if parameter.is_cpu else in_runs(weight)
 
 
+def parts_by_row(module: nn.Module, name: str) -> list[Tensor]:
+    """Return the data of a weight and of what belongs to its rows: all of them move
+    where a row does."""
+    parts = (getattr(module, name + ending, None) for ending in ("", SCALE, ZERO))
+    return [part.data for part in parts if part is not None]
+
+
 def forget_parts(module: nn.Module, name: str) -> None:
     """Drop the parameters beside a weight, whose data `quantized_weight` returned."""
     for ending in (SCALE, ZERO, COLUMNS):

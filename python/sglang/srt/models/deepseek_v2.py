@@ -22,6 +22,7 @@ from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ColumnParallelLinear, Linear, RowParallelLinear
 from sglang.srt.layers.module import Module
 from sglang.srt.layers.ops.moe_routing.op import RoutingRule
+from sglang.srt.layers.quantization import parts_by_row
 from sglang.srt.models.llama import DecoderMLP, DecoderTraits, LlamaForCausalLM
 from sglang.srt.models.moe import moe_feed_forward, require_experts
 from sglang.srt.utils.json_file import shown
@@ -166,10 +167,9 @@ def split_rotated_halves(model: nn.Module) -> None:
 
 
 def _rows(linear: Linear, size: int | None) -> list[Tensor]:
-    """View weight, its scales and bias as [blocks of `size` rows, size, ...]; None
-    means one block."""
-    parts = (linear.weight, linear.weight_scale, linear.bias)
-    found = [part.data for part in parts if part is not None]
+    """View weight, its scales, zeros and bias as [blocks of `size` rows, size, ...];
+    None means one block."""
+    found = parts_by_row(linear, "weight") + parts_by_row(linear, "bias")
     return [tensor.unflatten(0, (-1, size or tensor.shape[0])) for tensor in found]
 
 
