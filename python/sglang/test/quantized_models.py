@@ -273,6 +273,12 @@ def is_linear(name: str, tensor: Tensor) -> bool:
     )
 
 
+def is_whole_linear(name: str, tensor: Tensor) -> bool:
+    """As `is_linear`, of a tiny weight that fills words and groups of 4 bits."""
+    rows, columns = tensor.shape if tensor.dim() == 2 else (1, 1)
+    return is_linear(name, tensor) and rows % 8 == columns % 32 == 0
+
+
 def quantize_folder(
     folder: Path,
     target: Path,

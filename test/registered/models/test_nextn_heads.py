@@ -24,6 +24,12 @@ from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
 from sglang.test.head_models import HEADS, add_head
 from sglang.test.hybrid_models import write_text_model
+from sglang.test.quantized_models import (
+    FOUR_BITS,
+    RECIPES,
+    is_whole_linear,
+    quantize_folder,
+)
 
 register_cpu_ci(est_time=20, suite="cpu")
 
@@ -123,6 +129,31 @@ def logits_of(folder: Path) -> Tensor:
     output = drafter.run(ForwardMode.EXTEND, [(row, 9)], states)
     logits: Tensor = output.next_token_logits
     return logits
+
+
+@pytest.mark.parametrize("scheme", ["block", "awq"])
+@pytest.mark.parametrize(
+    ("architecture", "sizes"),
+    [
+        (DEEPSEEK, {"q_lora_rank": 64, "kv_lora_rank": 64}),
+        (NEXT, {}),
+        (MOE, {}),
+    ],
+)
+def test_a_quantised_head_computes_with_its_values(
+    tmp_path: Path, architecture: str, sizes: dict[str, int], scheme: str
+) -> None:
+    plain = with_head(tmp_path / "plain", architecture, **sizes)
+    folder = quantize_folder(
+        plain,
+        tmp_path / "quantised",
+        (RECIPES | FOUR_BITS)[scheme],
+        chosen=is_whole_linear,
+        oracle=tmp_path / "oracle",
+    )
+    expected = logits_of(tmp_path / "oracle")
+    assert_close(logits_of(folder), expected)
+    assert (logits_of(plain) - expected).abs().max() > 10 * TOLERANCE
 
 
 # -- checkpoints ---------------------------------------------------------------------

@@ -8,12 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 from test_fp8_models import TOLERANCE, count_quantised, logits
-from torch import Tensor
 
 from sglang.srt.models.registry import supported_architectures
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.hybrid_models import HYBRIDS, write_text_model
-from sglang.test.quantized_models import FOUR_BITS, RECIPES, is_linear, quantize_folder
+from sglang.test.quantized_models import (
+    FOUR_BITS,
+    RECIPES,
+    is_whole_linear,
+    quantize_folder,
+)
 from sglang.test.scale import is_full
 from sglang.test.tiny_models import FAMILIES
 
@@ -30,12 +34,6 @@ SIZES = {
     "q_lora_rank": 64,
     "kv_lora_rank": 64,
 }
-
-
-def is_quantised(name: str, tensor: Tensor) -> bool:
-    """Whether it is quantised: not if its tiny sizes fill no words and groups."""
-    rows, columns = tensor.shape if tensor.dim() == 2 else (1, 1)
-    return is_linear(name, tensor) and rows % 8 == columns % 32 == 0
 
 
 def cases() -> list[tuple[str, str]]:
@@ -56,7 +54,7 @@ def test_the_scheme_is_loaded_and_kept(
         plain,
         tmp_path / "quantised",
         SCHEMES[scheme],
-        chosen=is_quantised,
+        chosen=is_whole_linear,
         oracle=tmp_path / "oracle",
     )
     expected = logits(tmp_path / "oracle")

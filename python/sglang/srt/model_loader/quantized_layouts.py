@@ -321,6 +321,19 @@ def per_item(config: QuantizationConfig) -> int:
     return FORMATS[config.weights.format].per_item
 
 
+def plain_names(names: Iterable[str], config: QuantizationConfig | None) -> set[str]:
+    """Return names of tensors, with those of codes as plain weights would have them."""
+    if config is None:
+        return set(names)
+    layout = layout_of(config)
+    return {
+        name.removesuffix(layout.codes) + layout.weight
+        if name.endswith(layout.codes)
+        else name
+        for name in names
+    }
+
+
 def names_of(codes: str, layout: Layout, names: Iterable[str]) -> dict[str, str]:
     """Return the tensors of the weight with these codes, by suffix, as far as they are
     among `names`."""

@@ -16,6 +16,7 @@ from torch import Tensor
 from sglang.srt.arg_groups.arg_parser import flag_name
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.vocab_embedding import LMHead
+from sglang.srt.model_loader.quantized_layouts import plain_names
 from sglang.srt.model_loader.weight_utils import tensor_names
 from sglang.srt.models.draft import DraftModel, strip_prefix
 from sglang.srt.models.llama import LlamaForCausalLM
@@ -95,7 +96,7 @@ def _head_config(config: ModelConfig, server_args: ServerArgs) -> ModelConfig:
             f"served, {known}; use another algorithm"
         )
     if server_args.draft_load_format != "dummy":
-        stored, names = head.tensors.names(config), tensor_names(config.path)
+        stored, names = head.tensors.names(config), _weight_names(config)
         missing = next((x for x in map(stored.stored, PARTS) if x not in names), None)
         if missing is not None:
             raise ValueError(
@@ -105,6 +106,11 @@ def _head_config(config: ModelConfig, server_args: ServerArgs) -> ModelConfig:
     return config.head(head.__name__)
 
 
+def _weight_names(config: ModelConfig) -> set[str]:
+    """Return the tensors of a checkpoint as they are called where none is quantised."""
+    return plain_names(tensor_names(config.path), config.quantization)
+
+
 def _with_head_architecture(
     config: ModelConfig, server_args: ServerArgs
 ) -> ModelConfig:
@@ -112,7 +118,7 @@ def _with_head_architecture(
     class."""
     if config.architecture != LlamaForCausalLM.__name__:
         return config
-    names = {strip_prefix(name) for name in tensor_names(config.path)}
+    names = {strip_prefix(name) for name in _weight_names(config)}
     if "fc.weight" not in names:
         return config
     return config.with_architecture(LlamaForCausalLMEagle.__name__)
