@@ -15,6 +15,7 @@ from torch import Tensor
 from sglang.srt.configs.draft_config import layers_to_capture, num_hidden_sources
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.forward.batch import CaptureHiddenMode, ForwardMode
+from sglang.srt.layers.linear import Linear
 from sglang.srt.model_loader.loader import load_model
 from sglang.srt.models.registry import (
     supported_architectures,
@@ -22,6 +23,13 @@ from sglang.srt.models.registry import (
 )
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.forward_harness import ForwardHarness
+from sglang.test.quantized_models import (
+    FOUR_BITS,
+    RECIPES,
+    is_whole_linear,
+    quantize_folder,
+)
+from sglang.test.scale import sampled
 from sglang.test.tiny_models import (
     eagle_weights,
     write_eagle_files,
@@ -49,6 +57,7 @@ CONFIG = {
     "tie_word_embeddings": False,
 }
 SOURCES = {EAGLE: 1, EAGLE3: 3}
+SCHEMES = RECIPES | FOUR_BITS
 TOLERANCE = 2e-4
 
 
@@ -240,6 +249,37 @@ def test_prefix_and_chain_equal_the_reference(tmp_path, target, architecture, ba
         assert_close(output.next_token_logits, logits)
         assert_close(output.hidden_states, expected_state)
         state = output.hidden_states.clone()
+
+
+@pytest.mark.parametrize("scheme", sampled(SCHEMES, key=lambda name: "any", ci=2))
+@pytest.mark.parametrize("architecture", [EAGLE, EAGLE3])
+def test_quantised_heads_compute_with_their_values(
+    tmp_path, target, architecture, scheme
+):
+    oracle = tmp_path / "oracle"
+    folder = quantize_folder(
+        write_head(tmp_path / "plain", architecture),
+        tmp_path / "quantised",
+        SCHEMES[scheme],
+        chosen=is_whole_linear,
+        oracle=oracle,
+    )
+    drafter = Drafter(folder, target)
+    assert list(quantized_linears(drafter.model))
+    tokens = torch.arange(9)
+    row = drafter.harness.new_row(tokens.tolist())
+    states = random_states(len(tokens), architecture)
+    output = drafter.run(ForwardMode.EXTEND, [(row, len(tokens))], states)
+    reference = reference_of(architecture, oracle, target)
+    logits, hidden = reference.forward(tokens, states, tokens)
+    assert_close(output.next_token_logits, logits)
+    assert_close(output.hidden_states, hidden)
+
+
+def quantized_linears(model):
+    for module in model.modules():
+        if isinstance(module, Linear) and module.quantized is not None:
+            yield module
 
 
 @pytest.mark.parametrize("architecture", [EAGLE, EAGLE3])
