@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +92,10 @@ def _status(deployment: str) -> dict[str, Any]:
     return dict(deployments[deployment].replica_states)
 
 
-_COMMANDS = {"deploy": _deploy, "status": _status}
+_COMMANDS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "deploy": _deploy,
+    "status": _status,
+}
 
 
 if __name__ == "__main__":
