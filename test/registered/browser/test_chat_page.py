@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sglang.test.browser import ChatTab, open_browser, why_no_browser
+from sglang.test.browser import ChatTab, why_no_browser
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.server_process import ServerProcess
 
@@ -32,12 +32,6 @@ def server() -> Iterator[ServerProcess]:
     made = ServerProcess(["--api-key", KEY])
     yield made.wait_ready()
     made.stop()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as made:
-        yield made
 
 
 @pytest.fixture

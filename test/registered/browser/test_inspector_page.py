@@ -17,7 +17,6 @@ from sglang.srt.mem_cache.page_map import PageState
 from sglang.test.browser import (
     SYNTHETIC,
     InspectorPage,
-    open_browser,
     why_no_browser,
 )
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -59,12 +58,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
         )
     yield made.wait_ready()
     made.stop()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as made:
-        yield made
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from sglang.srt.managers.messages.tier_snapshot import PlaceState
-from sglang.test.browser import InspectorPage, open_browser, why_no_browser
+from sglang.test.browser import InspectorPage, why_no_browser
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.server_process import ServerProcess
 from sglang.test.tiny_models import MOCK_STATE, write_mock_model
@@ -70,12 +70,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     )
     yield made.wait_ready()
     made.stop()
-
-
-@pytest.fixture(scope="module")
-def browser() -> Iterator[Any]:
-    with open_browser() as made:
-        yield made
 
 
 @pytest.fixture
