@@ -11,16 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from kv_canary.checks import Reason
 from kv_canary.evidence import Owner
-from kv_canary.records import (
-    HALF_BITS,
-    RING_WORDS,
-    TAG_MANAGER_MASK,
-    TOKEN_MASK,
-    Launch,
-    Ring,
-    ring_tag,
-)
+from kv_canary.records import Launch
 from kv_canary.serials import SerialMap
+from kv_canary.unit_entry import unit_entry
 from kv_canary.violation import GROUPS, POOLS
 from sglang.srt.kv_canary.config import CanaryConfig
 from sglang.srt.kv_canary.runner.violation_reporter import create_reporter
@@ -111,17 +104,11 @@ class TierReporter:
 
 def _entry(damage: Damage, *, serial: int, clock: int) -> list[int]:
     """Return a damage as an entry of the ring."""
-    pool = len(POOLS) * GROUPS.index(damage.group)
-    entry = [0] * RING_WORDS
-    entry[Ring.REASONS] = _REASONS[damage.kind]
-    entry[Ring.REQ_ROW] = -1
-    entry[Ring.SERIAL] = serial
-    entry[Ring.SLOT] = damage.slot
-    entry[Ring.POSITION] = damage.position
-    entry[Ring.EXPECTED_WORD0] = (damage.position << HALF_BITS) | TOKEN_MASK
-    entry[Ring.FOUND_WORD0] = -1
-    entry[Ring.CLOCK] = clock
-    entry[Ring.BATCH_ROW] = -1
-    entry[Ring.EXPECTED_SLOT] = -1
-    entry[Ring.TAG] = ring_tag(Launch.TIER, TAG_MANAGER_MASK, pool)
-    return entry
+    return unit_entry(
+        _REASONS[damage.kind],
+        serial=serial,
+        slot=damage.slot,
+        position=damage.position,
+        clock=clock,
+        pool=len(POOLS) * GROUPS.index(damage.group),
+    )
