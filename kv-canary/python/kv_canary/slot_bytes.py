@@ -286,6 +286,18 @@ class SlotBytes:
 
         return ByteFindings.of(missing, Launch.TAIL, columns)
 
+    def keep(self, slots: Tensor) -> None:
+        """Keep the sums of slots [n] int64 that something else than a model filled. For
+        modes that cover all bytes."""
+        assert self._sums is not None
+        self._sums.keep(slots)
+
+    def kept(self, slots: Tensor) -> Tensor:
+        """Return the sums that are kept of slots [n], int64 [n, layers]. For modes that
+        cover all bytes."""
+        assert self._sums is not None
+        return self._sums.kept.index_select(0, slots)
+
     def move(self, dst: Tensor, src: Tensor) -> None:
         """Note that the bytes of slots `src` were moved to `dst`, [n] int64 each."""
         if self._sums is not None:

@@ -254,7 +254,7 @@ def test_every_limit_names_its_option() -> None:
             prefill_context_parallel_size=2,
             enable_dbo=True,
         ),
-        kv_transfer_config=object(),
+        kv_transfer_config=SimpleNamespace(kv_load_failure_policy="fail"),
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=True),
         model_config=SimpleNamespace(enable_prompt_embeds=True),
         attention_config=SimpleNamespace(hisparse_config=object()),

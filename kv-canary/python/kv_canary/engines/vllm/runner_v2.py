@@ -9,8 +9,13 @@ from torch import Tensor
 
 from kv_canary.engines.hooks import wrap
 from kv_canary.engines.step import ForwardReads, GroupReads
-from kv_canary.engines.vllm.attachment import attach, get_attachment, sample_tokens
-from kv_canary.engines.vllm.hooks_of import V2_HOOKS
+from kv_canary.engines.vllm.attachment import (
+    ATTRIBUTE,
+    attach,
+    get_attachment,
+    sample_tokens,
+)
+from kv_canary.engines.vllm.hooks_of import V2_HOOKS, V2_LOADS
 
 if TYPE_CHECKING:
     from kv_canary.engines.settings import Settings
@@ -28,6 +33,7 @@ def wrap_runner(settings: Settings) -> list[Callable[[], None]]:
         is_profiling = kwargs.get("is_profiling", bool(args and args[0]))
         if not is_profiling:
             attach(self, settings)
+            _check_after_loads(self)
         return result
 
     around: dict[str, Method] = {
@@ -37,7 +43,8 @@ def wrap_runner(settings: Settings) -> list[Callable[[], None]]:
         "tokens": sample_tokens,
         "sampled": _sample,
     }
-    return [wrap(hook, around[name]) for name, hook in V2_HOOKS.items()]
+    hooks = [wrap(hook, around[name]) for name, hook in V2_HOOKS.items()]
+    return [*hooks, wrap(V2_LOADS, _pre_forward)]
 
 
 def _execute_model(
@@ -49,12 +56,19 @@ def _execute_model(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    given = (self, scheduler_output, intermediate_tensors, dummy_run, *args)
     attachment = get_attachment(self)
     if attachment is None or dummy_run:
-        return method(*given, **kwargs)
+        return method(
+            self, scheduler_output, intermediate_tensors, dummy_run, *args, **kwargs
+        )
     attachment.begin(scheduler_output)
-    result = method(*given, **kwargs)
+    if attachment.loads is not None:
+        attachment.new_requests.note(scheduler_output)
+        again = attachment.canary.again
+        scheduler_output = attachment.new_requests.again(scheduler_output, again)
+    result = method(
+        self, scheduler_output, intermediate_tensors, dummy_run, *args, **kwargs
+    )
     attachment.end()
     return result
 
@@ -63,10 +77,30 @@ def _prepare_attn(method: Method, self: Any, input_batch: Any) -> Any:
     block_tables, slot_mappings = method(self, input_batch)
     attachment = get_attachment(self)
     if attachment is not None and attachment.is_in_step:
-        attachment.check(
-            _reads(input_batch, attachment.num_tokens, block_tables, slot_mappings)
-        )
+        num_tokens = attachment.num_tokens
+        reads = _reads(input_batch, num_tokens, block_tables, slot_mappings)
+        if attachment.loads is None:
+            attachment.check(reads)
+        else:
+            attachment.reads_after_loads = reads
     return block_tables, slot_mappings
+
+
+def _check_after_loads(runner: Any) -> None:
+    """Let forwards be checked when the connector has loaded what they read, which is
+    after their tables are made."""
+    attachment = get_attachment(runner)
+    if attachment is not None and attachment.loads is not None:
+        setattr(runner.kv_connector, ATTRIBUTE, attachment)
+
+
+def _pre_forward(method: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = method(self, *args, **kwargs)
+    attachment = get_attachment(self)
+    if attachment is not None and attachment.reads_after_loads is not None:
+        reads, attachment.reads_after_loads = attachment.reads_after_loads, None
+        attachment.check(reads)
+    return result
 
 
 def _sample(method: Method, self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -29,12 +29,20 @@ def with_cache_salt(
 
 def request_salt(request: Any) -> int:
     """Return the salt of a request that begins, from the scheduler's message."""
-    lora = request.lora_request
     if not hasattr(request, _ATTRIBUTE) and not _is_of_warm_up(request.req_id):
         _warn_once()
+    return _salt(request, getattr(request, _ATTRIBUTE, None))
+
+
+def scheduler_salt(request: Any) -> int:
+    """Return the salt of a request of the scheduler."""
+    return _salt(request, getattr(request, "cache_salt", None))
+
+
+def _salt(request: Any, tenant: str | None) -> int:
+    lora = request.lora_request
     return namespace_salt(
-        adapter=None if lora is None else str(lora.lora_name),
-        tenant=getattr(request, _ATTRIBUTE, None),
+        adapter=None if lora is None else str(lora.lora_name), tenant=tenant
     )
 
 

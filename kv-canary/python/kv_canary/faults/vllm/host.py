@@ -53,10 +53,49 @@ _HYBRID = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "rope_local_base_freq": 10000.0,
 }
-MODELS = {"plain": _PLAIN, "hybrid": _HYBRID, "asynchronous": _PLAIN, "v2": _PLAIN}
-OPTIONS: dict[str, dict[str, Any]] = {"asynchronous": {"async_scheduling": True}}
+MODELS = {
+    "plain": _PLAIN,
+    "hybrid": _HYBRID,
+    "asynchronous": _PLAIN,
+    "v2": _PLAIN,
+    "connector": _PLAIN,
+    "connector-ahead": _PLAIN,
+    "connector-v2": _PLAIN,
+}
+
+
+_BLOCK_STORE = "kv_canary.faults.vllm.block_store"
+
+
+def with_connector(*, ahead: bool) -> dict[str, Any]:
+    """Return arguments of `LLM` for a connector that keeps blocks in memory.
+
+    Args:
+        ahead: whether requests wait until their blocks are loaded; else they are loaded
+            for the forward that begins.
+    """
+    return {
+        "kv_transfer_config": {
+            "kv_connector": "BlockStore",
+            "kv_connector_module_path": _BLOCK_STORE,
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"ahead": ahead},
+        }
+    }
+
+
+CONNECTORS = {
+    "connector": with_connector(ahead=False),
+    "connector-ahead": with_connector(ahead=True),
+    "connector-v2": with_connector(ahead=False),
+}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "asynchronous": {"async_scheduling": True},
+    **CONNECTORS,
+}
 """Arguments of `LLM` by model."""
-RUNNERS = {"v2": "1"}
+RUNNERS = {"v2": "1", "connector-v2": "1"}
 """Values of `VLLM_USE_V2_MODEL_RUNNER` by model; the others take vLLM's default."""
 _ON_A_GPU = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 28}
 
@@ -135,6 +174,11 @@ class VllmHost:
     def core(self) -> Any:
         """vLLM's engine core."""
         return self._engine.engine_core.engine_core
+
+    @property
+    def block_store(self) -> Any:
+        """The module of the connector of `with_connector`."""
+        return importlib.import_module(_BLOCK_STORE)
 
     @property
     def runner(self) -> Any:

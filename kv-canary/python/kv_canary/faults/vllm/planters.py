@@ -9,15 +9,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kv_canary.engines.hooks import wrap_of
 from kv_canary.faults.catalogue import by_host_name
 from kv_canary.faults.fault import HostEngine
+from kv_canary.faults.fault import Planted as PlantedIn
 from kv_canary.faults.vllm.host import BLOCK, VllmHost, random_tokens
-from kv_canary.faults.vllm.runners import Inputs, Undo, around
 from kv_canary.records import Record
+
+if TYPE_CHECKING:
+    from kv_canary.faults.vllm.runners import Inputs, Undo
 
 Read = tuple[str, int, int]
 """(request, slot, position) that a report must name."""
@@ -83,13 +87,17 @@ def run_fault(host: VllmHost, name: str, seed: int) -> Outcome:
             host.step()
     finally:
         planted.undo()
+    return outcome_of(host, planted.due())
+
+
+def outcome_of(host: VllmHost, due: frozenset[Read]) -> Outcome:
+    """Return what was reported, of which `due` must name one."""
     violations = [
         violation
         for incident in host.canary.reporter.incidents
         for violation in incident["violations"]
     ]
     named = {(v["rid"], v["slot"], v["position"]) for v in violations}
-    due = planted.due()
     return Outcome(
         named=bool(named & due),
         due=due,
@@ -198,7 +206,7 @@ def skipped_store(host: VllmHost, rng: random.Random) -> Planted:
         return method(layer, key, value, kv, slots)
 
     for name in host.runner.kv_cache_config.kv_cache_groups[0].layer_names:
-        undo.append(around(modules[name].impl, "do_kv_cache_update", store))
+        undo.append(wrap_of(modules[name].impl, "do_kv_cache_update", store))
     position = request.computed
 
     def undo_all() -> None:
@@ -251,7 +259,7 @@ def _with_new_request(
                 due.update(_in_block(rid, block, index))
         return output
 
-    undo = around(host.core.scheduler, "schedule", schedule)
+    undo = wrap_of(host.core.scheduler, "schedule", schedule)
     host.add(prefix + random_tokens(rng, 5), new_tokens=4)
     host.step()
     undo()
@@ -304,7 +312,7 @@ def block_of_another_tenant(host: VllmHost, rng: random.Random) -> Planted:
         finally:
             request.cache_salt = salt
 
-    undo = around(host.core, "request_block_hasher", without_salt)
+    undo = wrap_of(host.core, "request_block_hasher", without_salt)
     name = host.add(prefix + random_tokens(rng, 5), new_tokens=4, salt="tenant")
     undo()
     host.step()
@@ -379,7 +387,9 @@ def changed_prompt_token(host: VllmHost, rng: random.Random) -> Planted:
 
 
 PLANTERS: Mapping[str, Plant] = {
-    name: globals()[name.replace(" ", "_")] for name in by_host_name(HostEngine.VLLM)
+    name: globals()[name.replace(" ", "_")]
+    for name, fault in by_host_name(HostEngine.VLLM).items()
+    if fault.planted is not PlantedIn.TIER
 }
 """By fault name; the function's name has underscores."""
 

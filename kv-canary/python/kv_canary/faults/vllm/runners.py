@@ -8,6 +8,8 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
+from kv_canary.engines.hooks import wrap_of
+
 Undo = Callable[[], None]
 Place = Callable[[str], int]
 """Returns the place of a request's first new token in the forward."""
@@ -68,17 +70,6 @@ def _put(table: Any, place: tuple[int, int], block: int) -> Undo:
     return undo
 
 
-def around(owner: Any, name: str, wrapper: Callable[..., Any]) -> Undo:
-    """Wrap a method of one object in a function, which gets the method first."""
-    method = getattr(owner, name)
-
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(method, *args, **kwargs)
-
-    setattr(owner, name, wrapped)
-    return lambda: setattr(owner, name, method)
-
-
 class V1Runner:
     """`gpu_model_runner.py`, and the CPU runner that extends it."""
 
@@ -119,8 +110,8 @@ class V1Runner:
             return result
 
         undo = (
-            around(runner, "_get_slot_mappings", keep_slots),
-            around(runner, "_build_attention_metadata", build),
+            wrap_of(runner, "_get_slot_mappings", keep_slots),
+            wrap_of(runner, "_build_attention_metadata", build),
         )
         return lambda: _all(undo)
 
@@ -143,8 +134,8 @@ class V2Runner:
         self._batch: Any = None
         self._seq_lens: Tensor | None = None
         # For as long as the runner lives.
-        around(runner, "prepare_inputs", self._prepare_inputs)
-        around(runner, "sample", self._sample)
+        wrap_of(runner, "prepare_inputs", self._prepare_inputs)
+        wrap_of(runner, "sample", self._sample)
 
     def _prepare_inputs(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self._batch, self._seq_lens = method(*args, **kwargs), None
@@ -181,7 +172,7 @@ class V2Runner:
             )
             return slots
 
-        return around(self._runner.block_tables, "compute_slot_mappings", build)
+        return wrap_of(self._runner.block_tables, "compute_slot_mappings", build)
 
     def place(self, rid: str) -> int | None:
         return self._place(rid) if rid in self._batch.req_ids else None

@@ -7,7 +7,15 @@ import json
 import tempfile
 from pathlib import Path
 
-from kv_canary.faults.vllm.host import MODELS, VllmHost, why_not_run, write_model
+from kv_canary.faults.vllm import load_planters
+from kv_canary.faults.vllm.host import (
+    CONNECTORS,
+    MODELS,
+    VllmHost,
+    why_not_run,
+    write_model,
+)
+from kv_canary.faults.vllm.load_planters import run_load_fault
 from kv_canary.faults.vllm.planters import faults_of, run_fault
 
 
@@ -24,8 +32,10 @@ def run(kind: str, seeds: int) -> bool:
     named: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         host = VllmHost(write_model(Path(folder), kind))
-        for name in faults_of(kind):
-            outcomes = [run_fault(host, name, seed) for seed in range(seeds)]
+        is_loading = kind in CONNECTORS
+        run_one = run_load_fault if is_loading else run_fault
+        for name in load_planters.PLANTERS if is_loading else faults_of(kind):
+            outcomes = [run_one(host, name, seed) for seed in range(seeds)]
             count = named[name] = sum(outcome.named for outcome in outcomes)
             found = list(dict.fromkeys(d for o in outcomes for d in o.found))
             print(f"{name:32} {count}/{seeds}  {'; '.join(found[:2])}")
