@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kv_canary.engines.hooks import wrap_of
 from kv_canary.engines.unit_store import UnitStore
 from kv_canary.faults.catalogue import by_host_name
 from kv_canary.faults.fault import HostEngine, Planted
 from kv_canary.faults.vllm.host import BLOCK, VllmHost, random_tokens
-from kv_canary.faults.vllm.planters import Outcome, outcome_of
+from kv_canary.faults.vllm.planters import Outcome, in_block, outcome_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kv_canary.engines.block_units import Load
     from kv_canary.faults.vllm.runners import Undo
 
 Stored = list[tuple[Any, list["Tensor"]]]
@@ -43,17 +45,22 @@ def run_load_fault(host: VllmHost, name: str, seed: int) -> Outcome:
     index = rng.randrange(NUM_BLOCKS)
     with torch.inference_mode():
         undo = PLANTERS[name](host, stored, index, rng)
+    loads: list[Load] = []
+
+    def expect(method: Any, expected: Sequence[Load]) -> None:
+        loads.extend(expected)
+        method(expected)
+
+    stop = wrap_of(host.canary.units, "expect", expect)
     again = host.add(prompt, new_tokens=8)
     try:
-        host.until(lambda: host.is_running(again))
-        request = host.request(again)
-        block = request.blocks[0][index]
         host.drain()
     finally:
         undo()
-    due = frozenset(
-        (request.rid, block * BLOCK + i, index * BLOCK + i) for i in range(BLOCK)
-    )
+        stop()
+    # vLLM may compute the tokens in other blocks.
+    (load,) = loads
+    due = in_block(load.rid, load.blocks[index], index)
     outcome = outcome_of(host, due)
     if host.outputs[again] != host.outputs[first]:
         lines = ["the answer is another one", *outcome.lines]

@@ -121,7 +121,7 @@ def _b(host: VllmHost) -> Any:
     return host.request(_names[host][1])
 
 
-def _in_block(rid: str, block: int, index: int) -> frozenset[Read]:
+def in_block(rid: str, block: int, index: int) -> frozenset[Read]:
     """Return reads of a whole block, number `index` of a request."""
     return frozenset((rid, block * BLOCK + i, index * BLOCK + i) for i in range(BLOCK))
 
@@ -135,7 +135,7 @@ def overwritten_block(host: VllmHost, rng: random.Random) -> Planted:
     block = request.blocks[0][index]
     for layer in _layers(host):
         layer[block].uniform_(-1, 1)
-    return Planted(due=lambda: _in_block(request.rid, block, index))
+    return Planted(due=lambda: in_block(request.rid, block, index))
 
 
 def flipped_byte(host: VllmHost, rng: random.Random) -> Planted:
@@ -158,14 +158,14 @@ def block_over_another_one(host: VllmHost, rng: random.Random) -> Planted:
     block, source = request.blocks[0][index], _b(host).blocks[0][rng.randrange(3)]
     for layer in _layers(host):
         layer[block].copy_(layer[source])
-    return Planted(due=lambda: _in_block(request.rid, block, index))
+    return Planted(due=lambda: in_block(request.rid, block, index))
 
 
 def swapped_table_entry(host: VllmHost, rng: random.Random) -> Planted:
     request, index = _a(host), rng.randrange(3)
     other = _b(host).blocks[0][rng.randrange(3)]
     undo = host.planting.point_to(0, request.rid, index, other)
-    return Planted(due=lambda: _in_block(request.rid, other, index), undo=undo)
+    return Planted(due=lambda: in_block(request.rid, other, index), undo=undo)
 
 
 def block_of_another_group(host: VllmHost, rng: random.Random) -> Planted:
@@ -175,7 +175,7 @@ def block_of_another_group(host: VllmHost, rng: random.Random) -> Planted:
     index = rng.randrange(3)
     foreign = request.blocks[1 - number][-1]
     undo = host.planting.point_to(number, request.rid, index, foreign)
-    return Planted(due=lambda: _in_block(request.rid, foreign, index), undo=undo)
+    return Planted(due=lambda: in_block(request.rid, foreign, index), undo=undo)
 
 
 def wrong_slot_mapping(host: VllmHost, rng: random.Random) -> Planted:
@@ -256,7 +256,7 @@ def _with_new_request(
             found = change(request)
             if found is not None:
                 rid, block, index = found
-                due.update(_in_block(rid, block, index))
+                due.update(in_block(rid, block, index))
         return output
 
     undo = wrap_of(host.core.scheduler, "schedule", schedule)
@@ -317,7 +317,7 @@ def block_of_another_tenant(host: VllmHost, rng: random.Random) -> Planted:
     undo()
     host.step()
     index = rng.randrange(2)
-    due = _in_block(host.request(name).rid, victim.blocks[0][index], index)
+    due = in_block(host.request(name).rid, victim.blocks[0][index], index)
     return Planted(due=lambda: due)
 
 
