@@ -11,7 +11,7 @@ from torch import Tensor
 
 from kv_canary.engines.engine_canary import EngineCanary
 from kv_canary.engines.group_canary import Group
-from kv_canary.engines.page_probe import learn_pages, page_axis
+from kv_canary.engines.page_probe import learn_latent_pages, learn_pages, page_axis
 from kv_canary.engines.settings import Mode, Settings
 from kv_canary.engines.step import Admission, ForwardReads, GroupReads, RowStep, Step
 
@@ -22,6 +22,8 @@ LAYOUTS = ("one allocation", "K before V", "K transposed")
 HALVED_PAGES = "K before V in each page"
 HEADS_FIRST = "heads before slots"
 """As vLLM's backends on GPUs store it, K and V of a head side by side."""
+LATENT, ROTATED = "one latent per token", 16
+"""Values of a token: those of all heads, and some that are rotated by position."""
 
 
 class Pool:
@@ -39,6 +41,11 @@ class Pool:
             ]
         elif layout == HEADS_FIRST:
             shape = (PAGES, HEADS, PAGE, 2 * DIM)
+            self.layers = [
+                torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(LAYERS)
+            ]
+        elif layout == LATENT:
+            shape = (PAGES, PAGE, HEADS * DIM + ROTATED)
             self.layers = [
                 torch.zeros(shape, dtype=dtype, device=DEVICE) for _ in range(LAYERS)
             ]
@@ -63,6 +70,9 @@ class Pool:
                 kv[page, offset, :, :DIM], kv[page, offset, :, DIM:] = k[i], v[i]
             elif self.layout == "K before V":
                 kv[0, page, offset], kv[1, page, offset] = k[i], v[i]
+            elif self.layout == LATENT:
+                kv[page, offset, : HEADS * DIM] = k[i].flatten()
+                kv[page, offset, HEADS * DIM :] = v[i].flatten()[:ROTATED]
             elif self.layout == HEADS_FIRST:
                 kv[page, :, offset, :DIM], kv[page, :, offset, DIM:] = k[i], v[i]
             elif self.layout == HALVED_PAGES:
@@ -74,15 +84,20 @@ class Pool:
     def group(self, name: str = "full", window: int | None = None) -> Group:
         kv = self.layers[0]
         like = torch.ones((1, HEADS, DIM), dtype=kv.dtype, device=DEVICE)
-        pages = learn_pages(
-            kv,
-            lambda k, v, slots: self.store(kv, k, v, slots),
-            name="layer 0",
-            axis=page_axis(kv, PAGES, "layer 0"),
-            page_size=PAGE,
-            k_like=like,
-            v_like=like,
-        )
+        where: Any = {
+            "name": "layer 0",
+            "axis": page_axis(kv, PAGES, "layer 0"),
+            "page_size": PAGE,
+        }
+
+        def store(k: Tensor, v: Tensor, slots: Tensor) -> None:
+            self.store(kv, k, v, slots)
+
+        if self.layout == LATENT:
+            parts = (like.flatten()[None], like.flatten()[None, :ROTATED])
+            pages = learn_latent_pages(kv, store, parts=parts, **where)
+        else:
+            pages = learn_pages(kv, store, k_like=like, v_like=like, **where)
         return Group(
             name=name, layers=self.layers, pages=pages, num_blocks=PAGES, window=window
         )

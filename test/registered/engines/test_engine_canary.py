@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from paged_world import DIM, LAYERS, LAYOUTS, PAGE, PAGES, World
+from paged_world import DIM, LATENT, LAYERS, LAYOUTS, PAGE, PAGES, World
 
 from kv_canary import launches
 from kv_canary.engines.chosen import is_chosen
@@ -46,6 +46,24 @@ def test_rows_that_share_blocks_are_silent(layout: str, real_data: str) -> None:
         assert world.forward({"B": 1, "A": 1}) == []
     verified = world.canary.counters()[Counter.VERIFIED_SLOTS]
     assert verified == 16 + sum(18 + i + 20 + i for i in range(5))
+
+
+@pytest.mark.parametrize("real_data", ["partial", "rotate", "all"])
+def test_a_latent_is_compared_as_k_and_v_are(real_data: str) -> None:
+    """Its two parts have other sizes than its halves, which take the places of K and
+    V."""
+    world = World(LATENT, real_data=real_data, dtype=torch.bfloat16)
+    assert share_in_one_forward(world) == []
+    for _ in range(LAYERS):
+        assert world.forward({"B": 1, "A": 1}) == []
+    slot = world.slot("A", 3)
+    for kv in world.pool.layers:
+        kv[slot // PAGE, slot % PAGE, -1] += 1  # of what is rotated
+    if real_data != "partial":
+        assert {found[:3] for found in world.forward({"A": 1})} == {("A", slot, 3)}
+    missing = world.computed["B"]
+    found = world.forward({"B": 1}, skipped=[("B", missing)])
+    assert ("B", world.slot("B", missing), missing, "write_missing") in found
 
 
 def test_verifying_before_the_stamp_would_alarm(

@@ -65,9 +65,14 @@ HOSTS = (
         packages=vllm_plugin.DISTRIBUTIONS,
         version=vllm_plugin.host_version,
         expectations=vllm_hooks.EVERYTHING,
-        sees=(*vllm_limits.FULL_SPECS, *vllm_limits.WINDOW_SPECS),
+        sees=(
+            *vllm_limits.FULL_SPECS,
+            *vllm_limits.WINDOW_SPECS,
+            *vllm_limits.LATENT_SPECS,
+        ),
         limits=vllm_limits.LIMITS,
-        rest="KV cache groups of any other kind (Mamba, MLA, cross attention, ...)",
+        rest="KV cache groups of any other kind (Mamba, cross attention, ...), and "
+        "MLA in the first runner",
         models=(
             "plain",
             "hybrid",

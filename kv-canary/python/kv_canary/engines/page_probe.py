@@ -15,7 +15,8 @@ from kv_canary.engines.hooks import Refusal
 from kv_canary.slot_places import PageLayout
 
 Store = Callable[[Tensor, Tensor, Tensor], None]
-"""Stores keys, values [1, heads, size] in slots [1]."""
+"""Stores the two parts of one token, as keys and values [1, heads, size], in slots
+[1]."""
 
 _PAGE = 1
 """The page that is tried; page 0 has no owner."""
@@ -55,33 +56,77 @@ def learn_pages(
         Refusal: a store does not write one token's values, or two tokens share values.
     """
     page = kv.select(axis, _PAGE)
-    before = page.clone()
-    halves = []
-    try:
-        for keys, values in (
+    k, v = (
+        _learn(page, store, part, name=name, page_size=page_size)
+        for part in (
             (torch.ones_like(k_like), torch.zeros_like(v_like)),
             (torch.zeros_like(k_like), torch.ones_like(v_like)),
-        ):
-            due = int((keys if keys.any() else values).numel())
-            found = []
-            for offset in range(page_size):
-                page.zero_()
-                slot = torch.tensor([_PAGE * page_size + offset], device=kv.device)
-                store(keys, values, slot)
-                found.append(_value_offsets(page))
-                if len(found[-1]) != due:
-                    raise Refusal(
-                        f"layer {name}: looked for a store of {due} values at offset "
-                        f"{offset} of a block, found {len(found[-1])}"
-                    )
-            halves.append(torch.stack(found))
+        )
+    )
+    _require_apart(torch.cat([k, v], dim=1), name)
+    return PageLayout(page_stride=kv.stride(axis), k=k, v=v)
+
+
+def learn_latent_pages(
+    kv: Tensor,
+    store: Store,
+    *,
+    name: str,
+    axis: int,
+    page_size: int,
+    parts: tuple[Tensor, Tensor],
+) -> PageLayout:
+    """Learn the page layout of a latent, of which there is one per token. Its values
+    take the places of K and V by halves, because their parts have different sizes.
+
+    Args:
+        parts: samples of what is stored, [1, size] each: the latent, and what is
+            rotated by position.
+
+    Raises:
+        Refusal: as `learn_pages`, or the number of values is odd.
+    """
+    page = kv.select(axis, _PAGE)
+    ones = (torch.ones_like(parts[0]), torch.ones_like(parts[1]))
+    places = _learn(page, store, ones, name=name, page_size=page_size)
+    _require_apart(places, name)
+    if places.shape[1] % 2:
+        raise Refusal(f"layer {name}: looked for an even number of values of a latent")
+    k, v = (half.contiguous() for half in places.chunk(2, dim=1))
+    return PageLayout(page_stride=kv.stride(axis), k=k, v=v)
+
+
+def _learn(
+    page: Tensor,
+    store: Store,
+    parts: tuple[Tensor, Tensor],
+    *,
+    name: str,
+    page_size: int,
+) -> Tensor:
+    """Return the offsets in a page of the values of `parts` that are 1, for each slot:
+    int64 [page_size, n]."""
+    before, found = page.clone(), []
+    due = sum(int(part.count_nonzero()) for part in parts)
+    try:
+        for offset in range(page_size):
+            page.zero_()
+            slot = torch.tensor([_PAGE * page_size + offset], device=page.device)
+            store(*parts, slot)
+            found.append(_value_offsets(page))
+            if len(found[-1]) != due:
+                raise Refusal(
+                    f"layer {name}: looked for a store of {due} values at offset "
+                    f"{offset} of a block, found {len(found[-1])}"
+                )
     finally:
         page.copy_(before)
-    every = torch.cat([half.flatten() for half in halves])
-    if len(every.unique()) != len(every):
+    return torch.stack(found)
+
+
+def _require_apart(offsets: Tensor, name: str) -> None:
+    if offsets.unique().numel() != offsets.numel():
         raise Refusal(f"layer {name}: tokens of a block share bytes; looked for none")
-    k, v = halves
-    return PageLayout(page_stride=kv.stride(axis), k=k, v=v)
 
 
 def _value_offsets(page: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from kv_canary.engines.reporting import unless_refused
 from kv_canary.engines.vllm.connectors import compare_loads
 from kv_canary.engines.vllm.layers import compare_in_pass
 from kv_canary.engines.vllm.limits import refused_by
-from kv_canary.engines.vllm.pool import read_groups
+from kv_canary.engines.vllm.pool import draft_layers, read_groups
 from kv_canary.engines.vllm.steps import read_step
 from kv_canary.engines.vllm.turned_back import NewRequests
 
@@ -134,6 +134,13 @@ def attach(runner: Any, settings: Settings) -> None:
     canary = attachment.canary
     why_before = compare_in_pass(runner, canary)
     where = f"before each forward: {why_before}" if why_before else IN_PASS
+    drafts = draft_layers(runner)
+    if drafts:
+        logger.warning(
+            "kv_canary: %d layers of the draft's model are not compared: %s",
+            len(drafts),
+            ", ".join(sorted(drafts)[:3]),
+        )
     compared = "" if settings.real_data == "none" else f", compared {where}"
     for group in canary.groups:
         logger.warning(
@@ -170,14 +177,17 @@ def _create(runner: Any, settings: Settings) -> Attachment:
         groups = read_groups(runner)
         if not groups:
             raise Refusal("looked for KV cache groups, found none: no attention layers")
-        canary = EngineCanary(
-            groups,
-            settings,
-            num_rows=_ROWS_PER_SEQUENCE * config.scheduler_config.max_num_seqs,
-            max_len=config.model_config.max_model_len,
-            is_cached=bool(config.cache_config.enable_prefix_caching),
-            rank=rank,
-        )
+        try:
+            canary = EngineCanary(
+                groups,
+                settings,
+                num_rows=_ROWS_PER_SEQUENCE * config.scheduler_config.max_num_seqs,
+                max_len=config.model_config.max_model_len,
+                is_cached=bool(config.cache_config.enable_prefix_caching),
+                rank=rank,
+            )
+        except ValueError as error:
+            raise Refusal(str(error)) from None
         canary.warm_up()
         loads = compare_loads(runner, canary, settings)
     serve_metrics(canary, settings, rank=rank)

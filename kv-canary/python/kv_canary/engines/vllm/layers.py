@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from kv_canary.engines.vllm.pool import kv_tensor
+from kv_canary.engines.vllm.pool import LATENT_PARTS, kv_tensor, target_names
 
 if TYPE_CHECKING:
     from kv_canary.engines.engine_canary import EngineCanary
@@ -30,7 +30,13 @@ def compare_in_pass(runner: Any, canary: EngineCanary) -> str:
     for number, group in enumerate(canary.groups):
         group.compares_in_pass = True
         for index, layer in enumerate(_owners(runner, number)):
-            _wrap_forward(layer.impl, group, index)
+            # A latent layer stores and reads around its implementation.
+            owner, name = (
+                (layer, "forward_impl")
+                if hasattr(layer, LATENT_PARTS[0])
+                else (layer.impl, "forward")
+            )
+            _wrap_forward(owner, name, group, index)
     return ""
 
 
@@ -38,20 +44,21 @@ def _owners(runner: Any, number: int) -> Iterator[Any]:
     """Return the layers of a group that have KV of their own, in order."""
     modules = runner.vllm_config.compilation_config.static_forward_context
     seen: set[int] = set()
-    for name in runner.kv_cache_config.kv_cache_groups[number].layer_names:
+    for name in target_names(runner, runner.kv_cache_config.kv_cache_groups[number]):
         place = kv_tensor(modules[name], name).data_ptr()
         if place not in seen:
             seen.add(place)
             yield modules[name]
 
 
-def _wrap_forward(impl: Any, group: GroupCanary, index: int) -> None:
-    """Wrap the method of this layer's implementation only: classes serve all layers."""
-    method: Callable[..., Any] = getattr(impl.forward, "__wrapped__", impl.forward)
+def _wrap_forward(owner: Any, name: str, group: GroupCanary, index: int) -> None:
+    """Wrap the method of this layer only: classes serve all layers."""
+    found = getattr(owner, name)
+    method: Callable[..., Any] = getattr(found, "__wrapped__", found)
 
     @functools.wraps(method)
     def forward(*args: Any, **kwargs: Any) -> Any:
         group.attend(index)
         return method(*args, **kwargs)
 
-    impl.forward = forward
+    setattr(owner, name, forward)

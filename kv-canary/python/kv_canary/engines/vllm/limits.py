@@ -6,10 +6,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-# Draft tokens that no model computed leave only the target's KV in the pool.
-MODEL_FREE_DRAFTS = ("ngram", "suffix")
+MODEL_FREE_DRAFTS = ("ngram", "ngram_gpu", "suffix")
+"""Methods of drafting that have no KV of their own."""
 FULL_SPECS = ("FullAttentionSpec",)
 WINDOW_SPECS = ("SlidingWindowSpec",)
+LATENT_SPECS = ("MLAAttentionSpec",)
+"""Seen in the second runner only, whose tables are one for all backends."""
 
 
 class Limit(NamedTuple):
@@ -34,11 +36,6 @@ def _above_one(path: str) -> Callable[[Any], object]:
 
 def _is_set(path: str) -> Callable[[Any], object]:
     return lambda config: _get(config, path)
-
-
-def _drafts_with_a_model(config: Any) -> object:
-    method = _get(config, "speculative_config.method")
-    return method is not None and method not in MODEL_FREE_DRAFTS
 
 
 def _drafts_ahead(config: Any) -> object:
@@ -91,12 +88,6 @@ LIMITS = (
         "blocks move between host and device",
     ),
     Limit(
-        "speculative_config with a draft model",
-        _drafts_with_a_model,
-        "the draft's KV lies in the pool and is written past the runner; "
-        f"{' and '.join(MODEL_FREE_DRAFTS)} are checked",
-    ),
-    Limit(
         "speculative_config with async_scheduling",
         _drafts_ahead,
         "the accepted tokens are not known on the host in time",
@@ -115,4 +106,9 @@ def spec_name(spec: Any) -> str:
 
 def is_seen(spec: Any) -> bool:
     """Whether the layers of a KV cache spec are supported."""
-    return spec_name(spec) in (*FULL_SPECS, *WINDOW_SPECS)
+    return spec_name(spec) in (*FULL_SPECS, *WINDOW_SPECS, *LATENT_SPECS)
+
+
+def is_latent(spec: Any) -> bool:
+    """Whether layers keep one latent per token."""
+    return spec_name(spec) in LATENT_SPECS

@@ -10,13 +10,26 @@ from torch import Tensor
 
 from kv_canary.engines.group_canary import Group
 from kv_canary.engines.hooks import Refusal
-from kv_canary.engines.page_probe import learn_pages, page_axis
-from kv_canary.engines.vllm.limits import WINDOW_SPECS, is_seen, spec_name
+from kv_canary.engines.page_probe import learn_latent_pages, learn_pages, page_axis
+from kv_canary.engines.vllm.limits import (
+    MODEL_FREE_DRAFTS,
+    WINDOW_SPECS,
+    is_latent,
+    is_seen,
+    spec_name,
+)
 
 if TYPE_CHECKING:
     from kv_canary.slot_places import PageLayout
 
 _STORE = "do_kv_cache_update"
+LATENT_PARTS = ("kv_lora_rank", "qk_rope_head_dim")
+_OF_V2 = "req_states"
+_DRAFT_LAYERS = (
+    ("speculator", "draft_attn_layer_names"),
+    ("drafter", "_draft_attn_layer_names"),
+)
+"""Attributes of the second and of the first runner, and of these."""
 
 
 def read_groups(runner: Any) -> list[Group]:
@@ -32,8 +45,40 @@ def read_groups(runner: Any) -> list[Group]:
     ]
 
 
+def draft_layers(runner: Any) -> frozenset[str]:
+    """Return the layers of a draft's model. They lie in the blocks of the target's, but
+    are written after the forward that is checked; what they hold changes no answer.
+
+    Raises:
+        Refusal: there is such a model, and its layers are not known.
+    """
+    method = getattr(runner.vllm_config.speculative_config, "method", None)
+    if method is None or method in MODEL_FREE_DRAFTS:
+        return frozenset()
+    for owner, attribute in _DRAFT_LAYERS:
+        names = getattr(getattr(runner, owner, None), attribute, None)
+        if names is not None:
+            return frozenset(names)
+    places = " or ".join(f"{owner}.{attribute}" for owner, attribute in _DRAFT_LAYERS)
+    raise Refusal(
+        f"speculative_config with {method}: looked for the draft's layers in {places}, "
+        "found no such attribute"
+    )
+
+
+def target_names(runner: Any, group: Any) -> list[str]:
+    """Return the layers of a group that are not a draft's, in order."""
+    drafts = draft_layers(runner)
+    return [name for name in group.layer_names if name not in drafts]
+
+
 def _read_group(runner: Any, number: int, group: Any, num_blocks: int) -> Group:
-    names = list(group.layer_names)
+    names = target_names(runner, group)
+    if not names:
+        raise Refusal(
+            f"KV cache group {number} ({group.layer_names[0]}, ...) is the draft's "
+            "alone: looked for layers of the target in each group"
+        )
     spec = group.kv_cache_spec
     of_layers = getattr(spec, "kv_cache_specs", None)
     specs = [spec] if of_layers is None else [of_layers[name] for name in names]
@@ -41,14 +86,22 @@ def _read_group(runner: Any, number: int, group: Any, num_blocks: int) -> Group:
     if unseen:
         raise Refusal(
             f"KV cache group {number} ({names[0]}, ...) is {', '.join(unseen)}: not "
-            "seen by the canary; full and sliding-window attention are"
+            "seen by the canary; full, sliding-window and latent attention are"
+        )
+    is_latents = is_latent(specs[0])
+    if is_latents and not hasattr(runner, _OF_V2):
+        raise Refusal(
+            f"KV cache group {number} ({names[0]}, ...) is {spec_name(specs[0])}: its "
+            "tables are only seen in vLLM's second runner; set "
+            "VLLM_USE_V2_MODEL_RUNNER=1"
         )
     windows = {getattr(s, "sliding_window", None) for s in specs}
     window = None if len(windows) > 1 else windows.pop()
     is_window = spec_name(specs[0]) in WINDOW_SPECS
     layers, pages = _read_layers(runner, names, specs, num_blocks)
+    kind = "window" if is_window else "latent" if is_latents else "full"
     return Group(
-        name=("window" if is_window else "full") + (f" {number}" if number else ""),
+        name=kind + (f" {number}" if number else ""),
         layers=layers,
         pages=pages,
         num_blocks=num_blocks,
@@ -71,7 +124,8 @@ def _read_layers(
         if kv.data_ptr() in tensors:
             continue  # shares the KV of an earlier layer
         axis = page_axis(kv, num_blocks, name)
-        found = (axis, kv.dtype, kv.stride(), kv.shape, type(layer.impl))
+        impl = type(getattr(layer, "impl", None))
+        found = (axis, kv.dtype, kv.stride(), kv.shape, impl)
         if pages is None:
             pages = _learn(runner, layer, spec, kv, axis, name)
             kind = found
@@ -102,13 +156,35 @@ def kv_tensor(layer: Any, name: str) -> Tensor:
 def _learn(
     runner: Any, layer: Any, spec: Any, kv: Tensor, axis: int, name: str
 ) -> PageLayout:
-    update = getattr(layer.impl, _STORE, None)
+    impl = getattr(layer, "impl", None)
+    update = getattr(impl, _STORE, None)
     if update is None:
         raise Refusal(
-            f"layer {name}: looked for {type(layer.impl).__name__}.{_STORE}, found no "
+            f"layer {name}: looked for {type(impl).__name__}.{_STORE}, found no "
             "such method; this attention backend stores KV where it cannot be learned"
         )
     dtype = runner.vllm_config.model_config.dtype
+    if is_latent(spec):
+        sizes = [getattr(layer, part, None) for part in LATENT_PARTS]
+        if None in sizes:
+            raise Refusal(
+                f"layer {name}: looked for {' and '.join(LATENT_PARTS)} in "
+                f"{type(layer).__name__}, found another kind of cache"
+            )
+        latent, rotated = (
+            torch.ones((1, size), dtype=dtype, device=kv.device)  # type: ignore[arg-type]
+            for size in sizes
+        )
+        return learn_latent_pages(
+            kv,
+            lambda one, two, slots: update(
+                one, two[:, None], kv, slots, layer.kv_cache_dtype, layer._k_scale
+            ),
+            name=name,
+            axis=axis,
+            page_size=spec.block_size,
+            parts=(latent, rotated),
+        )
     heads = spec.num_kv_heads
 
     def like(size: int) -> Tensor:
