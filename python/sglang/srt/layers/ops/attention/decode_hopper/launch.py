@@ -87,7 +87,7 @@ TILES: dict[Compares, dict[StoredHead, tuple[HopperTile, ...]]] = {
     Compares.ALWAYS: {
         StoredHead(64, 2): (*_NARROW_IN_TURN, HopperTile(32, 1, 12)),
         StoredHead(128, 2): (HopperTile(32, 2, 4), HopperTile(16, 1, 8)),
-        StoredHead(256, 2): (HopperTile(32, 2, 3), HopperTile(16, 2, 5)),
+        StoredHead(256, 2): (HopperTile(32, 4, 3, 168), HopperTile(16, 2, 5)),
         StoredHead(64, 1): (HopperTile(64, 2, 8), HopperTile(32, 1, 16)),
         StoredHead(128, 1): (HopperTile(64, 2, 4), HopperTile(32, 1, 8)),
         StoredHead(256, 1): (HopperTile(64, 4, 3, 168), HopperTile(32, 2, 4)),
