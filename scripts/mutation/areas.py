@@ -166,6 +166,7 @@ AREAS = (
             "speculative.eagle_draft_worker",
             "speculative.eagle_draft_phase",
             "speculative.eagle_draft_extend",
+            "speculative.eagle_catch_up",
             "draft_trees.draft_input",
         ),
         worlds=Kind.SPEC,

@@ -250,8 +250,8 @@ def test_graphs_ran(folder: Path, model: Path) -> None:
     draft = worker.draft_worker
     replayed = (
         worker.model_runner.graph_runner,
-        draft._draft_graphs.graphs,
-        draft._extend_graphs.graphs,
+        draft.phase.graphs.graphs,
+        draft.extend.graphs.graphs,
     )
     assert all(graphs.num_replays for graphs in replayed)
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
+        EAGLEDraftExtendCudaGraphRunner,
+    )
     from sglang.srt.speculative.eagle_shapes import EagleShape
 
 
@@ -29,6 +32,8 @@ class DraftExtend:
         hidden_mode: hidden states that the draft's forwards return.
 
     Attributes:
+        width: rows of a request.
+        graphs: replay the extends; None without graphs.
         no_lens: host lengths of a padding batch, as the backend needs them.
     """
 
@@ -41,7 +46,8 @@ class DraftExtend:
         topk: int,
         hidden_mode: CaptureHiddenMode,
     ) -> None:
-        self._live = live
+        self._live, self.width = live, live.shape.accept_width
+        self.graphs: EAGLEDraftExtendCudaGraphRunner | None = None
         self._runner = runner
         self._relay = relay
         self._topk = topk
@@ -57,6 +63,25 @@ class DraftExtend:
     def attn_backend(self) -> AttentionBackend:
         return self._runner.attn_backend
 
+    def run(self, bs: int, *, seq_lens: Sequence[int] | None) -> None:
+        """Run an extend for the first `bs` requests of the workspace, as a graph if one
+        fits.
+
+        Args:
+            seq_lens: KV lengths in the draft's pool, if the backend needs them.
+        """
+        scopes, graphs = self._runner.scopes, self.graphs
+        batch = self.batch(self.workspace.rows(bs), seq_lens=seq_lens)
+        with scopes.with_ops_outside_graph(
+            single_forward_indices=(0,), maybe_inaccurate_forward_batch=batch
+        ):
+            if graphs is not None and graphs.can_run(bs):
+                scopes.on_replay()
+                graphs.replay(bs, seq_lens=seq_lens)
+                return
+            self.attn_backend.init_eager(batch)
+            self.forward(batch)
+
     def batch(
         self, views: WorkspaceRows, *, seq_lens: Sequence[int] | None = None
     ) -> ForwardBatch:
@@ -64,9 +89,9 @@ class DraftExtend:
         gained. Rows never see later ones, so rows past the accept length do no harm.
 
         Args:
-            seq_lens: KV lengths in the draft's pool, if the backend needs them.
+            seq_lens: as for `run`.
         """
-        width, bs = self._live.shape.accept_width, views.bs
+        width, bs = self.width, views.bs
         steps, offsets = self.workspace.path_steps(), self.workspace.path_offsets(bs)
         return ForwardBatch(
             forward_mode=ForwardMode.DRAFT_EXTEND_V2,
@@ -91,9 +116,9 @@ class DraftExtend:
         KV."""
         if seq_lens is None:
             return None
-        width = self._live.shape.accept_width
-        live = HostLens(prefix_lens=list(seq_lens), extend_lens=[width] * len(seq_lens))
-        return live.padded(bs, prefix_len=0, extend_len=width)
+        lens = [self.width] * len(seq_lens)
+        live = HostLens(prefix_lens=list(seq_lens), extend_lens=lens)
+        return live.padded(bs, prefix_len=0, extend_len=self.width)
 
     def forward(self, forward_batch: ForwardBatch) -> None:
         """Run the extend and store the state that the next iteration starts from."""

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from sglang.srt.forward.batch import CaptureHiddenMode
     from sglang.srt.layers.logits_processor import LogitsProcessorOutput
     from sglang.srt.model_executor.model_runner import ModelRunner
+    from sglang.srt.speculative.eagle_draft_cuda_graph_runner import (
+        EAGLEDraftCudaGraphRunner,
+    )
     from sglang.srt.speculative.eagle_shapes import EagleShape
 
 
@@ -47,6 +50,7 @@ class DraftPhase:
 
     Attributes:
         attention: of the draft steps.
+        graphs: replay the phase; None without graphs.
         no_lens: host lengths of a padding batch, as the backend needs them.
     """
 
@@ -62,6 +66,7 @@ class DraftPhase:
         is_checked: bool,
     ) -> None:
         self._live, self.attention = live, live.attention
+        self.graphs: EAGLEDraftCudaGraphRunner | None = None
         self._shape, self._layout = live.shape, live.layout
         self._runner = runner
         self._relay = relay
@@ -83,11 +88,31 @@ class DraftPhase:
     def workspace(self) -> EagleWorkspace:
         return self._live.workspace
 
+    def run(self, bs: int, *, seq_lens: Sequence[int] | None) -> None:
+        """Draft a tree for the first `bs` requests of the workspace, as a graph if one
+        fits.
+
+        Args:
+            seq_lens: KV lengths in the draft's pool, if the backend needs them.
+        """
+        scopes, graphs = self._runner.scopes, self.graphs
+        views = self.workspace.rows(bs)
+        with scopes.with_ops_outside_graph(
+            single_forward_indices=range(self._shape.num_steps - 1),
+            maybe_inaccurate_forward_batch=self._first_step(views),
+        ):
+            if graphs is not None and graphs.can_run(bs):
+                scopes.on_replay()
+                graphs.replay(bs, seq_lens=seq_lens)
+            else:
+                self.plan(seq_lens)
+                self.forward(views, seq_lens=seq_lens)
+
     def plan(self, seq_lens: Sequence[int] | None, *, graph_rows: int = 0) -> None:
         """Plan `forward` on the host; see `DraftDecodeBackend.plan`.
 
         Args:
-            seq_lens: KV lengths in the draft's pool.
+            seq_lens: as for `run`.
         """
         if seq_lens is not None:
             # A padding row has no KV in the target's pool, and the lead in the draft's.
@@ -101,7 +126,7 @@ class DraftPhase:
         """Run the whole draft phase, with fixed shapes and no wait for the device.
 
         Args:
-            seq_lens: as for `plan`.
+            seq_lens: as for `run`.
         """
         shape, idx = self._shape, views.identity[0]
         self.workspace.place_nodes(views, self._relay.seq_lens)
@@ -130,7 +155,7 @@ class DraftPhase:
             tree=views.tree,
         )
 
-    def first_step(self, views: WorkspaceRows) -> ForwardBatch:
+    def _first_step(self, views: WorkspaceRows) -> ForwardBatch:
         """Return the batch that the scopes around a launch see: one row per request,
         with the lengths of the previous iteration."""
         return ForwardBatch(

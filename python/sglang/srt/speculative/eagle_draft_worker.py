@@ -17,7 +17,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,6 +43,7 @@ from sglang.srt.speculative.draft_model import (
     load_token_map,
     share_embedding_and_head,
 )
+from sglang.srt.speculative.eagle_catch_up import CatchUp, PlainStates, most_behind
 from sglang.srt.speculative.eagle_draft_cuda_graph_runner import (
     EAGLEDraftCudaGraphRunner,
 )
@@ -52,12 +52,7 @@ from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
     EAGLEDraftExtendCudaGraphRunner,
 )
 from sglang.srt.speculative.eagle_draft_phase import DraftPhase
-from sglang.srt.speculative.eagle_shapes import (
-    EagleGraphs,
-    EagleShape,
-    PlainStates,
-    most_behind,
-)
+from sglang.srt.speculative.eagle_shapes import EagleShape
 from sglang.srt.speculative.eagle_utils import (
     EAGLE3,
     get_draft_hidden_dim,
@@ -71,7 +66,6 @@ if TYPE_CHECKING:
     from sglang.srt.managers.batch.schedule_batch import ScheduleBatch
     from sglang.srt.managers.worker.tp_worker import SampledForward
     from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
-    from sglang.srt.mem_cache.page_ledger import IntArray
     from sglang.srt.server_args import ServerArgs
 
 
@@ -127,11 +121,9 @@ class EagleDraftWorker:
             self.max_behind = most_behind(
                 rows=self._rows, bytes_per_token=self._state_bytes
             )
-        self._plain_states: PlainStates | None = None
         self._shapes: dict[TreeShape, EagleShape] = {}
         self._phases: dict[TreeShape, DraftPhase] = {}
         self._extends: dict[TreeShape, DraftExtend] = {}
-        self._graphs: dict[TreeShape, EagleGraphs] = {}
 
     @property
     def _state_bytes(self) -> int:
@@ -161,16 +153,6 @@ class EagleDraftWorker:
     def extend(self) -> DraftExtend:
         """The draft extends of the current iteration's shape."""
         return self._extends[self._shape]
-
-    @property
-    def _draft_graphs(self) -> EAGLEDraftCudaGraphRunner | None:
-        graphs = self._graphs.get(self._shape)
-        return None if graphs is None else graphs.draft
-
-    @property
-    def _extend_graphs(self) -> EAGLEDraftExtendCudaGraphRunner | None:
-        graphs = self._graphs.get(self._shape)
-        return None if graphs is None else graphs.extend
 
     @property
     def runners(self) -> list[ModelRunner]:
@@ -256,7 +238,25 @@ class EagleDraftWorker:
             )
             for shape, live in self._shapes.items()
         }
+        self._behind = CatchUp(
+            list(self._extends.values()),
+            relay=self.relay,
+            token_table=self._token_table,
+            lead=self._lead,
+            states=self._make_plain_states(pool.device),
+        )
         self._init_lm_head()
+
+    def _make_plain_states(self, device: torch.device | str) -> PlainStates | None:
+        if not self.max_behind or self._hidden_dim is None:
+            return None
+        return PlainStates(
+            rows=self._rows,
+            length=self.max_behind,
+            width=self._hidden_dim,
+            dtype=self.draft_runner.dtype,
+            device=device,
+        )
 
     def _phase(self, shape: TreeShape) -> DraftPhase:
         return DraftPhase(
@@ -280,14 +280,6 @@ class EagleDraftWorker:
                 dtype=runner.dtype,
                 device=pool.device,
             )
-            if self.max_behind:
-                self._plain_states = PlainStates(
-                    rows=self._rows,
-                    length=self.max_behind,
-                    width=self._hidden_dim,
-                    dtype=runner.dtype,
-                    device=pool.device,
-                )
         for shape in shapes:
             if check is not None:
                 check = check.for_shape(shape, max_requests=pool.size)
@@ -340,25 +332,28 @@ class EagleDraftWorker:
         runner = self.draft_runner
         sizes = runner.graph_sizes()
         # A rehearsal's do nothing.
-        self._graphs = {}
+        for phase in self._phases.values():
+            phase.graphs = None
+        for extend in self._extends.values():
+            extend.graphs = None
         if not sizes:
             return
         with runner.capturing("draft graphs", set_aside=self._draft_graph_bytes()):
             for live in list(self._shapes.values())[::-1]:
                 self._live = live
                 live.workspace.clear()
-                self._graphs[live.shape] = self._capture_live(sizes)
+                self._capture_live(sizes)
         self._live = self._shapes[self._tree_shapes[-1]]
 
-    def _capture_live(self, sizes: list[int]) -> EagleGraphs:
-        make, phase = self.draft_runner.make_backend, self._phases.get(self._shape)
-        return EagleGraphs(
-            draft=None
-            if phase is None
-            else EAGLEDraftCudaGraphRunner(phase, batch_sizes=sizes, make_backend=make),
-            extend=EAGLEDraftExtendCudaGraphRunner(
-                self.extend, batch_sizes=sizes, make_backend=make
-            ),
+    def _capture_live(self, sizes: list[int]) -> None:
+        make, extend = self.draft_runner.make_backend, self.extend
+        phase = self._phases.get(self._shape)
+        if phase is not None:
+            phase.graphs = EAGLEDraftCudaGraphRunner(
+                phase, batch_sizes=sizes, make_backend=make
+            )
+        extend.graphs = EAGLEDraftExtendCudaGraphRunner(
+            extend, batch_sizes=sizes, make_backend=make
         )
 
     def _load_hot_token_ids(self) -> Tensor | None:
@@ -388,19 +383,7 @@ class EagleDraftWorker:
 
     def draft(self, bs: int, *, batch: ScheduleBatch) -> None:
         """As `Drafter.draft`."""
-        seq_lens = self._draft_lens(batch.known_lens())
-        views, graphs = self.workspace.rows(bs), self._draft_graphs
-        phase, scopes = self.phase, self.draft_runner.scopes
-        with scopes.with_ops_outside_graph(
-            single_forward_indices=range(self._shape.num_steps - 1),
-            maybe_inaccurate_forward_batch=phase.first_step(views),
-        ):
-            if graphs is not None and graphs.can_run(bs):
-                scopes.on_replay()
-                graphs.replay(bs, seq_lens=seq_lens)
-            else:
-                phase.plan(seq_lens)
-                phase.forward(views, seq_lens=seq_lens)
+        self.phase.run(bs, seq_lens=self._draft_lens(batch.known_lens()))
 
     def _draft_lens(self, seq_lens: Sequence[int] | None) -> list[int] | None:
         """Convert KV lengths in the target's pool to lengths in the draft's pool."""
@@ -419,11 +402,11 @@ class EagleDraftWorker:
 
     def after_plain(self, done: SampledForward) -> None:
         """As `Drafter.after_plain`."""
-        if self._plain_states is None:
-            return
-        batch, states = done.forward_batch, done.output.hidden_states
-        assert states is not None
-        self._plain_states.keep(batch.req_pool_indices, batch.positions, states)
+        self._behind.keep(done)
+
+    def catch_up(self, batch: ScheduleBatch) -> None:
+        """As `Drafter.catch_up`."""
+        self._behind.run(batch)
 
     def on_checkpoint(self) -> None:
         """Nothing is kept beside what a prefill makes again."""
@@ -466,61 +449,6 @@ class EagleDraftWorker:
         if is_head:
             self.extend.stash(forward_batch, output)
 
-    def catch_up(self, batch: ScheduleBatch) -> None:
-        """As `Drafter.catch_up`: a draft with a lead reads the newest token once the
-        request has a slot for it, and after plain steps a draft reads their tokens."""
-        if batch.catch_up is None:
-            return
-        left = batch.catch_up.copy()
-        most = max(shape.accept_width for shape in self._shapes)
-        while len(rows := np.flatnonzero(left)):
-            counts = np.minimum(left[rows], most)
-            self.extend_known(batch, rows, behind=left[rows], counts=counts)
-            left[rows] -= counts
-
-    def extend_known(
-        self,
-        batch: ScheduleBatch,
-        rows: IntArray,
-        *,
-        behind: IntArray,
-        counts: IntArray,
-    ) -> None:
-        """Extend the draft by tokens that are in the token table.
-
-        Args:
-            rows: of the batch, the others stay as they are.
-            behind: int64 [len(rows)], tokens that the draft's KV lacks, of which it
-                gets the first `counts`.
-        """
-        widest = int(counts.max())
-        fitting = [s for s in self._shapes.values() if s.shape.accept_width >= widest]
-        self._live = min(fitting, key=lambda each: each.shape.accept_width)
-        workspace, count = self.workspace, len(rows)
-        workspace.begin(batch.gather_identity(rows))
-        # A graph's padding too, which has no KV.
-        views = workspace.rows(workspace.max_rows)
-        idx, lens = views.identity[0], views.draft_lens
-        missing, gained = batch.upload(np.stack((behind, counts))).unbind()
-        views.result.accept_lens.fill_(1)
-        views.result.accept_lens[:count] = gained
-        torch.add(self.relay.seq_lens.index_select(0, idx), self._lead, out=lens)
-        lens[:count] -= missing
-        lens[count:].zero_()
-        workspace.place_extends(views)
-        positions = lens[:, None] + workspace.path_steps()
-        columns = positions if self._lead else positions + 1
-        views.tokens.copy_(self._token_table[idx[:, None], columns])
-        if self._plain_states is not None:
-            states = workspace.rows(count).hidden_states
-            assert states is not None
-            self._plain_states.take(idx[:count], positions[:count], out=states)
-        known = batch.known_lens()
-        if known is not None:
-            lead = self._lead - behind
-            known = [known[row] + int(n) for row, n in zip(rows, lead, strict=True)]
-        self._extend(count, lens=known)
-
     def next_tokens(self, forward_batch: ForwardBatch) -> Tensor:
         """Return the token after each one that a prefill computes, sampled or known:
         int64 [T]."""
@@ -534,22 +462,4 @@ class EagleDraftWorker:
     ) -> None:
         """Compute the draft's KV for tokens gained by the first `bs` requests of the
         workspace: S + 1 rows each, however many were accepted."""
-        self._extend(bs, lens=self._draft_lens(seq_lens))
-
-    def _extend(self, bs: int, *, lens: Sequence[int] | None) -> None:
-        """Run a draft extend for the first `bs` requests of the workspace.
-
-        Args:
-            lens: their KV lengths in the draft's pool, if the backend needs them.
-        """
-        runner, graphs = self.draft_runner, self._extend_graphs
-        batch = self.extend.batch(self.workspace.rows(bs), seq_lens=lens)
-        with runner.scopes.with_ops_outside_graph(
-            single_forward_indices=(0,), maybe_inaccurate_forward_batch=batch
-        ):
-            if graphs is not None and graphs.can_run(bs):
-                runner.scopes.on_replay()
-                graphs.replay(bs, seq_lens=lens)
-                return
-            runner.attn_backend.init_eager(batch)
-            self.extend.forward(batch)
+        self.extend.run(bs, seq_lens=self._draft_lens(seq_lens))

@@ -1,82 +1,22 @@
-"""What an EAGLE draft worker keeps for each shape of trees, and what lets its KV pause:
-the target's hidden states at tokens that plain steps computed.
-"""
+"""What an EAGLE draft worker keeps for each shape of trees."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor
-
 from sglang.srt.arg_groups.draft_slots import has_draft_region
-from sglang.srt.configs.draft_layout import CATCH_UP_TOKENS, BranchLayout
+from sglang.srt.configs.draft_layout import BranchLayout
 from sglang.srt.draft_trees.workspace import EagleWorkspace
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from sglang.srt.configs.draft_layout import TreeShape
     from sglang.srt.kv_canary.draft_state import DraftState
     from sglang.srt.layers.attention.base_attn_backend import DraftDecodeBackend
     from sglang.srt.model_executor.model_runner import ModelRunner
     from sglang.srt.server_args import ServerArgs
-    from sglang.srt.speculative.eagle_draft_cuda_graph_runner import (
-        EAGLEDraftCudaGraphRunner,
-    )
-    from sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner import (
-        EAGLEDraftExtendCudaGraphRunner,
-    )
-
-PLAIN_STATES_BYTES = 128 << 20
-"""Memory for hidden states of plain steps, if `CATCH_UP_TOKENS` a request fit."""
-MAX_BEHIND = 512
-"""Most tokens that a draft's KV may lack. What it lacks at a request's end is not
-cached."""
-
-
-def most_behind(*, rows: int, bytes_per_token: int) -> int:
-    """Return how many tokens of a request the draft's KV may lack.
-
-    Args:
-        rows: of requests. bytes_per_token: of hidden states; 0 if none are read.
-    """
-    if not bytes_per_token:
-        return MAX_BEHIND
-    fitting = PLAIN_STATES_BYTES // (rows * bytes_per_token)
-    return min(max(fitting, CATCH_UP_TOKENS), MAX_BEHIND)
-
-
-class PlainStates:
-    """The target's newest hidden states of each request row, a ring by position.
-
-    Args:
-        rows: request rows. length: positions that are kept.
-    """
-
-    def __init__(
-        self,
-        *,
-        rows: int,
-        length: int,
-        width: int,
-        dtype: torch.dtype,
-        device: torch.device | str,
-    ) -> None:
-        self._length = length
-        self._states = torch.zeros((rows * length, width), dtype=dtype, device=device)
-
-    def keep(self, rows: Tensor, positions: Tensor, states: Tensor) -> None:
-        """Keep states [R, width] of request rows at positions, int64 [R] each."""
-        self._states.index_copy_(0, self._places(rows, positions), states)
-
-    def take(self, rows: Tensor, positions: Tensor, *, out: Tensor) -> None:
-        """Copy states of request rows, int64 [R], at positions, int64 [R, n], to `out`
-        [R * n, width]; those that were not kept are meaningless."""
-        places = self._places(rows[:, None], positions)
-        torch.index_select(self._states, 0, places.view(-1), out=out)
-
-    def _places(self, rows: Tensor, positions: Tensor) -> Tensor:
-        return rows * self._length + positions % self._length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,11 +73,3 @@ class EagleShape:
             attention=runner.attn_backend.draft_decode(layout, max_requests=pool.size),
             state_check=state_check,
         )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EagleGraphs:
-    """Graphs of one shape; the draft phase has none where a shape only extends."""
-
-    draft: EAGLEDraftCudaGraphRunner | None
-    extend: EAGLEDraftExtendCudaGraphRunner
