@@ -3,9 +3,11 @@ equal those of a reference that recomputes each branch alone."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path as FilePath
 from typing import Any
 
 import pytest
@@ -26,9 +28,13 @@ from sglang.srt.layers.attention.paged_backend import PagedAttnBackend
 from sglang.srt.speculative.eagle_draft_worker import EagleDraftWorker
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
+from sglang.test.head_models import add_head
+from sglang.test.hybrid_models import write_text_model
 from sglang.test.scale import count
+from sglang.test.spec_adaptive import InTurn
 from sglang.test.spec_canary_traffic import worker_of
 from sglang.test.spec_matrix import SpecConfig
+from sglang.test.spec_parity import CONTEXT
 from sglang.test.spec_world import VOCAB_SIZES, ModelFolders, device, spec_engine
 
 register_cpu_ci(est_time=20, suite="cpu", full_time=120)
@@ -124,6 +130,7 @@ class Alone:
         candidates, hidden = self._draft.relay.gather(
             self._views.identity[0, self._row : self._row + 1]
         )
+        candidates = candidates.best(k)
         probs, ids = candidates.probs, candidates.ids
         paths = [Path(hidden=hidden)]
         for level in range(shape.num_steps):
@@ -219,6 +226,8 @@ def compare_trees(
     engine: EngineHarness,
     patch: pytest.MonkeyPatch,
     compare: Callable[[DraftLevels, DraftLevels, DraftTree, DraftTree], None],
+    *,
+    trees: int = TREES,
 ) -> int:
     """Serve a while. Call `compare` with the levels and trees of each request, as they
     were drafted and as `Alone` drafts them. Return how many trees were compared."""
@@ -255,7 +264,7 @@ def compare_trees(
         inside.setattr(draft, "draft", drafted)
         for _ in range(MOST_STEPS):
             engine.scheduler.step()
-            if compared >= TREES:
+            if compared >= trees:
                 break
     return compared
 
@@ -265,12 +274,15 @@ def serve(
 ) -> EngineHarness:
     """Create an engine with three requests that wait."""
     engine = spec_engine(folders, configuration, **options)
-    rng = random.Random(str(configuration))
-    vocab = VOCAB_SIZES[configuration.model]
+    submit(engine, VOCAB_SIZES[configuration.model])
+    return engine
+
+
+def submit(engine: EngineHarness, vocab: int) -> None:
+    rng = random.Random(vocab)
     for length in (23, 64, 9):
         prompt = [rng.randrange(vocab) for _ in range(length)]
         engine.submit(prompt, max_new_tokens=60, ignore_eos=True)
-    return engine
 
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
@@ -279,17 +291,72 @@ def test_trees_are_those_of_branches_alone(
 ) -> None:
     options = {"cuda_graph_bs": [1, 2, 4]} if device() == "cuda" else {}
     engine = serve(folders, configuration, **options)
+    assert compare_trees(engine, monkeypatch, assert_same) >= TREES
+
+
+def assert_same(
+    found: DraftLevels, alone: DraftLevels, own: DraftTree, tree: DraftTree
+) -> None:
+    assert torch.equal(found.tokens, alone.tokens)
+    assert torch.equal(found.parents, alone.parents)
+    torch.testing.assert_close(found.scores, alone.scores, rtol=1e-4, atol=1e-7)
+    for name in ("tokens", "positions", "next_token", "next_sibling", "mask"):
+        assert torch.equal(getattr(own, name), getattr(tree, name)), name
+
+
+@pytest.mark.parametrize(
+    ("architecture", "page"),
+    [("Qwen3_5ForCausalLM", 16), ("DeepseekV3ForCausalLM", 4)],
+)
+def test_trees_of_a_head_inside_the_checkpoint(
+    tmp_path: FilePath,
+    architecture: str,
+    page: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = write_text_model(tmp_path, architecture, seed=11)
+    add_head(folder, architecture)
+    engine = EngineHarness(
+        folder,
+        device=device(),
+        dtype="float32",
+        context_length=CONTEXT,
+        max_running_requests=12,
+        page_size=page,
+        skip_tokenizer_init=True,
+        disable_cuda_graph=True,
+        speculative_algorithm="NEXTN",
+        speculative_eagle_topk=3,
+        speculative_num_steps=4,
+        speculative_num_draft_tokens=12,
+    )
+    submit(engine, 264)
+    assert compare_trees(engine, monkeypatch, assert_same) >= TREES
+
+
+def test_trees_while_the_shape_changes(
+    folders: ModelFolders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Branches of another shape begin at other columns of the same region."""
+    shapes = {"shapes": [[2, 2, 5], [3, 4, 12], [4, 4, 16]]}
+    engine = serve(
+        folders,
+        config("llama", "EAGLE3", 4, 4, 16, 0),
+        speculative_adaptive=True,
+        speculative_adaptive_config=json.dumps(shapes),
+        skip_server_warmup=True,
+    )
+    engine.scheduler.shapes.policy = InTurn(engine.scheduler.shapes, 1)
+    seen = set()
 
     def compare(
         found: DraftLevels, alone: DraftLevels, own: DraftTree, tree: DraftTree
     ) -> None:
-        assert torch.equal(found.tokens, alone.tokens)
-        assert torch.equal(found.parents, alone.parents)
-        torch.testing.assert_close(found.scores, alone.scores, rtol=1e-4, atol=1e-7)
-        for name in ("tokens", "positions", "next_token", "next_sibling", "mask"):
-            assert torch.equal(getattr(own, name), getattr(tree, name)), name
+        seen.add(own.tokens.shape[1])
+        assert_same(found, alone, own, tree)
 
-    assert compare_trees(engine, monkeypatch, compare) >= TREES
+    compare_trees(engine, monkeypatch, compare, trees=12)
+    assert seen == {5, 12, 16}
 
 
 def test_whole_pages_per_branch_are_not_exact(
