@@ -93,11 +93,11 @@ class _PairAnswers:
     async def __aiter__(self) -> AsyncIterator[Message]:
         prefilling = self._ask(self._prefill, self._with_fields({}))
         news = aiter(prefilling)
-        refusal: asyncio.Task[str] | None = None
+        refusal: asyncio.Task[bool] | None = None
         try:
-            meeting, why = await self._meet(news)
+            meeting = await self._meet(news)
             if meeting is not None:
-                refusal = asyncio.create_task(_refusal(news))
+                refusal = asyncio.create_task(_is_refused(news))
                 answers = self._ask(self._decode, self._with_fields(meeting))
                 messages = aiter(answers)
                 first = await _first_unless(messages, refusal)
@@ -107,8 +107,6 @@ class _PairAnswers:
                         yield message
                     return
                 answers.cancel()
-                why = refusal.result()
-            logger.warning("%s: %s; it goes on alone", self._alone.scope["path"], why)
             async for message in self._ask(self._decode, self._alone):
                 yield message
         finally:
@@ -126,35 +124,40 @@ class _PairAnswers:
     def _with_fields(self, others: Mapping[str, str | int]) -> HttpCall:
         return self._alone.with_body(msgspec.json.encode({**self._fields, **others}))
 
-    async def _meet(
-        self, news: AsyncIterator[Message]
-    ) -> tuple[dict[str, str | int] | None, str]:
-        """Return where the prefill replica is asked for KV, or why nowhere."""
+    async def _meet(self, news: AsyncIterator[Message]) -> dict[str, str | int] | None:
+        """Return where the prefill replica is asked for KV, or None if there is none
+        that can be."""
+        lost: tuple[type[Exception], ...]
+        lost = (asyncio.TimeoutError, *self._prefill.lost)
         try:
             message = await asyncio.wait_for(anext(news), MEETING_SECONDS)
-        except asyncio.TimeoutError:
-            return None, f"no prefill replica took it for {MEETING_SECONDS:g} s"
-        except self._prefill.lost as error:
-            return None, f"its prefill replica was lost ({type(error).__name__})"
+        except lost as error:
+            logger.warning(
+                "no prefill replica takes a request (%s); it goes on alone",
+                type(error).__name__,
+            )
+            return None
         assert message["type"] == MEETING
-        host, port = message["host"], message["port"]
-        return {"bootstrap_host": host, "bootstrap_port": port}, ""
+        return {
+            "bootstrap_host": message["host"],
+            "bootstrap_port": message["port"],
+        }
 
 
-async def _refusal(news: AsyncIterator[Message]) -> str:
-    """Return how a prefill replica refuses a request, or an empty text. If it is lost,
-    the decode replica knows what has come."""
+async def _is_refused(news: AsyncIterator[Message]) -> bool:
+    """Return whether a prefill replica refuses a request, once that is known."""
     try:
         async for message in news:
             if message["status"] >= 400:
-                return f"its prefill replica answered {message['status']}"
-    except Exception as error:
-        logger.warning("a prefill replica was lost: %s", type(error).__name__)
-    return ""
+                return True
+    except Exception:
+        # It was lost, or is not needed any more. The decode engine knows what has come.
+        pass
+    return False
 
 
 async def _first_unless(
-    messages: AsyncIterator[Message], refusal: asyncio.Task[str]
+    messages: AsyncIterator[Message], refusal: asyncio.Task[bool]
 ) -> Message | None:
     """Return the first message, or None if there is a refusal before."""
     first = asyncio.ensure_future(anext(messages))
@@ -165,6 +168,7 @@ async def _first_unless(
         return await first
     finally:
         first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
 
 
 def _fields(body: bytes) -> Fields | None:
