@@ -21,7 +21,7 @@ from sglang.test.fleet_serve import ENGINE as DEPLOYMENT
 from sglang.test.fleet_serve import PREFILL, RayServe
 from sglang.test.fleet_traffic import PLANTED, Answer, Ask, run_asks
 
-register_cpu_ci(est_time=600, suite="fleet")
+register_cpu_ci(est_time=900, suite="fleet")
 
 # Twelve of the 25 prefixes fit: one replica cannot hold all, the fleet can.
 ENGINE = {
@@ -99,6 +99,7 @@ def test_clients_get_right_answers_whatever_happens_to_a_replica(
     _record(f"ray {routing} faults", count, {**report.as_row(), **rounded})
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("routing", ["load", "prefix"])
 def test_prompts_come_from_other_replicas_whatever_happens_to_them(
     ray_serve: RayServe,
