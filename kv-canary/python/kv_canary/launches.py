@@ -63,6 +63,7 @@ sum_slots = _op(slot_sums.sum_slots)
 _before_model = _op(before.before_model)
 _write_tail = _op(write.write_tail)
 _poison = _op(records.poison)
+_announce_heads = _op(records.announce_heads, is_native=False)
 _move_records = _op(records.move_records, is_native=False)
 _finish_step = _op(ends.finish_step)
 _gather_findings = _op(ends.gather_findings)
@@ -93,10 +94,8 @@ def stamp(state: CanaryState, view: ForwardView, checks: PoolChecks) -> None:
     their bytes out (`skips_new`), as `SlotBytes` does. `view` has no manager.
     """
     write_head(state, view, checks)
-    is_slot = (view.out_cache_loc >= 0) & (view.out_cache_loc < state.num_slots)
-    # Slot 0 is scratch; both halves of its records are poison.
-    slots = view.out_cache_loc * is_slot
-    state.tail.index_copy_(0, slots, state.head.index_select(0, slots))
+    if view.out_cache_loc.numel():
+        _announce_heads(state, view.out_cache_loc)
 
 
 def write_tail(

@@ -440,6 +440,11 @@ def launches() -> Iterator[tuple[str, Any]]:
             f"move {moves}",
             lambda dst=dst: records.move_records(state, dst, dst),
         )
+    for count in (1, 200):
+        yield (
+            f"announce {count}",
+            lambda count=count: records.announce_heads(state, longs(count)),
+        )
     for groups in range(3):
         yield f"note tokens {groups}", lambda groups=groups: launch_note(groups)
     for seeds in (None, longs(8)):

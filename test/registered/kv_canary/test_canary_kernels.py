@@ -224,6 +224,25 @@ def test_moves_keep_a_row_healthy(backend: Backend) -> None:
     assert findings(w.state) == []
 
 
+@each_backend
+@pytest.mark.parametrize("count", [1, 3, 130])
+def test_heads_are_announced_in_one_launch(backend: Backend, count: int) -> None:
+    """Slots outside the pool, and repeated ones, change nothing else."""
+    w = small_world()
+    rng = torch.Generator().manual_seed(count)
+    w.state.head.copy_(torch.randint(1 << 40, w.state.head.shape, generator=rng))
+    slots = torch.randint(-3, w.state.num_slots + 3, (count,), generator=rng)
+    slots = slots.to(w.state.head.device)
+    due = w.state.tail.clone()
+    for slot in slots.tolist():
+        if 0 < slot < w.state.num_slots:
+            due[slot] = w.state.head[slot]
+    w.state.head[0] = due[0] = w.state.tail[0]  # scratch
+    announcing = backend if backend.name == "triton" else backends()[0]
+    announcing.launch.announce_heads(w.state, slots)
+    assert torch.equal(w.state.tail, due)
+
+
 def test_launches_dispatch_and_refuse() -> None:
     w = small_world()
     rows = decode(w)

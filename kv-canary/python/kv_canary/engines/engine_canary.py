@@ -362,6 +362,10 @@ class EngineCanary:
                 f"kv_canary: the forward has a row of request {error}, which the "
                 "scheduler did not announce"
             ) from None
+        known_ahead = [
+            request.sampled_ahead(row)
+            for request, row in zip(requests, rows, strict=True)
+        ]
         req_rows, prefix, extend, serials, salts, ahead = upload_vectors(
             [
                 [request.row for request in requests],
@@ -369,16 +373,17 @@ class EngineCanary:
                 [row.scheduled for row in rows],
                 [request.serial for request in requests],
                 [request.salt for request in requests],
-                [
-                    request.sampled_ahead(row)
-                    for request, row in zip(requests, rows, strict=True)
-                ],
+                known_ahead,
             ],
             self._device,
         )
         is_decode = all(row.scheduled == 1 for row in rows)
         sampling = SampledRows(
-            req_rows=req_rows, serials=serials, prefix_lens=prefix, ahead=ahead
+            req_rows=req_rows,
+            serials=serials,
+            prefix_lens=prefix,
+            ahead=ahead,
+            each_is_due=min(known_ahead) >= 0,
         )
         make = partial(
             ForwardView,

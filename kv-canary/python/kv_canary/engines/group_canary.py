@@ -108,6 +108,7 @@ class GroupCanary(CanaryGroup):
             slot_bytes=slot_bytes,
             stamps_first=stamps_first,
         )
+        self._starts: dict[int, Tensor] = {}
         self._offsets = np.arange(group.page_size, dtype=np.int64)
         self._swept = group.page_size
 
@@ -153,13 +154,14 @@ class GroupCanary(CanaryGroup):
             prefix: tokens before the forward, by row.
         """
         size, columns = self.group.page_size, reads.block_table.stride(0)
-        rows = torch.arange(len(prefix) + 1, device=seq_lens.device)
-        indptr, first_position, num_read = rows * columns, None, prefix
+        indptr = self._row_starts(len(prefix), columns)
+        first_position, num_read = None, prefix
         before_first = None
         if self.group.window is not None:
             # Blocks that left the window may have new owners; whole pages are read.
             firsts = [max(n - self.group.window + 1, 0) // size * size for n in prefix]
             first_position = upload(torch.tensor(firsts), seq_lens.device)
+            indptr = indptr.clone()
             indptr[:-1] += first_position // size
             # The slot before the first page may also have a new owner.
             before_first = torch.full_like(first_position, -1)
@@ -193,6 +195,16 @@ class GroupCanary(CanaryGroup):
             reads=(self.reads(reads, zero, [0]).table,),
             oracle=oracle,
         )
+
+    def _row_starts(self, rows: int, columns: int) -> Tensor:
+        """Return where the rows of a table begin, int64 [rows + 1]. A view, of which
+        the engine's tables of one width share the memory."""
+        starts = self._starts.get(columns)
+        if starts is None or len(starts) <= rows:
+            count = max(rows + 1, len(self.table))
+            starts = torch.arange(count, device=self.table.device) * columns
+            self._starts[columns] = starts
+        return starts[: rows + 1]
 
     def slots_of(self, blocks: Sequence[int]) -> Tensor:
         """Return the slots of blocks, int64 on the device."""

@@ -59,12 +59,14 @@ class SampledRows:
     Fields:
         req_rows, serials, prefix_lens: as in `ForwardView`.
         ahead: known tokens after the first new one, or -1 if nothing is sampled.
+        each_is_due: whether something is sampled for each row, as the host knows.
     """
 
     req_rows: Tensor
     serials: Tensor
     prefix_lens: Tensor
     ahead: Tensor
+    each_is_due: bool = False
 
     def next_inputs(self, tokens: Tensor, counts: Tensor | None) -> SampledTokens:
         """Return each row's next input; see `EngineCanary.sampled`.
@@ -78,16 +80,25 @@ class SampledRows:
                 f"of {len(self.req_rows)}"
             )
         tokens = tokens.long()
-        if counts is None:
-            counts = (tokens >= 0).cumprod(dim=1).sum(dim=1)
-        last = tokens.gather(1, (counts.long() - 1).clamp(min=0)[:, None])[:, 0]
-        is_sampled = (self.ahead >= 0) & (counts > 0)
+        last, extend_lens = tokens[:, 0], self.ahead + 1
+        if counts is None and tokens.shape[1] == 1:
+            is_sampled = last >= 0
+        else:
+            if counts is None:
+                counts = (tokens >= 0).cumprod(dim=1).sum(dim=1)
+            is_sampled = counts > 0
+        if tokens.shape[1] > 1:
+            assert counts is not None
+            last = tokens.gather(1, (counts.long() - 1).clamp(min=0)[:, None])[:, 0]
+            extend_lens = self.ahead + counts
+        if not self.each_is_due:
+            is_sampled &= self.ahead >= 0
         return SampledTokens(
             req_rows=self.req_rows,
             serials=self.serials,
             tokens=torch.where(is_sampled, last, UNKNOWN),
             prefix_lens=self.prefix_lens,
-            extend_lens=self.ahead + counts,
+            extend_lens=extend_lens,
         )
 
     def forget(self, state: CanaryState) -> None:

@@ -24,6 +24,15 @@ def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
         records[known, 3] = word3
 
 
+def announce_heads(state: CanaryState, slots: Tensor) -> None:
+    """Set the tail records of slots [n] int64 to their heads; see `launches.stamp`.
+    Ids outside the pool are skipped."""
+    is_slot = (slots >= 0) & (slots < state.num_slots)
+    # Slot 0 is scratch; both halves of its records are poison.
+    slots = slots * is_slot
+    state.tail.index_copy_(0, slots, state.head.index_select(0, slots))
+
+
 def move_records(state: CanaryState, dst: Tensor, src: Tensor) -> None:
     """See `launches.move_records`."""
     for records in (state.head, state.tail):

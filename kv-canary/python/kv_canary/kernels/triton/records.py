@@ -50,6 +50,17 @@ def poison_kernel(
     tl.store(record + 3, word3, mask=fresh)
 
 
+@triton.jit(
+    do_not_specialize=["num_slots", "count"], do_not_specialize_on_alignment=["slots"]
+)
+def announce_kernel(head, tail, slots, num_slots, count, BLOCK: tl.constexpr):
+    lane = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.load(slots + lane, mask=lane < count, other=-1)
+    inside = ((slot >= 0) & (slot < num_slots))[:, None]
+    word = slot[:, None] * 4 + tl.arange(0, 4)[None, :]
+    tl.store(tail + word, tl.load(head + word, mask=inside, other=0), mask=inside)
+
+
 @triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["dst", "src"])
 def move_kernel(head, tail, dst, src, count, MOVES: tl.constexpr):
     move = tl.arange(0, MOVES)
@@ -71,6 +82,7 @@ MOVE_SIZES = (64, 512, 1024)
 MAX_MOVES = MOVE_SIZES[-1]
 """Most moves that one program holds in registers."""
 _POISON_BLOCK = 128
+_ANNOUNCED_AT_ONCE = 128
 
 
 def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
@@ -85,6 +97,18 @@ def poison(state: CanaryState, slots: Tensor, n_live: Tensor | None) -> None:
         count,
         HAS_LIVE=n_live is not None,
         BLOCK=_POISON_BLOCK,
+    )
+
+
+def announce_heads(state: CanaryState, slots: Tensor) -> None:
+    count = slots.numel()
+    announce_kernel[(cdiv(count, _ANNOUNCED_AT_ONCE),)](
+        state.head,
+        state.tail,
+        slots,
+        state.num_slots,
+        count,
+        BLOCK=_ANNOUNCED_AT_ONCE,
     )
 
 
