@@ -18,6 +18,7 @@ from kv_canary.checks import Reason
 from kv_canary.engines import unit_store
 from kv_canary.engines.block_units import BlockUnits, Load
 from kv_canary.engines.page_probe import page_axis
+from kv_canary.engines.step import Step
 from kv_canary.engines.unit_store import REVISIONS, UnitShape, UnitStore
 from kv_canary.engines.vllm.connectors import SchedulerLoads, WorkerLoads
 from kv_canary.engines.vllm.turned_back import NewRequests
@@ -170,6 +171,32 @@ def test_other_rounding_of_the_same_tokens_is_also_intact() -> None:
         assert loading.world.forward({rid: 20}, admitted=[new]) == []
         loading.world.forward({"A": 1}, released=[rid])
     assert loading.damages() == []
+
+
+def test_what_a_preempted_request_filled_is_recorded_at_once() -> None:
+    """vLLM's first runner hears of a preemption when the request comes back, and its
+    blocks have other owners by then."""
+    loading = Loading()
+    world, units = loading.world, loading.units
+    units.note_full([])  # those that are on their way
+    known = set(units.store._units)
+    for _ in range(3):
+        assert world.forward({"A": 1}) == []
+    # A has filled its third block.
+    third = world.tables["A"][2]
+    world.canary.plan(Step())  # no forward
+    units.note_full([])
+    (key,) = units.store._units.keys() - known
+    # Another request fills a part of that block, and A comes back.
+    new = world.admission("C", [1, 2, 3], [third])
+    assert world.forward({"C": 3}, admitted=[new]) == []
+    tokens = world.tokens["A"]
+    again = world.admission("A", tokens, world.blocks(5), computed=0)
+    assert world.forward({"A": len(tokens)}, admitted=[again]) == []
+    assert len(units.store.get(key)) == 1
+    assert world.forward({"A": 1}) == []
+    units.note_full([])
+    assert len(units.store.get(key)) == 2  # computed twice
 
 
 def turn_back(loading: Loading, *, by: int) -> list[Any]:

@@ -13,7 +13,7 @@ finish(...)      on a GPU the findings, when the step's tokens reach the host
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -152,10 +152,10 @@ class EngineCanary:
         if self._sampling is not None:
             self._sampling.forget(self.groups[0].state)
             self._sampling = None
+        before, self._rows = self._rows, {row.rid: row for row in step.rows}
         self._step = step
-        self._rows = {row.rid: row for row in step.rows}
         if self.units is not None:
-            self.units.note_full(self._take_full(step))
+            self.units.note_full(self._take_full(before))
         changes = self.ledger.changes()
         for rid in step.released:
             self.ledger.release(rid, changes)
@@ -176,15 +176,17 @@ class EngineCanary:
         self._announce(beginning + self.again)
         self._correct([request for request in going_on if request.is_ahead])
 
-    def _take_full(self, step: Step) -> list[int]:
-        """Return the blocks that were filled by forwards before this step."""
-        full = [
-            block
-            for row in step.rows
-            for block in self.ledger.take_full(row.rid, row.computed)
-        ]
-        for rid in step.released:
-            full += self.ledger.take_full(rid)
+    def _take_full(self, before: Iterable[str]) -> list[int]:
+        """Return the blocks that the last step filled, of whose requests some have no
+        row in this one: later their blocks may have other owners.
+
+        Args:
+            before: requests of the last step.
+        """
+        full: list[int] = []
+        for rid in before:
+            row = self._rows.get(rid)
+            full += self.ledger.take_full(rid, None if row is None else row.computed)
         return full
 
     def _is_turned_back(self, request: LedgerRequest) -> bool:
@@ -383,7 +385,7 @@ class EngineCanary:
             serials=serials,
             prefix_lens=prefix,
             ahead=ahead,
-            each_is_due=min(known_ahead) >= 0,
+            each_is_due=all(number >= 0 for number in known_ahead),
         )
         make = partial(
             ForwardView,

@@ -80,7 +80,6 @@ class BlockStore(_BASE.KVConnectorBase_V1):  # type: ignore[misc]
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         self._begins.pop(request.request_id, None)
-        # Copied before the next forward; a block that is freed now is unchanged then.
         full = min(request.num_computed_tokens // self._size, len(block_ids))
         pairs = zip(request.block_hashes[:full], block_ids, strict=False)
         self._next.stores += [pair for pair in pairs if pair[0] not in BLOCKS]
@@ -91,10 +90,15 @@ class BlockStore(_BASE.KVConnectorBase_V1):  # type: ignore[misc]
     def register_kv_caches(self, kv_caches: dict[str, Tensor]) -> None:
         self._layers = list(kv_caches.values())
 
+    def bind_connector_metadata(self, connector_metadata: _Message) -> None:
+        super().bind_connector_metadata(connector_metadata)
+        # Blocks that were freed in the last step may be written by this step's forward,
+        # and `start_load_kv` may come after it.
+        for key, block in connector_metadata.stores:
+            BLOCKS[key] = [self._block(layer, block).clone() for layer in self._layers]
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         message = self._get_connector_metadata()
-        for key, block in message.stores:
-            BLOCKS[key] = [self._block(layer, block).clone() for layer in self._layers]
         for key, block in message.loads:
             for layer, stored in zip(self._layers, BLOCKS[key], strict=False):
                 self._block(layer, block).copy_(stored)
