@@ -3,7 +3,7 @@ with this."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -124,6 +124,11 @@ class BlockLedger:
 
     def get(self, rid: str) -> LedgerRequest | None:
         return self._requests.get(rid)
+
+    @property
+    def requests(self) -> Mapping[str, LedgerRequest]:
+        """The requests that hold blocks, by id."""
+        return self._requests
 
     def changes(self) -> Changes:
         """Return an empty list of changes."""

@@ -15,12 +15,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from operator import ge
 from typing import TYPE_CHECKING
 
 import torch
 
 from kv_canary import launches
 from kv_canary.accepted import SampledTokens
+from kv_canary.engines.batch_rows import BatchRows
 from kv_canary.engines.block_ledger import BlockLedger, Changes, LedgerRequest
 from kv_canary.engines.group_canary import RING_CAPACITY, Group, GroupCanary
 from kv_canary.engines.inputs import SampledRows, known_inputs
@@ -112,6 +114,8 @@ class EngineCanary:
         self._testimony = Testimony(owner_of=self._owner_lookup)
         self._step: Step | None = None
         self._rows: dict[str, RowStep] = {}
+        # The rows of the newest forward, while nobody begins or ends.
+        self._batch: BatchRows | None = None
         # The rows of the newest forward, until their next tokens are known.
         self._sampling: SampledRows | None = None
         self.units: BlockUnits | None = None
@@ -162,19 +166,23 @@ class EngineCanary:
         new = [self.ledger.admit(admission, changes) for admission in step.admitted]
         for rid, blocks in step.grown:
             self.ledger.extend(self.ledger[rid], blocks, changes)
-        known = set(map(id, new))
-        going_on = [
-            request
-            for request in map(self.ledger.get, self._rows)
-            if request is not None and id(request) not in known
-        ]
-        self.again = [r for r in going_on if self._is_turned_back(r)]
-        for request in self.again:
-            self.ledger.give_up(request, changes)
+        if step.released or new:
+            self._batch = None
+        known, requests = set(map(id, new)), self.ledger.requests
+        ahead: list[LedgerRequest] = []
+        self.again = []
+        for row in step.rows:
+            request = requests.get(row.rid)
+            if request is None or id(request) in known:
+                continue
+            if request.is_ahead:
+                ahead.append(request)
+            elif row.computed < request.computed:
+                self._turn_back(request, row.computed, changes)
         self._apply(changes, step.copies)
         beginning = [request for request in new if request.rid in self._rows]
         self._announce(beginning + self.again)
-        self._correct([request for request in going_on if request.is_ahead])
+        self._correct(ahead)
 
     def _take_full(self, before: Iterable[str]) -> list[int]:
         """Return the blocks that the last step filled, of whose requests some have no
@@ -189,15 +197,15 @@ class EngineCanary:
             full += self.ledger.take_full(rid, None if row is None else row.computed)
         return full
 
-    def _is_turned_back(self, request: LedgerRequest) -> bool:
-        """Whether the scheduler discarded what the request's last step computed, from
-        blocks that were not loaded intact. Then note that."""
-        computed = self._rows[request.rid].computed
-        if request.is_ahead or computed >= request.computed:
-            return False
+    def _turn_back(
+        self, request: LedgerRequest, computed: int, changes: Changes
+    ) -> None:
+        """Note that the scheduler discarded what the request's last step computed, from
+        blocks that were not loaded intact."""
         self.turned_back += 1
         request.turn_back(computed, self.turned_back)
-        return True
+        self.ledger.give_up(request, changes)
+        self.again.append(request)
 
     def before(self, reads: ForwardReads) -> None:
         """Check everything that the forward of the planned step is about to read.
@@ -205,20 +213,26 @@ class EngineCanary:
         Raises:
             RuntimeError: one of its rows was never announced.
         """
-        make, self._sampling = self._view(reads)
-        oracle = known_inputs(reads, self._rows, self.ledger)
-        prefix = [self._rows[rid].computed for rid in reads.rids]
-        is_verified = [self.ledger[rid].is_verified for rid in reads.rids]
-        seq_lens = reads.seq_lens[: len(reads.rids)].long()
+        batch, rows = self._batch_of(reads.rids)
+        prefix = [row.computed for row in rows]
+        # Each row has one new token, which was sampled last.
+        is_plain = reads.num_tokens == len(rows) and all(map(ge, prefix, batch.given))
+        make, self._sampling = self._view(reads, batch, rows, prefix, is_plain=is_plain)
+        oracle = None if is_plain else known_inputs(reads, self._rows, self.ledger)
+        seq_lens = reads.seq_lens[: len(rows)].long()
         views, verified, num_read = [], [], []
         for group, tables in zip(self.groups, reads.groups, strict=True):
             table, count = group.reads(tables, seq_lens, prefix)
             slots = tables.slot_mapping[: reads.num_tokens].long()
             view = make(out_cache_loc=slots, reads=(table,), oracle=oracle)
             views.append(view)
-            verified.append(view if all(is_verified) else _only(view, is_verified))
-            num_read.append([n * v for n, v in zip(count, is_verified, strict=True)])
             oracle = None  # Inputs are the same in all groups.
+            if not batch.each_is_verified:
+                wanted = batch.is_verified
+                view = _only(view, wanted)
+                count = [n * v for n, v in zip(count, wanted, strict=True)]
+            verified.append(view)
+            num_read.append(count)
         self._runtime.forward.before(views, verified=verified, num_read=num_read)
 
     def requests(self) -> tuple[int, int]:
@@ -232,10 +246,11 @@ class EngineCanary:
             CanaryViolation: in mode `raise` on the CPU, where findings are immediate.
         """
         self._runtime.forward.after(advance=True)
+        requests = self.ledger.requests
         for row in self._rows.values():
-            request = self.ledger[row.rid]
-            request.computed = row.computed + row.scheduled - row.drafts
-            request.is_ahead = row.drafts > 0
+            request, drafts = requests[row.rid], len(row.proposed)
+            request.computed = row.computed + row.scheduled - drafts
+            request.is_ahead = drafts > 0
         self._step = None
         self._runtime.count()
         found: list[GroupFindings] = []
@@ -351,49 +366,65 @@ class EngineCanary:
             )
         return request_lineage(request.tokens[:length], request.salt)
 
-    def _view(
-        self, reads: ForwardReads
-    ) -> tuple[Callable[..., ForwardView], SampledRows]:
-        """Return a function that makes the forward's view in a group from its slots,
-        and the rows that will be sampled."""
+    def _batch_of(self, rids: Sequence[str]) -> tuple[BatchRows, list[RowStep]]:
+        """Return the rows of a forward, and what they do in this step."""
         try:
-            rows = [self._rows[rid] for rid in reads.rids]
-            requests = [self.ledger[rid] for rid in reads.rids]
+            rows = [self._rows[rid] for rid in rids]
+            if self._batch is None or self._batch.rids != rids:
+                requests = [self.ledger[rid] for rid in rids]
+                self._batch = BatchRows(rids, requests, self._device)
         except KeyError as error:
             raise RuntimeError(
                 f"kv_canary: the forward has a row of request {error}, which the "
                 "scheduler did not announce"
             ) from None
-        known_ahead = [
-            request.sampled_ahead(row)
-            for request, row in zip(requests, rows, strict=True)
-        ]
-        req_rows, prefix, extend, serials, salts, ahead = upload_vectors(
-            [
-                [request.row for request in requests],
-                [row.computed for row in rows],
-                [row.scheduled for row in rows],
-                [request.serial for request in requests],
-                [request.salt for request in requests],
-                known_ahead,
-            ],
-            self._device,
-        )
-        is_decode = all(row.scheduled == 1 for row in rows)
+        return self._batch, rows
+
+    def _view(
+        self,
+        reads: ForwardReads,
+        batch: BatchRows,
+        rows: Sequence[RowStep],
+        before: Sequence[int],
+        *,
+        is_plain: bool,
+    ) -> tuple[Callable[..., ForwardView], SampledRows]:
+        """Return a function that makes the forward's view in a group from its slots,
+        and the rows that will be sampled.
+
+        Args:
+            before: tokens before the forward, by row.
+            is_plain: whether each row has one new token, which was sampled last.
+        """
+        each_is_due = is_plain
+        if is_plain:
+            (prefix,) = upload_vectors([before], self._device)
+            extend, ahead = batch.ones, batch.zeros
+        else:
+            known_ahead = [
+                request.sampled_ahead(row)
+                for request, row in zip(batch.requests, rows, strict=True)
+            ]
+            each_is_due = all(number >= 0 for number in known_ahead)
+            scheduled = [row.scheduled for row in rows]
+            prefix, extend, ahead = upload_vectors(
+                [before, scheduled, known_ahead], self._device
+            )
+        is_decode = reads.num_tokens == len(rows)
         sampling = SampledRows(
-            req_rows=req_rows,
-            serials=serials,
+            req_rows=batch.req_rows,
+            serials=batch.serials,
             prefix_lens=prefix,
             ahead=ahead,
-            each_is_due=all(number >= 0 for number in known_ahead),
+            each_is_due=each_is_due,
         )
         make = partial(
             ForwardView,
-            req_rows=req_rows,
+            req_rows=batch.req_rows,
             prefix_lens=prefix,
             extend_lens=extend,
-            serials=serials,
-            salts=salts,
+            serials=batch.serials,
+            salts=batch.salts,
             qo_indptr=reads.query_start_loc[: len(rows) + 1].long(),
             input_ids=reads.input_ids[: reads.num_tokens].long(),
             positions=reads.positions[: reads.num_tokens].long(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -29,9 +30,8 @@ class Admission:
     goes_on: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RowStep:
-    """A request's share of the forward.
+class RowStep(NamedTuple):
+    """A request's share of the forward. A tuple, because each step makes one per row.
 
     Fields:
         computed: tokens before the step; scheduled: new tokens.

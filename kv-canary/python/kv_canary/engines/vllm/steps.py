@@ -17,27 +17,22 @@ def read_step(output: Any, ledger: BlockLedger) -> Step:
     admitted = [_new_request(request, ledger) for request in output.scheduled_new_reqs]
     grown: list[tuple[str, BlockIds]] = []
     computed = {admission.rid: admission.computed for admission in admitted}
-    for rid, blocks, length in zip(
-        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
-    ):
-        computed[rid] = length
-        if rid in cached.resumed_req_ids:
+    lengths = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+    computed.update(lengths)
+    resumed, drafts = cached.resumed_req_ids, output.scheduled_spec_decode_tokens
+    for rid, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
+        if rid in resumed:
+            length = computed[rid]
             admitted.append(_resumed(rid, blocks, length, cached, ledger))
         elif blocks is not None:
             grown.append((rid, blocks))
-    drafts = output.scheduled_spec_decode_tokens
     return Step(
         released=[*output.finished_req_ids, *(output.preempted_req_ids or ())],
         admitted=admitted,
         grown=grown,
         copies=[tuple(copy)[:2] for copy in output.kv_cache_block_copies or ()],
         rows=[
-            RowStep(
-                rid=rid,
-                computed=computed[rid],
-                scheduled=scheduled,
-                proposed=drafts.get(rid, ()),
-            )
+            RowStep(rid, computed[rid], scheduled, drafts.get(rid, ()))
             for rid, scheduled in output.num_scheduled_tokens.items()
         ],
     )

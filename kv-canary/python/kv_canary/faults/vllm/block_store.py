@@ -8,6 +8,7 @@ import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 _BASE: Any = importlib.import_module(
@@ -95,7 +96,10 @@ class BlockStore(_BASE.KVConnectorBase_V1):  # type: ignore[misc]
         # Blocks that were freed in the last step may be written by this step's forward,
         # and `start_load_kv` may come after it.
         for key, block in connector_metadata.stores:
-            BLOCKS[key] = [self._block(layer, block).clone() for layer in self._layers]
+            BLOCKS[key] = [
+                self._block(layer, block).clone(memory_format=torch.contiguous_format)
+                for layer in self._layers
+            ]
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         message = self._get_connector_metadata()
