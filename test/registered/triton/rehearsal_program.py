@@ -43,7 +43,10 @@ ITERATION = {
     *("draft_kernel", "top_k_kernel", "select_kernel", "build_kernel"),
     *("greedy_kernel", "gather_kernel", "tail_kernel"),
 }
-TREES = {"accepted_moves_kernel", "branch_table_kernel", "move_kv_kernel"}
+TREES = {
+    *("accepted_moves_kernel", "ancestors_kernel"),
+    *("branch_table_kernel", "move_kv_kernel"),
+}
 CANARY = {"before_kernel", "accepted_kernel", "carried_kernel", "drawn_kernel"}
 STATES = {
     *("conv_kernel", "prepare_kernel", "scan_kernel", "commit_kernel", "copy_kernel"),
