@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 os.environ.pop("TRITON_INTERPRET", None)
 os.environ["TRITON_CACHE_DIR"] = tempfile.mkdtemp()
@@ -106,6 +106,35 @@ def launch() -> None:
 KINDS = 8
 
 
+class Loaded(NamedTuple):
+    """A kernel that earlier work has loaded."""
+
+    name: str
+
+    def launch_metadata(self, *args: Any) -> None:
+        raise AssertionError(f"{self.name} is launched")
+
+
+def compile_and_load() -> list[tuple[dict[Any, Any], Any, Loaded]]:
+    """Compile what `launch` launches and load it; return the places of the kernels."""
+    places: list[tuple[dict[Any, Any], Any]] = []
+    runtime = triton.knobs.runtime
+    with compiled_ahead():
+        note = runtime.jit_cache_hook
+
+        def also(*, key: Any, fn: Any, compile: dict[str, Any], **about: Any) -> Any:
+            kernels = fn.jit_function.device_caches[compile["device"]][0]
+            places.append((kernels, key))
+            return note(key=key, fn=fn, compile=compile, **about)
+
+        runtime.jit_cache_hook = also
+        launch()
+    loaded = [(*place, Loaded(str(i))) for i, place in enumerate(places)]
+    for kernels, key, kernel in loaded:
+        kernels[key] = kernel
+    return loaded
+
+
 def main() -> None:
     driver.set_active(TargetAlone())
     make_keys_stable()
@@ -122,10 +151,15 @@ def main() -> None:
     assert runtime.jit_cache_hook is None
     said = heard()
     assert said == {"compiled": KINDS, "launcher": KINDS}, said
-    with compiled_ahead():
-        launch()
+    loaded = compile_and_load()
     said = heard()
     assert said == {"found": KINDS, "launcher": KINDS}, f"not what is launched: {said}"
+
+    with compiled_ahead():
+        launch()
+    assert not SAID.exists(), "what is loaded is not compiled"
+    for kernels, key, kernel in loaded:
+        assert kernels.pop(key) is kernel, "what was loaded is lost"
 
     try:
         with compiled_ahead():

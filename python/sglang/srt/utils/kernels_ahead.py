@@ -1,9 +1,10 @@
 """Compiles the kernels of a piece of work in parallel before the work is done.
 
-The work is run once without them: launches of missing kernels are noted and skipped,
-and memory that they would have filled contains zeros. Many processes then compile the
-noted kernels into Triton's disk cache, where the real run finds them. A machine that
-has compiled a configuration stores a mark next to the kernels, and skips this.
+The work is run once without them: launches are skipped, those of missing kernels are
+noted, and memory that they would have filled contains zeros. Many processes then
+compile the noted kernels into Triton's disk cache, where the real run finds them. A
+machine that has compiled a configuration stores a mark next to the kernels, and skips
+this.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -65,7 +67,7 @@ _Zeroed.__torch_dispatch__ = _run_zeroed  # type: ignore[assignment, method-assi
 
 
 class _LeftOut:
-    """A kernel that is already noted; its launches do nothing."""
+    """A kernel that is already noted or loaded; its launches do nothing."""
 
     function = packed_metadata = None
 
@@ -76,9 +78,36 @@ class _LeftOut:
         pass
 
 
+class _Variant(NamedTuple):
+    """A loaded variant of a kernel, and where Triton finds it."""
+
+    kernels: dict[Any, Any]
+    key: Any
+    loaded: Any
+
+
+def _loaded_variants() -> list[_Variant]:
+    """Return what earlier work of this process, such as another engine, has loaded."""
+    from triton.runtime.jit import JITFunction
+
+    found = []
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] not in PACKAGES:
+            continue
+        for kernel in list(vars(module).values()):
+            if isinstance(kernel, JITFunction):
+                for kernels, *_ in kernel.device_caches.values():
+                    found += [_Variant(kernels, *item) for item in kernels.items()]
+    return found
+
+
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
-    """Scope of work whose results are unused; its kernels are compiled at the end."""
+    """Scope of work whose results are unused; its kernels are compiled at the end.
+
+    Loaded kernels are left out too: where others are missing, they would read zeros as
+    lengths and write indices that are not valid.
+    """
     import triton
 
     runtime = triton.knobs.runtime
@@ -93,6 +122,9 @@ def compiled_ahead() -> Iterator[None]:
         noted.append((kernels, key))
         return True  # which skips the launch
 
+    variants = _loaded_variants()
+    for kernels, key, _ in variants:
+        kernels[key] = _LeftOut()
     runtime.jit_cache_hook = note
     began = time.perf_counter()
     try:
@@ -102,6 +134,8 @@ def compiled_ahead() -> Iterator[None]:
         runtime.jit_cache_hook = before
         for kernels, key in noted:
             del kernels[key]
+        for kernels, key, loaded in variants:
+            kernels[key] = loaded
     logger.info("Rehearsed in %.1f s", time.perf_counter() - began)
     _compile(jobs)
 
