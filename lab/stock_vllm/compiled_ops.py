@@ -6,6 +6,9 @@ These are here, in torch; a call of any other one fails by name.
 
 from __future__ import annotations
 
+import ctypes
+import functools
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -69,6 +72,36 @@ def gelu_tanh_and_mul(out: Tensor, x: Tensor) -> None:
     out.copy_(functional.gelu(gate, approximate="tanh") * up)
 
 
+def swap_blocks_batch(
+    src: Tensor, dst: Tensor, sizes: Tensor, any_order: bool = False
+) -> None:
+    """Copy `sizes` bytes from each of the addresses `src` to `dst`, one after the other
+    in the current stream."""
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    triples = zip(src.tolist(), dst.tolist(), sizes.tolist(), strict=True)
+    for begin, target, size in triples:
+        error = _runtime().cudaMemcpyAsync(
+            ctypes.c_void_p(target),
+            ctypes.c_void_p(begin),
+            ctypes.c_size_t(size),
+            _BY_ADDRESS,
+            stream,
+        )
+        if error:
+            raise RuntimeError(f"cudaMemcpyAsync: error {error}")
+
+
+_BY_ADDRESS = 4
+"""`cudaMemcpyDefault`: the addresses say which way."""
+
+
+@functools.cache
+def _runtime() -> ctypes.CDLL:
+    """Return the CUDA runtime that torch has loaded."""
+    version = str(torch.version.cuda).partition(".")[0]
+    return ctypes.CDLL(f"libcudart.so.{version}")
+
+
 def _unsupported(capability: int) -> bool:
     """Answer whether this build has a kernel."""
     return False
@@ -96,3 +129,4 @@ _OPS = {
 
 for _name, _op in _OPS.items():
     setattr(torch.ops._C, _name, _op)
+setattr(torch.ops._C_cache_ops, swap_blocks_batch.__name__, swap_blocks_batch)

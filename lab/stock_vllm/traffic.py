@@ -11,7 +11,7 @@ from typing import Any
 
 from mixed import main, serve_waves
 
-_OPTIONS: dict[str, Any] = {
+OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
     "attention_backend": "TRITON_ATTN",
     "compilation_config": {
@@ -36,7 +36,7 @@ _OPTIONS: dict[str, Any] = {
 def serve(model: str, waves: int, options: dict[str, Any]) -> dict[str, Any]:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     vllm = importlib.import_module("vllm")
-    engine = vllm.LLM(**{"model": model, **_OPTIONS, **options})
+    engine = vllm.LLM(**{"model": model, **OPTIONS, **options})
     params = vllm.SamplingParams(
         temperature=0.0, max_tokens=64, ignore_eos=True, detokenize=False
     )

@@ -307,6 +307,7 @@ class Connector:
     def __init__(self, *, ahead: bool, loads: Callable[[], None]) -> None:
         self.ahead, self.loads = ahead, loads
         self.waited: list[str] = []
+        self.failed: set[int] = set()
         self.ended: set[str] = set()
 
     def get_num_new_matched_tokens(
@@ -340,7 +341,8 @@ class Connector:
         return SimpleNamespace(finished_recving=ended)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return {77}
+        failed, self.failed = self.failed, set()
+        return {77, *failed}
 
 
 class Transfer:
@@ -411,6 +413,19 @@ def test_a_damaged_block_is_taken_back(ahead: bool) -> None:
     assert violation["sender"].endswith("1 slots differ, first in layer 1")
     connector.bind_connector_metadata(connector.build_connector_meta(None))
     assert transfer.results() == (set(), {77})
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_what_the_connector_knows_to_have_failed_is_no_damage(ahead: bool) -> None:
+    transfer = Transfer(ahead=ahead)
+    connector, loading = transfer.connector, transfer.loading
+    connector.loads = lambda: None
+    connector.failed = set(loading.blocks)
+    connector.bind_connector_metadata(transfer.plan())
+    connector.start_load_kv(None)
+    recving, invalid = transfer.results()
+    assert invalid == {*loading.blocks, 77} and recving == ({"B"} if ahead else set())
+    assert not loading.world.canary.reporter.incidents
 
 
 def test_a_request_waits_until_its_blocks_are_compared(

@@ -80,6 +80,8 @@ def test_each_class_of_fault_is_named(model: str) -> None:
         ("v2", {"num_gpu_blocks_override": 24}),
         ("connector", {"num_gpu_blocks_override": 24}),
         ("connector-ahead", {"num_gpu_blocks_override": 24}),
+        ("latent", {"num_gpu_blocks_override": 48}),
+        ("eagle", {"num_gpu_blocks_override": 24}),
         (
             "plain",
             {
@@ -100,6 +102,8 @@ def test_each_class_of_fault_is_named(model: str) -> None:
         "v2",
         "connector",
         "connector-ahead",
+        "latent",
+        "eagle",
         "ngram",
     ],
 )
@@ -107,7 +111,8 @@ def test_clean_traffic_is_silent_and_unchanged(
     model: str, options: dict[str, Any]
 ) -> None:
     # Triton's interpreter is slow.
-    requests = count(ci=24, full=192) // (3 if model == "v2" else 1)
+    is_interpreted = model in ("v2", "latent")
+    requests = count(ci=24, full=192) // (3 if is_interpreted else 1)
     arguments = [str(TRAFFIC), model, str(requests), json.dumps(options)]
     plain = last_json(run(arguments))
     checked = last_json(run(arguments, KV_CANARY="raise", KV_CANARY_REAL_DATA="all"))

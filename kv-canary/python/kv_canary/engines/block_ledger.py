@@ -3,7 +3,7 @@ with this."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -250,7 +250,7 @@ class BlockLedger:
         first = -(-request.computed // self._page_sizes[0])
         changes.fresh[0] += [block for block in request.blocks[0][first:] if block]
 
-    def doubt(self, blocks: Sequence[int]) -> None:
+    def doubt(self, blocks: Iterable[int]) -> None:
         """Note for the requests that hold blocks of group 0 that these were not loaded
         intact."""
         for block in blocks:

@@ -188,6 +188,8 @@ class WorkerLoads:
         self._ahead: dict[str, Load] = {}
         self._held: dict[str, Arrived] = {}
         self._damaged: set[int] = set()
+        self._known_errors: Callable[[], set[int]]
+        self._known_errors = connector.get_block_ids_with_load_errors
         wrap_of(connector, "register_kv_caches", self._register)
         wrap_of(connector, "bind_connector_metadata", self._bind)
         wrap_of(connector, "start_load_kv", self._load)
@@ -237,23 +239,26 @@ class WorkerLoads:
             return results
         units = self.canary.units
         assert units is not None
-        for rid in finished_req_ids:
+        # What the connector knows to have failed is taken back without a report.
+        for rid in finished_req_ids | getattr(results, "failed_recving", set()):
             self._ahead.pop(rid, None)
+        known = set(self._known_errors())
+        self._damaged |= known
+        self.canary.ledger.doubt(known)
         with torch.inference_mode():
             for rid in sorted(results.finished_recving & self._ahead.keys()):
                 self._held[rid] = units.arrive(self._ahead.pop(rid))
             arrived, self._arrived = self._arrived, []
-            for one in arrived:
-                self._collect(one)
             ready = {rid for rid, one in self._held.items() if one.has_arrived()}
-            for rid in ready:
-                self._collect(self._held.pop(rid))
+            for one in arrived + [self._held.pop(rid) for rid in sorted(ready)]:
+                self._collect(one, known)
         results.finished_recving = results.finished_recving - self._held.keys() | ready
         return results
 
-    def _collect(self, arrived: Arrived) -> None:
+    def _collect(self, arrived: Arrived, known: set[int]) -> None:
         assert self.canary is not None and self.canary.units is not None
-        damages = self.canary.units.collect(arrived)
+        found = self.canary.units.collect(arrived)
+        damages = [damage for damage in found if damage.block not in known]
         if damages:
             blocks = [damage.block for damage in damages]
             self._damaged.update(blocks)

@@ -53,6 +53,33 @@ _HYBRID = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "rope_local_base_freq": 10000.0,
 }
+# One latent per token; sizes that vLLM's kernel for CPUs has.
+_LATENT = {
+    **_PLAIN,
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "num_hidden_layers": 2,
+    "hidden_act": "silu",
+    "first_k_dense_replace": 2,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "moe_layer_freq": 1,
+    "scoring_func": "softmax",
+    "topk_method": "greedy",
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 32,
+    "tie_word_embeddings": False,
+}
+del _LATENT["head_dim"]
 MODELS = {
     "plain": _PLAIN,
     "hybrid": _HYBRID,
@@ -61,7 +88,11 @@ MODELS = {
     "connector": _PLAIN,
     "connector-ahead": _PLAIN,
     "connector-v2": _PLAIN,
+    "latent": _LATENT,
+    "eagle": _PLAIN,
 }
+DRAFT = {**_PLAIN, "num_hidden_layers": 1}
+"""The head of `eagle`."""
 
 
 _BLOCK_STORE = "kv_canary.faults.vllm.block_store"
@@ -93,9 +124,10 @@ CONNECTORS = {
 OPTIONS: dict[str, dict[str, Any]] = {
     "asynchronous": {"async_scheduling": True},
     **CONNECTORS,
+    "latent": {"block_size": 16, "num_gpu_blocks_override": 96},
 }
 """Arguments of `LLM` by model."""
-RUNNERS = {"v2": "1", "connector-v2": "1"}
+RUNNERS = {"v2": "1", "connector-v2": "1", "latent": "1"}
 """Values of `VLLM_USE_V2_MODEL_RUNNER` by model; the others take vLLM's default."""
 _ON_A_GPU = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 28}
 
@@ -113,6 +145,16 @@ def write_model(folder: Path, kind: str) -> Path:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(MODELS[kind]), encoding="utf-8")
     return path
+
+
+def _with_draft(model: Path) -> dict[str, Any]:
+    """Return arguments of `LLM` for an EAGLE head beside a model, which it writes."""
+    draft = model / "draft"
+    draft.mkdir(exist_ok=True)
+    (draft / "config.json").write_text(json.dumps(DRAFT), encoding="utf-8")
+    method = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}
+    weights = {"draft_load_config": {"load_format": "dummy"}}
+    return {"speculative_config": {**method, **weights}}
 
 
 class VllmHost:
@@ -149,6 +191,8 @@ class VllmHost:
         }
         if not _is_on_a_cpu():
             arguments |= _ON_A_GPU
+        if model.name == "eagle":
+            arguments |= _with_draft(model)
         arguments |= {**OPTIONS.get(model.name, {}), **options}
         if arguments.get("async_scheduling"):
             _allow_asynchronous_scheduling()
