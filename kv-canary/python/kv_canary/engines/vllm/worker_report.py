@@ -37,6 +37,10 @@ def _of_canary(attachment: Attachment) -> dict[str, Any]:
     canary, settings = attachment.canary, attachment.settings
     counters = canary.counters()
     requests, verified = canary.requests()
+    units = canary.units
+    loaded = {}
+    if units is not None:
+        loaded = {"loaded_blocks": units.compared, "damaged_blocks": units.damaged}
     return {
         "since": attachment.since,
         "mode": settings.mode_name,
@@ -48,6 +52,7 @@ def _of_canary(attachment: Attachment) -> dict[str, Any]:
         "recorded_slots": counters[Counter.TAIL_SLOTS],
         "requests": requests,
         "verified_requests": verified,
+        **loaded,
         "violations": dict(canary.reporter.counts),
         "incidents": list(canary.reporter.incidents),
     }
