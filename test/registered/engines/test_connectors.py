@@ -52,6 +52,11 @@ class Loading:
             is_ahead=True,
         )
 
+    def take_noted(self) -> None:
+        """Keep the units that are on their way to the host."""
+        while self.units._noted:
+            self.units._take_noted()
+
     def block(self, layer: int, number: int) -> torch.Tensor:
         kv = self.world.pool.layers[layer]
         return kv.select(page_axis(kv, PAGES, "layer"), number)
@@ -122,7 +127,7 @@ def swap(loading: Loading) -> None:
 
 
 def forget(loading: Loading) -> None:
-    loading.units.note_full([])  # those that are on their way
+    loading.take_noted()
     loading.units.store = UnitStore(SHAPE)
 
 
@@ -178,14 +183,14 @@ def test_what_a_preempted_request_filled_is_recorded_at_once() -> None:
     blocks have other owners by then."""
     loading = Loading()
     world, units = loading.world, loading.units
-    units.note_full([])  # those that are on their way
+    loading.take_noted()
     known = set(units.store._units)
     for _ in range(3):
         assert world.forward({"A": 1}) == []
     # A has filled its third block.
     third = world.tables["A"][2]
     world.canary.plan(Step())  # no forward
-    units.note_full([])
+    loading.take_noted()
     (key,) = units.store._units.keys() - known
     # Another request fills a part of that block, and A comes back.
     new = world.admission("C", [1, 2, 3], [third])
@@ -195,7 +200,7 @@ def test_what_a_preempted_request_filled_is_recorded_at_once() -> None:
     assert world.forward({"A": len(tokens)}, admitted=[again]) == []
     assert len(units.store.get(key)) == 1
     assert world.forward({"A": 1}) == []
-    units.note_full([])
+    loading.take_noted()
     assert len(units.store.get(key)) == 2  # computed twice
 
 
@@ -224,8 +229,10 @@ def test_a_damaged_load_is_computed_again(is_late: bool) -> None:
     if is_late:
         for _ in range(PAGE):
             assert loading.world.forward({"B": 1}) == []
+    loading.take_noted()
     stored = dict(loading.units.store._units)
     assert turn_back(loading, by=1) == []
+    loading.take_noted()
     # What B computed from the damaged block is not recorded as its tokens' KV.
     assert loading.units.store._units.keys() == stored.keys()
     # A result of a step before arrives late, and is not a token of B.
@@ -234,6 +241,7 @@ def test_a_damaged_load_is_computed_again(is_late: bool) -> None:
     assert canary.ledger["B"].tokens == known
     for _ in range(PAGE):
         assert loading.world.forward({"B": 1, "A": 1}) == []
+    loading.take_noted()
     assert loading.units.store._units.keys() > stored.keys()
 
 
@@ -438,6 +446,7 @@ def test_a_request_waits_until_its_blocks_are_compared(
 
     def late(load: Load) -> Any:
         arrived = arrive(load)
+        arrived.sent.array()  # waits; the event that is asked is another one
         return arrived._replace(sent=arrived.sent._replace(event=event))
 
     monkeypatch.setattr(transfer.loading.units, "arrive", late)
