@@ -29,6 +29,7 @@ from sglang.srt.entrypoints.exit_codes import ExitCode
 from sglang.srt.environ import envs
 from sglang.test import forked_process
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scale import is_full
 
 register_cpu_ci(est_time=37, suite="cpu")
 
@@ -43,8 +44,9 @@ def body(text: str, length: int, *, stream: bool = False) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def start_server(start_server: Callable[..., Server]) -> Callable[..., Server]:
-    """Every process with a Python of its own, as users start it."""
-    return partial(start_server, is_forked=False)
+    """Every process with a Python of its own, as users start it; in CI for the tests
+    alone that ask for it."""
+    return partial(start_server, is_forked=not is_full())
 
 
 class Stream:
@@ -104,7 +106,8 @@ def owns_socket(pid: int, line: str) -> bool:
 
 def test_sigterm_during_load(start_server: Callable[..., Server]) -> None:
     """Short requests finish unchanged, long ones get 503; the exit code says so."""
-    server = start_server("--drain-timeout", "5", "--enable-metrics").wait_ready()
+    flags = ("--drain-timeout", "5", "--enable-metrics")
+    server = start_server(*flags, is_forked=False).wait_ready()
     scheduler = server.scheduler_pid()
     expected = server.generate("short", max_new_tokens=200)["output_ids"]
     # Longer than the server drains.
@@ -232,7 +235,7 @@ def test_a_signal_while_the_model_loads(
     # A folder that no other test's engine uses, with a name short enough for sockets.
     with tempfile.TemporaryDirectory(prefix="t", dir="/tmp") as own:
         monkeypatch.setenv("TMPDIR", own)
-        signal_while_loading(start_server())
+        signal_while_loading(start_server(is_forked=False))
         assert not list(Path(own).glob("sglang-*"))
 
 

@@ -203,7 +203,8 @@ def test_drafts_are_left_alike(folders: ModelFolders, topk: int) -> None:
     config = next(
         c for c in matrix("llama", "qwen3", "mock") if (c.topk > 1) == (topk > 1)
     )
-    assert_leaves_no_trace(lambda: spec_engine(folders, config, **CANARY))
+    options: dict[str, Any] = {"max_running_requests": 8, **CANARY}
+    assert_leaves_no_trace(lambda: spec_engine(folders, config, **options))
 
 
 @pytest.mark.parametrize("topk", [1, 4])
@@ -229,7 +230,8 @@ def test_a_rehearsal_with_drafts_leaves_no_trace(
 
     monkeypatch.setattr(ModelRunner, "graph_sizes", sizes_of)
     monkeypatch.setattr(ModelRunner, "prefill_graph_token_counts", sizes_of)
-    fresh, warm = (spec_engine(folders, config, **CANARY) for _ in range(2))
+    options: dict[str, Any] = {"max_running_requests": 8, **CANARY}
+    fresh, warm = (spec_engine(folders, config, **options) for _ in range(2))
     worker = warm.scheduler.worker
     worker.model_runner.compiles_ahead = True
     with caplog.at_level(logging.DEBUG, logger="sglang"):

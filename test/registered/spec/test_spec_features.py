@@ -13,7 +13,7 @@ import torch
 
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.scale import is_full
+from sglang.test.scale import count, is_full
 from sglang.test.spec_accept import AcceptRecorder
 from sglang.test.spec_adaptive import InTurn
 from sglang.test.spec_matrix import SpecConfig
@@ -229,8 +229,8 @@ def test_hidden_states_are_those_of_the_tokens_that_are_kept(tmp_path, config, i
         expected, found = want[str(rid)], got[str(rid)]
         assert found.output_ids == expected.output_ids
         is_last = "only_last_hidden_state" in ask.options
-        count = len(ask.prompt) + max(len(found.output_ids) - 1, 0)
-        assert len(found.hidden_states) == (1 if is_last else count)
+        every = len(ask.prompt) + max(len(found.output_ids) - 1, 0)
+        assert len(found.hidden_states) == (1 if is_last else every)
         torch.testing.assert_close(
             torch.tensor(found.hidden_states),
             torch.tensor(expected.hidden_states),
@@ -258,7 +258,7 @@ def test_stop_ids_at_every_place_of_a_run(pair):
     _, answers = pair.compare({})
     places = range(1, 24, 2)
     inside = 0
-    for i, prompt in enumerate(pair.prompts):
+    for i, prompt in enumerate(pair.prompts[: count(ci=2, full=3)]):
         out = answers[str(i)].output_ids
         asked = [{"stop_token_ids": [out[place]]} for place in places]
         _, stopped = pair.compare(*asked, prompts=[prompt])
@@ -276,7 +276,7 @@ def test_lengths_at_every_place_of_a_run(pair):
     one."""
     _, answers = pair.compare({})
     boundary = inside = 0
-    for i, prompt in enumerate(pair.prompts[:2]):
+    for i, prompt in enumerate(pair.prompts[: count(ci=1, full=2)]):
         out = answers[str(i)].output_ids
         lengths = range(1, 25)
         asked = [{"max_new_tokens": length} for length in lengths]
@@ -321,14 +321,14 @@ def test_grammars_hold(pair):
     asked = {name: ASKED[name] for name in ("regex", "json-schema")}
     _, answers = pair.compare(*asked.values())
     tokenizer = load_tokenizer(str(pair.spec.server_args.tokenizer_path))
-    count = len(pair.prompts)
+    half = len(pair.prompts)
     texts = [
         tokenizer.decode(answers[str(i)].output_ids, skip_special_tokens=True)
-        for i in range(2 * count)
+        for i in range(2 * half)
     ]
-    for text in texts[:count]:
+    for text in texts[:half]:
         assert text.startswith(("yes ", "no "))
-    for i, text in enumerate(texts[count:], count):
+    for i, text in enumerate(texts[half:], half):
         if answers[str(i)].finish_reason.type == "stop":
             assert set(json.loads(text)) == {"name", "size", "ok"}
 

@@ -77,6 +77,7 @@ def rehearsed(folder: Path, **flags: Any) -> set[str]:
         dtype="bfloat16",
         max_total_tokens=4096,
         max_running_requests=4,
+        chunked_prefill_size=64,
         skip_tokenizer_init=True,
         speculative_num_steps=3,
         **flags,
