@@ -18,8 +18,8 @@ class AttentionBackendCapabilities:
         devices: device types it runs on.
         supports_speculation: serves drafts and their verification.
         supports_tree_draft: serves draft trees with top-k > 1.
-        needs_paged_draft_rows: reads whole pages per draft branch when page_size > 1 and
-            branches follow the prefix.
+        needs_paged_draft_rows: reads whole pages per draft branch when page_size > 1
+            and branches follow the prefix.
         needs_cpu_seq_lens: its metadata needs lengths on the host.
         supports_cuda_graph: can be captured and replayed.
         captures_prefill: prefill attention can also be captured: its launches depend
