@@ -78,16 +78,16 @@ def check_incidents(run: Healed) -> bool:
     return len(done) > 0
 
 
-# In CI every other one; all of them are named in test_injectors.
-@pytest.mark.parametrize("name", sorted(POOL_FAULTS)[:: count(ci=2, full=1)])
+# In CI every third one; all of them are named in test_injectors.
+@pytest.mark.parametrize("name", sorted(POOL_FAULTS)[:: count(ci=3, full=1)])
 def test_injectors(models: dict[str, Path], name: str) -> None:
     check_all(name, PLAIN, models)
 
 
 @pytest.mark.parametrize(
     "name",
-    # In CI every other one; all of them are named in test_hole_injectors.
-    in_serving(STEP_FAULTS, Serving.PLAIN)[:: count(ci=2, full=1)],
+    # In CI every third one; all of them are named in test_hole_injectors.
+    in_serving(STEP_FAULTS, Serving.PLAIN)[:: count(ci=3, full=1)],
 )
 def test_holes(models: dict[str, Path], name: str) -> None:
     check_all(name, PLAIN, models)
@@ -98,8 +98,8 @@ def test_holes(models: dict[str, Path], name: str) -> None:
     [
         *(("draft", name) for name in sorted({*DRAFT_FAULTS, *IN_BOTH})),
         *(("target", name) for name in sorted({*MOVES, *IN_BOTH})),
-        # In CI every other one; all of them are named in test_spec_injectors.
-    ][:: count(ci=2, full=1)],
+        # In CI every third one; all of them are named in test_spec_injectors.
+    ][:: count(ci=3, full=1)],
 )
 def test_injectors_of_speculation(
     models: dict[str, Path], pool: str, name: str
@@ -110,8 +110,8 @@ def test_injectors_of_speculation(
 
 @pytest.mark.parametrize(
     "name",
-    # In CI every other one; all of them are named there (test_spec_hole_injectors).
-    in_serving(STEP_FAULTS, Serving.SPECULATION)[:: count(ci=2, full=1)],
+    # In CI every third one; all of them are named there (test_spec_hole_injectors).
+    in_serving(STEP_FAULTS, Serving.SPECULATION)[:: count(ci=3, full=1)],
 )
 def test_holes_of_speculation(models: dict[str, Path], name: str) -> None:
     serving = STEP_FAULTS[name].serving

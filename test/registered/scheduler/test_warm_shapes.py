@@ -313,7 +313,8 @@ def decoded(graph_rows: int, rows: int) -> set[int]:
     return {count for count in counts if count > graph_rows}
 
 
-def decode_variants(rows: int, heads: tuple[int, int, int]) -> list[str]:
+@functools.cache
+def decode_variants(rows: int, heads: tuple[int, int, int]) -> tuple[str, ...]:
     """Compile-time parameters of decode attention, for each of `Compares` over K and V
     of 16 bits and of 8."""
     q_heads, kv_heads, head_dim = heads
