@@ -35,6 +35,7 @@ CLASSES = {
     "connector": 7,
     "connector-ahead": 7,
     "connector-v2": 7,
+    "eagle": 15,
 }
 
 pytestmark = pytest.mark.skipif(

@@ -81,6 +81,7 @@ HOSTS = (
             "connector",
             "connector-ahead",
             "connector-v2",
+            "eagle",
         ),
         plugins_variable="VLLM_PLUGINS",
         self_test_environment={"VLLM_LOGGING_LEVEL": "ERROR"},

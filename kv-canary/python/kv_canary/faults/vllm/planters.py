@@ -373,17 +373,19 @@ def swapped_input_tokens(host: VllmHost, rng: random.Random) -> Planted:
 def changed_prompt_token(host: VllmHost, rng: random.Random) -> Planted:
     _, _, prefix = _names[host]
     name = host.add(prefix + random_tokens(rng, 5), new_tokens=4)
+    changed: set[Read] = set()
 
     def change(inputs: Inputs) -> None:
-        inputs.ids[inputs.place(host.request(name).rid)] ^= 1
+        rid = host.request(name).rid
+        place = inputs.place(rid)
+        inputs.ids[place] ^= 1
+        # How much of the prefix is cached is vLLM's choice.
+        changed.add((rid, int(inputs.slots[place]), int(inputs.positions[place])))
 
     undo = host.planting.with_inputs(lambda: [host.request(name).rid], change)
     host.step()
     undo()
-    request = host.request(name)
-    cached = len(prefix) // BLOCK * BLOCK
-    slots = frozenset({(request.rid, _slot(request, cached), cached)})
-    return Planted(due=lambda: slots)
+    return Planted(due=lambda: frozenset(changed))
 
 
 PLANTERS: Mapping[str, Plant] = {
