@@ -170,7 +170,8 @@ def test_a_rehearsal_leaves_no_trace_either(
     """Of a model with layers that it leaves out, and with graphs."""
     few = {"num_hidden_layers": 4, "max_position_embeddings": 128}
     model = write_tiny_model(tmp_path, name, **few)
-    options: dict[str, Any] = {"max_running_requests": 8, "max_total_tokens": 512}
+    # One more than the largest graph has.
+    options: dict[str, Any] = {"max_running_requests": 5, "max_total_tokens": 512}
     if not torch.cuda.is_available():
         options["attention_backend"] = "torch_native"  # which runs layer by layer
         counts = prefill_token_counts(16)
@@ -203,7 +204,7 @@ def test_drafts_are_left_alike(folders: ModelFolders, topk: int) -> None:
     config = next(
         c for c in matrix("llama", "qwen3", "mock") if (c.topk > 1) == (topk > 1)
     )
-    options: dict[str, Any] = {"max_running_requests": 8, **CANARY}
+    options: dict[str, Any] = {"max_running_requests": 5, **CANARY}
     assert_leaves_no_trace(lambda: spec_engine(folders, config, **options))
 
 
@@ -230,7 +231,7 @@ def test_a_rehearsal_with_drafts_leaves_no_trace(
 
     monkeypatch.setattr(ModelRunner, "graph_sizes", sizes_of)
     monkeypatch.setattr(ModelRunner, "prefill_graph_token_counts", sizes_of)
-    options: dict[str, Any] = {"max_running_requests": 8, **CANARY}
+    options: dict[str, Any] = {"max_running_requests": 5, **CANARY}
     fresh, warm = (spec_engine(folders, config, **options) for _ in range(2))
     worker = warm.scheduler.worker
     worker.model_runner.compiles_ahead = True
