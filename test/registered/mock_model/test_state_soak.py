@@ -31,9 +31,9 @@ SHORT_AFTER = 100
 CONFIGURATIONS = [
     (1, 900, 40, 16, 64, "fcfs", "auto", True),
     (1, 700, 34, 1, 100, "lpm", "auto", True),
-    (1, 1200, 64, 64, -1, "fcfs", "no_buffer", True),
+    (1, 1200, 64, None, -1, "fcfs", "no_buffer", True),
     (4, 800, 36, 32, 16, "lpm", "auto", True),
-    (4, 1000, 32, 256, 128, "fcfs", "auto", False),
+    (4, 1000, 32, None, 128, "fcfs", "auto", False),
     (16, 800, 48, 16, 64, "fcfs", "extra_buffer", True),
     (16, 1600, 40, 128, 32, "lpm", "auto", True),
     (64, 1280, 60, 64, 64, "fcfs", "auto", True),
