@@ -222,7 +222,7 @@ def double_load(scene: TierScene) -> Undo:
             tensor.words[:, held[:count]] = tensor.words[:, held[:count]].flip(1)
         return slots
 
-    return wrap(tiers, "_take_slots", take)
+    return wrap(tiers.loads, "_take_slots", take)
 
 
 # -- in files ----------------------------------------------------------------------
