@@ -79,7 +79,7 @@ def check_incidents(run: Healed) -> bool:
 
 
 # In CI every third one; all of them are named in test_injectors.
-@pytest.mark.parametrize("name", sorted(POOL_FAULTS)[:: count(ci=3, full=1)])
+@pytest.mark.parametrize("name", sorted(POOL_FAULTS)[:: count(ci=5, full=1)])
 def test_injectors(models: dict[str, Path], name: str) -> None:
     check_all(name, PLAIN, models)
 
@@ -87,7 +87,7 @@ def test_injectors(models: dict[str, Path], name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     # In CI every third one; all of them are named in test_hole_injectors.
-    in_serving(STEP_FAULTS, Serving.PLAIN)[:: count(ci=3, full=1)],
+    in_serving(STEP_FAULTS, Serving.PLAIN)[:: count(ci=5, full=1)],
 )
 def test_holes(models: dict[str, Path], name: str) -> None:
     check_all(name, PLAIN, models)
@@ -99,7 +99,7 @@ def test_holes(models: dict[str, Path], name: str) -> None:
         *(("draft", name) for name in sorted({*DRAFT_FAULTS, *IN_BOTH})),
         *(("target", name) for name in sorted({*MOVES, *IN_BOTH})),
         # In CI every third one; all of them are named in test_spec_injectors.
-    ][:: count(ci=3, full=1)],
+    ][:: count(ci=5, full=1)],
 )
 def test_injectors_of_speculation(
     models: dict[str, Path], pool: str, name: str
@@ -111,7 +111,7 @@ def test_injectors_of_speculation(
 @pytest.mark.parametrize(
     "name",
     # In CI every third one; all of them are named there (test_spec_hole_injectors).
-    in_serving(STEP_FAULTS, Serving.SPECULATION)[:: count(ci=3, full=1)],
+    in_serving(STEP_FAULTS, Serving.SPECULATION)[:: count(ci=5, full=1)],
 )
 def test_holes_of_speculation(models: dict[str, Path], name: str) -> None:
     serving = STEP_FAULTS[name].serving

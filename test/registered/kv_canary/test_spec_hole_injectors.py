@@ -96,7 +96,7 @@ def test_is_named_before_a_wrong_token_is_sent(
 
 
 # In CI every third one: all of them are named above.
-@pytest.mark.parametrize("name", NAMES[:: count(ci=3, full=1)])
+@pytest.mark.parametrize("name", NAMES[:: count(ci=5, full=1)])
 def test_does_its_damage_where_nobody_looks(
     models_of: Callable[[str], Models], name: str
 ) -> None:
