@@ -258,7 +258,8 @@ def test_requests_before_the_server_is_ready_get_503(
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    server = start_server("--port", str(port))
+    # A forked server may be ready before the first question.
+    server = start_server("--port", str(port), is_forked=False)
     url = f"http://127.0.0.1:{port}"
     seen: list[int] = []
     deadline = time.monotonic() + 30
