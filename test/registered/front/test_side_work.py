@@ -7,7 +7,9 @@ import gc
 import math
 import os
 import random
+import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -20,7 +22,7 @@ import pytest
 from app_world import App
 from manager_world import FOLDER, TOKENIZER, prompt, run
 
-from sglang.srt.managers.front import side_process, side_work
+from sglang.srt.managers.front import side_jobs, side_process, side_work
 from sglang.srt.managers.front.caller import LEAVING, PEER
 from sglang.srt.managers.front.prompt_request import Limits
 from sglang.srt.managers.front.prompt_tokenizer import BATCH_CHARS, PromptTokenizer
@@ -139,6 +141,24 @@ def test_prompts_of_a_call_are_tokenized_in_several_turns() -> None:
             assert found[0] == TOKENIZER.encode(long)
 
     run(work())
+
+
+def test_a_process_that_nobody_waits_for_ends_without_a_word() -> None:
+    own, other = socket.socketpair()
+    with other:
+        process = subprocess.Popen(
+            [sys.executable, "-m", side_jobs.__name__, str(other.fileno()), "0"],
+            pass_fds=[other.fileno()],
+            stderr=subprocess.PIPE,
+        )
+    with own:
+        side_jobs.send(own, b"null")
+        for _ in range(2):
+            side_jobs.send(own, msgspec.json.encode(["no_job", [], 1.0]))
+        # An answer lies there, unread.
+        assert select.select([own], [], [], 30)[0]
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said) == (0, b"")
 
 
 @pytest.mark.usefixtures("short_deadline")

@@ -16,7 +16,7 @@ import socket
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import msgspec
@@ -135,16 +135,16 @@ def _parse_calls(text: str, *, parser: str, tools: Sequence[dict[str, Any]]) -> 
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer jobs until the other end closes; the first message is the tokenizer's."""
+    """Answer jobs; the first message is the tokenizer's.
+
+    Raises:
+        EOFError, ConnectionError: the other end has closed, also with an answer unread.
+    """
     portable = msgspec.json.decode(receive(connection))
     jobs = Jobs(None if portable is None else Tokenizer.from_portable(portable))
     requests = msgspec.json.Decoder(JobRequest)
     while True:
-        try:
-            message = receive(connection)
-        except EOFError:
-            return
-        answer = _answer(jobs, requests.decode(message))
+        answer = _answer(jobs, requests.decode(receive(connection)))
         send(connection, msgspec.json.encode(answer))
         if answer.is_last:
             return
@@ -220,7 +220,9 @@ def main() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with socket.socket(fileno=int(sys.argv[1])) as connection:
-        serve(connection)
+        # It also closes while a job runs that nobody waits for any more.
+        with suppress(EOFError, ConnectionError):
+            serve(connection)
 
 
 if __name__ == "__main__":
