@@ -219,10 +219,10 @@ def main() -> None:
     os.nice(int(sys.argv[2]))
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with socket.socket(fileno=int(sys.argv[1])) as connection:
-        # It also closes while a job runs that nobody waits for any more.
-        with suppress(EOFError, ConnectionError):
-            serve(connection)
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    # It also closes while a job runs that nobody waits for any more.
+    with connection, suppress(EOFError, ConnectionError):
+        serve(connection)
 
 
 if __name__ == "__main__":
