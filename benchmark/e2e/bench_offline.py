@@ -1,11 +1,12 @@
 """Offline throughput of `Engine` on a real model shape with dummy weights.
 
 python benchmark/e2e/bench_offline.py --shape Llama-3.1-8B
+python benchmark/e2e/bench_offline.py --requests 512 --each 1024 --quantization fp8
 
 256 requests at once, prompts of 100 to 1,024 tokens (135k in all), 100 to 1,024 new
-tokens each (141k), ignore_eos, greedy; one whole run of other prompts comes first. Also
-the time from the start of the import to a ready engine. The last line is one JSON
-document.
+tokens each (141k), or exactly --each of both; ignore_eos, greedy; one run of other
+prompts comes first. Also the time from the start of the import to a ready engine. The
+last line is one JSON document.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from pathlib import Path  # noqa: E402
 from model_shapes import SHAPES, write_shape  # noqa: E402
 
 from sglang import Engine  # noqa: E402
+from sglang.srt.configs.quantization_config import ONLINE_METHODS  # noqa: E402
 
 
 def draw_lengths(count: int, rng: random.Random) -> list[tuple[int, int]]:
@@ -59,11 +61,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="Llama-3.1-8B")
     parser.add_argument("--requests", type=int, default=256)
+    parser.add_argument("--each", type=int, help="tokens in, and out, of every request")
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--quantization", choices=ONLINE_METHODS)
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--kv-canary", default="none")
     parser.add_argument("--attention-backend", default=None)
     parser.add_argument("--tp-size", type=int, default=1)
     args = parser.parse_args()
-    lengths = draw_lengths(args.requests, random.Random(LENGTHS_SEED))
+    lengths = [(args.each, args.each)] * args.requests
+    if args.each is None:
+        lengths = draw_lengths(args.requests, random.Random(LENGTHS_SEED))
     vocab = SHAPES[args.shape]["vocab_size"]
     with Engine(
         model_path=str(write_shape(args.shape, Path(tempfile.mkdtemp()))),
@@ -71,6 +79,9 @@ def main() -> None:
         skip_tokenizer_init=True,
         device="cuda",
         max_running_requests=args.requests,
+        quantization=args.quantization,
+        kv_cache_dtype=args.kv_cache_dtype,
+        kv_canary=args.kv_canary,
         attention_backend=args.attention_backend,
         tp_size=args.tp_size,
     ) as engine:
@@ -91,7 +102,11 @@ def main() -> None:
             {
                 "benchmark": "bench_offline",
                 "shape": args.shape,
+                "each": args.each,
                 "tp_size": args.tp_size,
+                "quantization": args.quantization,
+                "kv_cache_dtype": args.kv_cache_dtype,
+                "kv_canary": args.kv_canary,
                 "start_s": start_s,
                 "output_tok_s": statistics.median(rates),
                 "results": results,
