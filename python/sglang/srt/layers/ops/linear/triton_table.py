@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from sglang.srt.utils.triton_launch import MULTIPROCESSORS
@@ -98,7 +99,8 @@ def lookup_quantized(
     """Return the configuration for `rows` rows, at most `MAX_ROWS`, and a quantised
     weight [n, k], or None where a plain copy of the weight is faster.
 
-    Many tiles were measured on an H200; splits follow the rules of plain weights.
+    Many tiles were measured on an H200, splits of 8 bits with a scale per row on an
+    H100; other splits follow the same rules.
 
     Args:
         group: columns that share a scale, or 0 if all of a row do. A step of the sum
@@ -107,14 +109,18 @@ def lookup_quantized(
     """
     block_k = min(128, group & -group) if group else 128
     if rows == 1 and not group and not packed:
-        return dataclasses.replace(_one_row(n=n, k=k), block_k=min(1024, _power(k)))
+        return _one_row_of_codes(k)
     block_m = 16 if rows <= 16 else 32 if rows <= 32 else 64
     tiles = -(-n // 64)
     if tiles < 2 * MULTIPROCESSORS:
         if packed and rows > MAX_EXACT_ROWS:
             return None
-        found = _split(tiles, k=k, block_m=block_m)
-    elif group or packed:
+        if not group and not packed and block_m < 64 and k % 256 == 0:
+            block_k = 256
+        return _split_codes(
+            tiles, k=k, block_m=block_m, block_k=block_k, per_byte=2 if packed else 1
+        )
+    if group or packed:
         # Sums of groups wait for each other, so that wider tiles win.
         warps = 4 if packed and block_m < 64 else 8
         found = GemmConfig(
@@ -125,9 +131,10 @@ def lookup_quantized(
     return dataclasses.replace(found, block_k=block_k)
 
 
-def _power(size: int) -> int:
-    """Return the power of two that holds `size`."""
-    return 1 << (size - 1).bit_length()
+def _one_row_of_codes(k: int) -> GemmConfig:
+    """Choose small programs that ask for whole rows at once."""
+    block_k = 1024 if k > 4096 else min(4096, 1 << (k - 1).bit_length())
+    return GemmConfig(block_n=2, block_k=block_k, split_k=0)
 
 
 def _one_row(*, n: int, k: int) -> GemmConfig:
@@ -151,9 +158,15 @@ def _one_row(*, n: int, k: int) -> GemmConfig:
     return GemmConfig(block_n=2, block_k=1024, split_k=0, warps=2)
 
 
-def _stages(*, block_n: int, block_k: int, block_m: int, resident: int) -> int:
-    """Return the tiles in flight for each of `resident` programs per multiprocessor."""
-    tile_bytes = 2 * block_k * (block_n + block_m)
+def _stages(
+    *, block_n: int, block_k: int, block_m: int, resident: int, per_byte: float = 0.5
+) -> int:
+    """Return the tiles in flight for each of `resident` programs per multiprocessor.
+
+    Args:
+        per_byte: columns of the weight in a byte.
+    """
+    tile_bytes = int(block_k * (block_n / per_byte + 2 * block_m))
     return max(2, min(_MAX_STAGES, _SHARED_BYTES // resident // tile_bytes))
 
 
@@ -181,17 +194,40 @@ def _tall(*, outputs: int) -> GemmConfig | None:
 def _split(tiles: int, *, k: int, block_m: int) -> GemmConfig:
     """Choose the split that best fills one, two or three programs per multiprocessor.
     No split if the tiles alone nearly fill one and rows are many or short."""
-    best_fill, best_split, best_resident = 0.0, 1, 1
     is_whole = _MIN_WHOLE_FILL <= tiles / MULTIPROCESSORS <= 1.0
     is_whole &= block_m == 64 or (block_m == 32 and k <= 3072)
+    split, resident = (1, 1) if is_whole else _fullest(tiles, k=k, order=(1, 2, 3))
+    stages = _stages(block_n=64, block_k=128, block_m=block_m, resident=resident)
+    return GemmConfig(block_n=64, block_k=128, split_k=split, stages=stages, prefetch=2)
+
+
+def _split_codes(
+    tiles: int, *, k: int, block_m: int, block_k: int, per_byte: int
+) -> GemmConfig:
+    """As `_split`, but more programs are better: while some turn codes into values,
+    others load."""
+    split, resident = _fullest(tiles, k=k, order=(3, 2, 1))
+    stages = _stages(
+        block_n=64,
+        block_k=block_k,
+        block_m=block_m,
+        resident=resident,
+        per_byte=per_byte,
+    )
+    return GemmConfig(
+        block_n=64, block_k=block_k, split_k=split, stages=stages, prefetch=2
+    )
+
+
+def _fullest(tiles: int, *, k: int, order: Sequence[int]) -> tuple[int, int]:
+    """Return the (split, programs per multiprocessor) that leave fewest of these
+    programs out; a later number in `order` must be clearly better."""
+    best_fill, best = 0.0, (1, 1)
     most = max(1, -(-k // 128) // _MIN_BLOCKS_PER_SPLIT)
-    for resident in () if is_whole else (1, 2, 3):
+    for resident in order:
         room = MULTIPROCESSORS * resident
         split = max(1, min(room // tiles, most))
         fill = tiles * split / room
         if best_fill + 0.02 < fill <= 1.0:
-            best_fill, best_split, best_resident = fill, split, resident
-    stages = _stages(block_n=64, block_k=128, block_m=block_m, resident=best_resident)
-    return GemmConfig(
-        block_n=64, block_k=128, split_k=best_split, stages=stages, prefetch=2
-    )
+            best_fill, best = fill, (split, resident)
+    return best
