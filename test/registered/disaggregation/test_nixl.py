@@ -97,7 +97,7 @@ def test_memory_is_out_of_use_while_a_read_has_not_ended(monkeypatch, end):
     has_gpu = torch.cuda.is_available()
     monkeypatch.setenv("UCX_TLS", "tcp,cuda_copy" if has_gpu else "tcp")
     monkeypatch.setattr(nixl_transport, "_READ_SECONDS", 1.0)
-    layout = UnitLayout(4, (SlotTensor("k", torch.zeros(1, 4, 1 << 20)),))
+    layout = UnitLayout(4, (SlotTensor("k", torch.zeros(1, 4, 1 << 23)),))
     size = layout.bytes_per_unit
     landing = LandingMemory(3 * size, is_pinned=False)
     receiver = Receiver(

@@ -381,6 +381,8 @@ class Transfer:
         return self.connector.build_connector_meta(None)
 
     def results(self, finished: set[str] | None = None) -> tuple[set[str], set[int]]:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         results = self.connector.get_transfer_results(finished or set())
         damaged = self.connector.get_block_ids_with_load_errors()
         return results.finished_recving, damaged
