@@ -30,12 +30,15 @@ class StandIns:
         switches: of packages that some modules import without a question and others ask
             for: the variable and the value that say that they are not there.
         functions: functions that are called, and our modules that have them, by part.
+        modules: parts of installed packages that are replaced, too: they ask for what
+            is compiled when they are imported.
     """
 
     packages: frozenset[str]
     without: frozenset[str] = frozenset()
     switches: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     functions: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    modules: frozenset[str] = frozenset()
 
 
 class _Absent(type):
@@ -128,5 +131,7 @@ def stand_in(stand_ins: StandIns) -> None:
     for package, (variable, value) in stand_ins.switches.items():
         if _is_absent(package):
             os.environ.setdefault(variable, value)
+    for name in stand_ins.modules:
+        sys.modules.setdefault(name, _Module(name, {}))
     if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
         sys.meta_path.append(_Finder(stand_ins))

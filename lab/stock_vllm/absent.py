@@ -17,4 +17,6 @@ VLLM = StandIns(
     ),
     # Else its sampler imports it without a question.
     switches={"flashinfer": ("VLLM_USE_FLASHINFER_SAMPLER", "0")},
+    # Rewrites graphs that are compiled, which they are not.
+    modules=frozenset({"vllm.compilation.passes.pass_manager"}),
 )
