@@ -150,7 +150,8 @@ class Stack:
         else:
             norm.fused_add_rmsnorm(x, residual, self.final_norm, EPS)
         streams.append(residual.clone())
-        return StackRun(x, [streams[i] for i in call["captured"]])
+        beside = [streams[i] for i in call["captured"]]
+        return StackRun(x, [torch.cat(beside, dim=-1)] if beside else [])
 
     def _attention(self, i: int, qkv: Tensor, call: dict[str, Any]) -> Tensor:
         s, layer = self.shape, self.layers[i]
@@ -254,7 +255,7 @@ def assert_equal_by_ops(
     assert bool(expected.hidden.isfinite().all())
     assert torch.equal(actual.hidden, expected.hidden)
     assert torch.equal(x, expected_x)
-    assert len(actual.captured) == len(captured)
+    assert len(actual.captured) == len(expected.captured)
     for ours, theirs in zip(actual.captured, expected.captured, strict=True):
         assert torch.equal(ours, theirs)
     for name in ("k_caches", "v_caches"):
@@ -303,7 +304,7 @@ def test_a_batch_without_tokens() -> None:
     call |= {"positions": none, "out_cache_loc": none, "prefix_lens": none}
     call |= {"qo_indptr": torch.zeros(1, dtype=torch.int64), "row_index": none}
     run = run_stack(stack.plan, torch.empty(0, 100), **call, captured=(0, 3))
-    assert [t.shape for t in (run.hidden, *run.captured)] == [(0, 100)] * 3
+    assert [t.shape for t in (run.hidden, *run.captured)] == [(0, 100), (0, 200)]
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,20 @@ import json
 import logging
 
 import pytest
+import torch
 
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.configs.draft_layout import TreeShape
 from sglang.srt.managers.scheduler.draft_shapes import DraftShapes
 from sglang.srt.managers.scheduler.shape_chooser import PLAIN, ShapeChooser
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.eagle_catch_up import PlainStates
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import is_full
 from sglang.test.spec_adaptive import run_in_turn
 from sglang.test.spec_matrix import SpecConfig, whole_matrix
-from sglang.test.spec_parity import check_no_leak
+from sglang.test.spec_parity import check_no_leak, live_requests
 from sglang.test.spec_world import (
     ModelFolders,
     References,
@@ -138,6 +140,51 @@ def test_what_a_draft_lacks_is_not_cached(folders):
     )
     assert again.cached_tokens <= len(prompt)
     assert again.cached_tokens >= len(prompt) - 4
+
+
+def test_slots_are_taken_many_at_once(folders):
+    """On a CPU, and always those that an iteration may need."""
+    wanted = config("EAGLE3", 1, 3, None, 1, "mock", overlap=True)
+    engine = spec_engine(folders, wanted, **ADAPTIVE, kv_canary="raise")
+    env = engine.scheduler.env
+    engine.scheduler.shapes.policy = FewDrafts(20)
+    engine.submit(list(range(100, 120)), max_new_tokens=80, ignore_eos=True)
+    held = []
+    while engine.scheduler.step() or engine.scheduler.has_work():
+        held += [
+            (req.allocated_len, req.allocated_len - req.committed_len)
+            for req in live_requests(engine.scheduler)
+            if req.allocated_len > req.committed_len
+        ]
+    most = env.decode_reserve
+    assert env.decode_spare > 8
+    assert {most, most - env.decode_spare} <= {ahead for _, ahead in held}
+    # A result may come between taking slots and looking here.
+    gained = env.shape.accept_width
+    assert all(most - env.decode_spare - gained <= ahead <= most for _, ahead in held)
+    assert len({allocated for allocated, _ in held}) < len(held) / 8
+
+
+@pytest.mark.parametrize("steps", [1, 3, 4, 11])
+def test_states_that_wait_are_those_that_were_kept(steps):
+    """A row's newest states, also if another request had the row and its positions."""
+    ring = PlainStates(rows=4, length=4, width=2, dtype=torch.float32, device="cpu")
+    due, rng = {}, torch.Generator().manual_seed(steps)
+    lens = {1: 5, 2: 9, 3: 0}
+    for step in range(steps):
+        if step == 2:
+            lens[2] = 8
+        rows = [row for row in lens if row < 3 or step % 2]
+        states = torch.rand(len(rows), 2, generator=rng)
+        at = [lens[row] for row in rows]
+        ring.keep(torch.tensor(rows), torch.tensor(at), states)
+        for row, position, state in zip(rows, at, states, strict=True):
+            due[row, position % 4] = (position, state)
+            lens[row] = position + 1
+    for (row, _), (position, state) in due.items():
+        out = torch.empty(1, 2)
+        ring.take(torch.tensor([row]), torch.tensor([[position]]), out=out)
+        assert torch.equal(out[0], state)
 
 
 def test_costs_are_measured_before_the_engine_is_ready(folders):

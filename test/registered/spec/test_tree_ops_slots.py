@@ -15,7 +15,11 @@ from hypothesis import strategies as st
 from torch import Tensor
 from tree_ops_world import DEVICE, TRITON, garbage, kernels, op
 
-from sglang.srt.arg_groups.draft_slots import decode_reserve, region_columns
+from sglang.srt.arg_groups.draft_slots import (
+    decode_reserve,
+    decode_spare,
+    region_columns,
+)
 from sglang.srt.configs.draft_kinds import DRAFT_KINDS
 from sglang.srt.configs.draft_layout import (
     BranchLayout,
@@ -494,13 +498,18 @@ def test_a_region_gives_every_branch_slots_of_its_own(
 @pytest.mark.parametrize("page", [1, 4, 64])
 @pytest.mark.parametrize("place", ["region", "paged"])
 @pytest.mark.parametrize("algorithm", ["EAGLE", "STANDALONE"])
+@pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize(
     "shape", [(1, 3, 4), (1, 1, 2), (4, 3, 12), (8, 5, 64), (3, 6, 40)], ids=str
 )
 def test_the_reserve_covers_an_iteration_in_flight(
-    shape: tuple[int, int, int], algorithm: str, place: str, page: int
+    shape: tuple[int, int, int],
+    adaptive: bool,
+    algorithm: str,
+    place: str,
+    page: int,
 ) -> None:
-    """At every place in a page, whatever that one gains."""
+    """At every place in a page, whatever that one gains, without the spare slots."""
     topk, steps, nodes = shape
     tree = TreeShape(topk=topk, num_steps=steps, num_draft_tokens=nodes)
     layout = BranchLayout(page_size=page, topk=topk, num_steps=steps)
@@ -512,11 +521,13 @@ def test_the_reserve_covers_an_iteration_in_flight(
         attention_backend="cpu_native",
         tree_shape=tree,
         tree_shapes=(tree,),
-        speculative_adaptive=False,
+        speculative_adaptive=adaptive,
+        device="cpu",
         page_size=page,
         draft_lead=lead,
     )
-    reserve = decode_reserve(cast("ServerArgs", args))
+    args = cast("ServerArgs", args)
+    reserve = decode_reserve(args) - decode_spare(args)
     for known in range(2 * page + 1):
         columns = -(-(known + reserve) // page) * page
         for gained in range(tree.accept_width + 1):

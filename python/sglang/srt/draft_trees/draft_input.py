@@ -61,6 +61,7 @@ class EagleDraftInput:
         committed: IntArray,
         allocated: IntArray,
         reserve: int,
+        spare: int = 0,
     ) -> IntArray | None:
         """Give every request slots for one more iteration, in whole pages.
 
@@ -69,7 +70,8 @@ class EagleDraftInput:
             committed: int64 [b], tokens that the host knows to have KV. The device may
                 be one iteration ahead, which `reserve` allows for.
             allocated: int64 [b], columns that hold slots already.
-            reserve: columns after `committed` that are needed (`decode_reserve`).
+            reserve: columns after `committed` that are taken (`decode_reserve`), of
+                which `spare` are not needed yet.
 
         Returns:
             int64 [b], columns that hold slots now, or None, with nothing taken, if
@@ -80,6 +82,8 @@ class EagleDraftInput:
                 a slot that no row records cannot be freed, and a write past the end of
                 a row lands in another request's row.
         """
+        if bool((committed + (reserve - spare) <= allocated).all()):
+            return allocated
         page, width = cache.page_size, cache.req_to_token_pool.row_width
         ends = np.maximum(allocated, -(-(committed + reserve) // page) * page)
         longest = int(ends.max())
@@ -90,8 +94,6 @@ class EagleDraftInput:
                 f"page size {page}), but a row has {width}: rows must be widened by "
                 "the reserve and a page"
             )
-        if bool((ends == allocated).all()):
-            return allocated
         slots = extend_rows(
             cache, rows=req_pool_indices, prefix_lens=allocated, seq_lens=ends
         )

@@ -101,13 +101,13 @@ class LogitsProcessor:
 
         Args:
             hidden: [T, H], normed.
-            aux_hidden: [T, H] each; captured instead of `hidden` (EAGLE3).
+            aux_hidden: as `StackOutput.aux`; captured instead of `hidden` (EAGLE3).
         """
         if self._logit_cap > 0:
             head = self._capped(head)
         rows = _logits_rows(forward_batch)
         needed = hidden if rows is None else hidden[rows]
-        returned = hidden if aux_hidden is None else torch.cat(aux_hidden, dim=-1)
+        returned = hidden if aux_hidden is None else _joined(aux_hidden)
         captured: Tensor | None = None
         last: Tensor | None = None
         if forward_batch.capture_hidden_mode is CaptureHiddenMode.FULL:
@@ -147,6 +147,10 @@ class LogitsProcessor:
             span.row: _score_span(hidden[starts[span.row] :], head, span)
             for span in forward_batch.input_logprobs
         }
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
 def _logits_rows(forward_batch: ForwardBatch) -> Tensor | slice | None:

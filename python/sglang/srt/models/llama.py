@@ -322,7 +322,7 @@ class DecoderModel(Module):
         *,
         is_shallow: bool = False,
     ) -> tuple[Tensor, list[Tensor]]:
-        """Return normalised hidden states [T, H] and the captured inputs [T, H]; see
+        """Return normalised hidden states [T, H] and the captured inputs; see
         `StackedModel.shallow`."""
         given = forward_batch.input_embeds
         if given is None:

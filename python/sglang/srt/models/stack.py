@@ -22,8 +22,9 @@ if TYPE_CHECKING:
 class StackOutput(NamedTuple):
     """Output of the layer stack.
 
-    `hidden` [T, H] is the input of the head. `aux`, [T, H] each, holds the captured
-    layer inputs; if there are any, the caller gets them instead of `hidden`.
+    `hidden` [T, H] is the input of the head. `aux` holds the captured layer inputs, one
+    or several beside each other in each tensor [T, n * H]; if there are any, the caller
+    gets them instead of `hidden`.
     """
 
     hidden: Tensor

@@ -43,6 +43,10 @@ def most_behind(*, rows: int, bytes_per_token: int) -> int:
 class PlainStates:
     """The target's newest hidden states of each request row, a ring by position.
 
+    On a CPU every forward returns new tensors, so those of the newest steps wait and
+    are only written when drafts resume, which they often do not. A graph on a GPU
+    returns the same memory each time.
+
     Args:
         rows: request rows. length: positions that are kept.
     """
@@ -58,14 +62,34 @@ class PlainStates:
     ) -> None:
         self._length = length
         self._states = torch.zeros((rows * length, width), dtype=dtype, device=device)
+        self._may_wait = self._states.device.type == "cpu"
+        self._waiting: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def keep(self, rows: Tensor, positions: Tensor, states: Tensor) -> None:
-        """Keep states [R, width] of request rows at positions, int64 [R] each."""
-        self._states.index_copy_(0, self._places(rows, positions), states)
+        """Keep states [R, width] of request rows at positions, int64 [R] each; none of
+        them may be written to later if they are on a CPU."""
+        if not self._may_wait:
+            self._states.index_copy_(0, self._places(rows, positions), states)
+            return
+        self._waiting.append((rows, positions, states))
+        if len(self._waiting) == self._length:
+            self._write()
+
+    def _write(self) -> None:
+        """Write what waits, oldest first: a later request may have the same place."""
+        if not self._waiting:
+            return
+        rows, positions, states = zip(*self._waiting, strict=True)
+        places = self._places(torch.cat(rows), torch.cat(positions))
+        parts = places.split([len(each) for each in rows])
+        for part, kept in zip(parts, states, strict=True):
+            self._states.index_copy_(0, part, kept)
+        self._waiting.clear()
 
     def take(self, rows: Tensor, positions: Tensor, *, out: Tensor) -> None:
         """Copy states of request rows, int64 [R], at positions, int64 [R, n], to `out`
         [R * n, width]; those that were not kept are meaningless."""
+        self._write()
         places = self._places(rows[:, None], positions)
         torch.index_select(self._states, 0, places.view(-1), out=out)
 

@@ -99,8 +99,8 @@ class StackInput(NamedTuple):
 
 
 class StackRun(NamedTuple):
-    """Results of a stack: `hidden` [T, H], the input of the head, and the `captured`
-    layer inputs, [T, H] each."""
+    """Results of a stack: `hidden` [T, H], the input of the head, and `captured`, the
+    layer inputs beside each other in one tensor [T, n * H]; empty without any."""
 
     hidden: Tensor
     captured: list[Tensor]
@@ -200,7 +200,7 @@ class StackPlan:
             captured,
             streams,
         )
-        return StackRun(out, [] if streams is None else list(streams.unbind(1)))
+        return StackRun(out, [] if streams is None else [streams.flatten(1)])
 
 
 def run_stack(plan: StackPlan, x: Tensor, **call: object) -> StackRun:

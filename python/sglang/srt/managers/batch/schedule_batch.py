@@ -68,7 +68,8 @@ class BatchEnvironment:
 
     Fields:
         decode_reserve: KV slots that a speculative iteration needs beyond the known
-            ones, or 0 if each decode step takes one slot.
+            ones, or 0 if each decode step takes one slot. decode_spare: of these, the
+            ones that it can do without.
         drafts_on_host: whether drafts are made from the tokens that the host has.
         max_ahead: tokens by which a decode step on the device may be ahead of the host,
             those that it gains included; 0 without speculation.
@@ -85,6 +86,7 @@ class BatchEnvironment:
     vocab_size: int
     needs_host_lens: bool
     decode_reserve: int = 0
+    decode_spare: int = 0
     drafts_on_host: bool = False
     max_ahead: int = 0
     draft_lead: int = 0
@@ -473,6 +475,7 @@ class ScheduleBatch:
             committed=committed,
             allocated=held,
             reserve=self.env.decode_reserve,
+            spare=self.env.decode_spare,
         )
         if allocated is None:
             return False
@@ -573,11 +576,18 @@ class ScheduleBatch:
         Args:
             lens: int64, tokens with KV of each request row.
         """
-        rows = self.req_pool_indices
-        starts = lens.index_select(0, rows)
-        self._prefix_lens_device, self.seq_lens = starts, starts + 1
-        slots = self.env.cache.req_to_token_pool.req_to_token[rows, starts]
-        self._out_cache_loc = slots.long()
+        rows, pool = self.req_pool_indices, self.env.cache.req_to_token_pool
+        if lens.device.type == "cpu":
+            # The same in fewer and smaller calls.
+            host_rows = self.req_pool_indices_cpu
+            ends = lens.numpy()[host_rows] + 1
+            starts, self.seq_lens = torch.from_numpy(ends - 1), torch.from_numpy(ends)
+            self._out_cache_loc = pool.last_locs(host_rows, ends)
+        else:
+            starts = lens.index_select(0, rows)
+            self.seq_lens = starts + 1
+            self._out_cache_loc = pool.req_to_token[rows, starts].long()
+        self._prefix_lens_device = starts
         if self.state_plan is not None and self.state_plan.due is not None:
             due, one = self.state_plan.due, torch.ones_like(starts)
             save = due.copies(rows, due.path_lens(starts, one))

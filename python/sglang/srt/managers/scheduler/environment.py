@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from sglang.srt.arg_groups.draft_slots import decode_reserve
+from sglang.srt.arg_groups.draft_slots import decode_reserve, decode_spare
 from sglang.srt.managers.batch.schedule_batch import BatchEnvironment
 from sglang.srt.managers.batch.state_plans import StatePlanner
 from sglang.srt.mem_cache.chunk_cache import ChunkCache
@@ -31,6 +31,7 @@ def create_environment(
         vocab_size=runner.model_config.vocab_size,
         needs_host_lens=runner.attn_backend.capabilities.needs_cpu_seq_lens,
         decode_reserve=decode_reserve(server_args),
+        decode_spare=decode_spare(server_args) if is_speculative else 0,
         drafts_on_host=is_speculative and not server_args.draft_kind.has_model,
         # An iteration may be in flight.
         max_ahead=2 * max(shape.accept_width for shape in server_args.tree_shapes)
