@@ -29,7 +29,7 @@ from kv_canary.diagnosis import (
     is_still_unwritten,
     wrote_it_itself,
 )
-from kv_canary.evidence import STATE
+from kv_canary.evidence import is_state_group
 from kv_canary.records import Launch
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ class Reason(IntFlag):
     TIER_BYTES = 1 << 26
     TIER_IDENTITY = 1 << 27
     TIER_INCOMPLETE = 1 << 28
+    STATE_NOT_FINITE = 1 << 29
 
 
 def reason_labels(reasons: int) -> list[str]:
@@ -167,7 +168,9 @@ class Check:
 
     def means(self, group: str) -> str:
         """Return the words of `explain` for a slot of this group."""
-        return self.of_state if self.of_state and group == STATE else self.meaning
+        return (
+            self.of_state if self.of_state and is_state_group(group) else self.meaning
+        )
 
 
 _READS = (Launch.VERIFY, Launch.SWEEP)
@@ -290,6 +293,20 @@ CHECKS: tuple[Check, ...] = (
             ),
         ),
         shows=Shows.FOLDS,
+    ),
+    Check(
+        reason=Reason.STATE_NOT_FINITE,
+        meaning="the recurrent state that the forward left has a NaN or an infinity",
+        detail="in the plugin for vLLM, in the words that are summed up",
+        found_by=(Launch.TAIL,),
+        diagnoses=(
+            Diagnosis(
+                name="state that is not finite",
+                look_at="the state that the request began with, and its inputs; the "
+                "kernel of the layer",
+            ),
+        ),
+        since="0.2.0",
     ),
     Check(
         reason=Reason.PHASE,

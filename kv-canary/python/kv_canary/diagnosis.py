@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kv_canary.evidence import STATE
+from kv_canary.evidence import is_state_group
 from kv_canary.records import SERIAL_MASK, WriterKind
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def has_bytes_of_another_slot(violation: Evidence) -> bool:
 
 
 def is_of_state(violation: Evidence) -> bool:
-    return violation.group == STATE
+    return is_state_group(violation.group)
 
 
 def is_other_state_slot(violation: Evidence) -> bool:

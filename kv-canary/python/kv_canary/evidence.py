@@ -10,6 +10,13 @@ from kv_canary.records import POISON_WORD, Provenance, unpack_word0
 STATE = "state"
 """The group whose slots are recurrent states, each of a whole prefix."""
 
+
+def is_state_group(name: str) -> bool:
+    """Whether a group's slots are recurrent states. Engines with several groups number
+    them."""
+    return name.partition(" ")[0] == STATE
+
+
 _UNKNOWN_TOKEN = (1 << 32) - 1
 
 

@@ -23,21 +23,29 @@ from kv_canary.kernels.reference import (
     notes,
     records,
     slot_sums,
+    state_parts,
     state_sums,
     states,
     write,
 )
 from kv_canary.kernels.reference import verify as reference_verify
 from kv_canary.op import Op
-from kv_canary.records import Launch
+from kv_canary.records import (
+    KIND_MASK,
+    POISON_WORD,
+    SERIAL_BITS,
+    Launch,
+    Record,
+    WriterKind,
+)
 
 if TYPE_CHECKING:
     from kv_canary.accepted import SampledTokens
     from kv_canary.drawn import DrawnTokens
     from kv_canary.layout import Fingerprint
     from kv_canary.pool_checks import PoolChecks
-    from kv_canary.records import WriterKind
     from kv_canary.state import CanaryState
+    from kv_canary.state_parts import StateParts
     from kv_canary.state_rows import StateRows
     from kv_canary.view import ForwardView
 
@@ -72,6 +80,7 @@ _note_tokens = _op(notes.note_tokens)
 _send_tokens = _op(notes.send_tokens, is_native=False)
 _check_drawn = _op(drawn.check_drawn)
 _finish_accepted = _op(accepted.finish_accepted)
+_sum_states = _op(state_parts.sum_states, is_native=False)
 _compare_states = _op(state_sums.compare_states, is_native=False)
 _check_states = _op(states.check_states, is_native=False)
 _note_states = _op(states.note_states, is_native=False)
@@ -145,6 +154,17 @@ def move_records(state: CanaryState, *, dst: Tensor, src: Tensor) -> None:
         _move_records(state, dst, src)
 
 
+def mark_copied(state: CanaryState, dst: Tensor) -> None:
+    """Note, after `move_records`, that slots `dst` [n] int64 hold copies: whoever reads
+    one need not have written it. A copy of nothing goes on to say when that was
+    freed."""
+    for half in (state.head, state.tail):
+        words = half[dst, Record.WORD3]
+        moved = words & ~(KIND_MASK << SERIAL_BITS) | WriterKind.MOVE << SERIAL_BITS
+        is_held = half[dst, Record.WORD0] != POISON_WORD
+        half[dst, Record.WORD3] = moved.where(is_held, words)
+
+
 def check_states(state: CanaryState, rows: StateRows, source: Fingerprint) -> None:
     """Check, before a model reads them, that the slots of `rows` hold the states of
     their prefixes. Each row with a reason gets one ring entry.
@@ -170,6 +190,23 @@ def compare_states(states: Tensor, kept: Tensor, marks: Tensor, slots: Tensor) -
         slots: [n] int64.
     """
     _compare_states(states, kept, marks, slots)
+
+
+def sum_states(
+    slots: Tensor, groups: Tensor, turns: Tensor, parts: StateParts
+) -> Tensor:
+    """Sum up runs of states that lie in another engine's memory; see `state_parts.py`.
+
+    Args:
+        slots, groups: [N] int64, states and the groups of layers that they belong to.
+        turns: [N] int64, numbers of runs, or `Turn`.
+
+    Returns:
+        int64 [2, N, parts]: sums, and how many of their words hold an infinity or NaN.
+    """
+    found = slots.new_empty((2, len(slots), parts.num_parts))
+    _sum_states(slots, groups, turns, parts, found)
+    return found
 
 
 def sweep_states(state: CanaryState, rows: StateRows, source: Fingerprint) -> None:

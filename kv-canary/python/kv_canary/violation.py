@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kv_canary.checks import Shows, diagnose, reason_labels, reasons_where
-from kv_canary.evidence import STATE, Evidence, RecordWord
+from kv_canary.checks import Reason, Shows, diagnose, reason_labels, reasons_where
+from kv_canary.evidence import STATE, Evidence, RecordWord, is_state_group
 from kv_canary.records import (
     NO_HEAD,
     SERIAL_MASK,
@@ -83,8 +83,10 @@ class Violation(Evidence):
     @property
     def place(self) -> dict[str, int]:
         """The group's layer and, if heads were compared, the rank's KV head whose bytes
-        differ; the first if there are several, and only if attention found them."""
-        if self.launch != Launch.ATTENTION.name.lower():
+        differ, or of a state that is not finite; the first if there are several, and
+        only if whole layers or heads were compared."""
+        is_placed = self.launch == Launch.ATTENTION.name.lower()
+        if not (is_placed or self.reasons & Reason.STATE_NOT_FINITE):
             return {}
         layer, head = unpack_place(self.found_fingerprint)
         return {"layer": layer} | ({} if head == NO_HEAD else {"kv_head": head})
@@ -230,7 +232,7 @@ def parse_entry(
     tag = entry[Ring.TAG]
     worker, group = _split_pool_number(tag >> TAG_POOL_SHIFT, groups)
     slot = entry[Ring.SLOT]
-    if group == STATE:
+    if is_state_group(group):
         page_size = 1
     writer = unpack_word3(entry[Ring.FOUND_WORD3])
     launch = tag & TAG_LAUNCH_MASK

@@ -371,7 +371,7 @@ def test_a_batch_of_the_v2_runner_is_read() -> None:
         seq_lens=torch.tensor([4, 5, 0, 0]),
     )
     tables = (torch.zeros((4, 6), dtype=torch.int32),) * 2
-    reads = _reads(batch, 3, tables, torch.arange(16).view(2, 8))
+    reads = _reads(batch, 3, tables, torch.arange(16).view(2, 8), (0, 1))
     assert reads.rids == ["A", "B"] and reads.num_tokens == 3
     assert [tuple(group.block_table.shape) for group in reads.groups] == [(2, 6)] * 2
     assert reads.groups[1].slot_mapping[0] == 8

@@ -27,7 +27,7 @@ class MLAAttentionSpec(FullAttentionSpec):
     """As vLLM's class of this name."""
 
 
-class MambaSpec(SimpleNamespace):
+class CrossAttentionSpec(SimpleNamespace):
     """As vLLM's class of this name."""
 
 
@@ -115,14 +115,15 @@ def test_a_latent_has_one_place_per_value() -> None:
     ("runner", "text"),
     [
         (
-            runner_of((MambaSpec(), {"m": full_layer()})),
-            r"group 0 \(m, ...\) is MambaSpec: not seen",
+            runner_of((CrossAttentionSpec(), {"m": full_layer()})),
+            r"group 0 \(m, ...\) is CrossAttentionSpec: not seen",
         ),
         (
             runner_of(
-                (FULL_SPEC, {"a": full_layer()}), (MambaSpec(), {"m": full_layer()})
+                (FULL_SPEC, {"a": full_layer()}),
+                (CrossAttentionSpec(), {"m": full_layer()}),
             ),
-            r"group 1 \(m, ...\) is MambaSpec: not seen",
+            r"group 1 \(m, ...\) is CrossAttentionSpec: not seen",
         ),
         (
             runner_of(
@@ -187,7 +188,9 @@ def test_layers_are_compared_as_they_are_read(kind: str) -> None:
     speculator = SimpleNamespace(draft_attn_layer_names={"draft"})
     runner = runner_of((spec, layers), method="mtp", speculator=speculator)
     attended: list[int] = []
-    group = SimpleNamespace(bytes=object(), attend=attended.append)
+    group = SimpleNamespace(
+        bytes=object(), attend=attended.append, group=SimpleNamespace(number=0)
+    )
     canary: Any = SimpleNamespace(groups=[group])
     assert compare_in_pass(runner, canary) == ""
     for name in ("b", "draft", "a"):

@@ -39,6 +39,7 @@ from kv_canary.kernels.triton import (
     notes,
     records,
     slot_sums,
+    state_parts,
     verify,
     write,
 )
@@ -48,6 +49,7 @@ from kv_canary.layout import Fingerprint, FingerprintMode
 from kv_canary.pool_checks import PoolChecks
 from kv_canary.records import WriterKind
 from kv_canary.state import CanaryState, create_state
+from kv_canary.state_parts import StateParts
 from kv_canary.view import ForwardView, KVReadView
 from sglang.test.scale import sampled
 
@@ -56,7 +58,7 @@ triton.next_power_of_2 = lambda n: 1 << max(n - 1, 0).bit_length()
 TARGET = GPUTarget("cuda", 90, 32)
 MODULES = (
     *(accepted, before, carried, drawn, ends, notes, records),
-    *(slot_sums, verify, write),
+    *(slot_sums, state_parts, verify, write),
 )
 KERNELS = {
     name: value
@@ -393,6 +395,14 @@ def launch_sums(dtype: torch.dtype, *, layers: int) -> None:
     )
 
 
+def launch_state_sums() -> None:
+    """A convolution and the matrices of a layer."""
+    states = [torch.zeros(3, 4, 64), torch.zeros(3, 2, 32, 32)]
+    parts = StateParts([states], FingerprintMode.ROTATE)
+    found = longs(2 * ROWS * 2).view(2, ROWS, 2)
+    state_parts.sum_states(longs(), longs(), longs(), parts, found)
+
+
 def launches() -> Iterator[tuple[str, Any]]:
     """Names, and what launches one kernel each."""
     for rows in ALL_ROWS:
@@ -430,6 +440,7 @@ def launches() -> Iterator[tuple[str, Any]]:
                 f"sums {dtype} {layers}",
                 lambda dtype=dtype, layers=layers: launch_sums(dtype, layers=layers),
             )
+    yield "state sums", launch_state_sums
     state = create_canary()
     for live in (None, longs(1)):
         name = f"poison {live is not None}"

@@ -12,7 +12,7 @@ from kv_canary.faults.catalogue import CATALOGUE, by_host_name, planted_in
 from kv_canary.faults.fault import FaultPlace, HostEngine, Planted, Serving, SlotGroup
 from kv_canary.faults.incidents import INCIDENTS
 from kv_canary.faults.sglang import planters as sglang_planters
-from kv_canary.faults.vllm import load_planters
+from kv_canary.faults.vllm import load_planters, state_planters
 from kv_canary.faults.vllm import planters as vllm_planters
 from scripts.mutation.areas import AREAS
 from sglang.faults.fault_points import FAULT_POINTS
@@ -34,9 +34,10 @@ def test_every_fault_has_a_planter_and_every_planter_a_fault() -> None:
     assert set(TIERS) == set(catalogue.TIER_FAULTS)
     assert set(FAULT_POINTS) == set(planted_in(Planted.START))
     assert set(sglang_planters.PLANTERS) == set(by_host_name(HostEngine.SGLANG))
-    own = set(vllm_planters.PLANTERS)
-    assert own.isdisjoint(load_planters.PLANTERS)
-    assert own | set(load_planters.PLANTERS) == set(by_host_name(HostEngine.VLLM))
+    in_vllm = (vllm_planters.PLANTERS, load_planters.PLANTERS, state_planters.PLANTERS)
+    assert Counter(name for planters in in_vllm for name in planters) == Counter(
+        list(by_host_name(HostEngine.VLLM))
+    )
     assert set(sglang_planters.IN_TREES) <= set(sglang_planters.PLANTERS)
     assert set(vllm_planters.IN_HYBRID) <= set(vllm_planters.PLANTERS)
 

@@ -266,9 +266,8 @@ class BlockLedger:
         self.serials.add(serial, rid)
         return serial
 
-    def owner(self, group: int, slot: int) -> Owner:
-        """Return the owner of a slot according to the scheduler."""
-        block = slot // self._page_sizes[group] if slot >= 0 else -1
+    def owner(self, group: int, block: int) -> Owner:
+        """Return the owner of a block according to the scheduler."""
         rids = sorted(self._holders[group].get(block, ()))
         if not rids:
             text = "nobody" + (", or the prefix cache" if self._is_cached else "")

@@ -16,7 +16,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import ge
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -27,6 +27,7 @@ from kv_canary.engines.block_ledger import BlockLedger, Changes, LedgerRequest
 from kv_canary.engines.group_canary import RING_CAPACITY, Group, GroupCanary
 from kv_canary.engines.inputs import SampledRows, known_inputs
 from kv_canary.engines.reporting import create_worker_reporter
+from kv_canary.engines.state_canary import StateCanary
 from kv_canary.records import Expected, WriterKind, request_lineage
 from kv_canary.runtime.host import HostCapabilities
 from kv_canary.runtime.pending import GroupFindings, Pending
@@ -39,8 +40,11 @@ if TYPE_CHECKING:
 
     from kv_canary.engines.block_units import BlockUnits
     from kv_canary.engines.settings import Settings
+    from kv_canary.engines.state_canary import StatePool
     from kv_canary.engines.step import ForwardReads, RowStep, Step
+    from kv_canary.evidence import Owner
     from kv_canary.reporter import OwnerOf
+    from kv_canary.runtime.group import CanaryGroup
     from kv_canary.violation import Violation
 
 SWEEP_BUDGET = 4096
@@ -53,14 +57,15 @@ class EngineCanary:
     """Checks the KV pool of one worker.
 
     Args:
-        groups: groups of layers, in the order of the engine's block tables.
+        groups: groups of layers whose KV lies in blocks. states: recurrent states, or
+            None. By their numbers, these are all groups of the engine's block tables.
         num_rows: requests that may hold blocks at once.
         max_len: most tokens of a request.
         is_cached: whether the engine has a prefix cache.
 
     Attributes:
         ledger: who holds which blocks.
-        groups: the groups, by number.
+        groups: the groups of tokens. states: of recurrent states, or None.
         reporter: reporter of everything found so far.
         units: units of blocks, if a connector may load them.
         again: requests of the newest step whose tokens the engine discarded since their
@@ -76,11 +81,15 @@ class EngineCanary:
         max_len: int,
         is_cached: bool,
         rank: int = 0,
+        states: StatePool | None = None,
     ) -> None:
         self._sweep_interval = settings.sweep_interval
         self._device = groups[0].layers[0].device
+        tokens = {group.number: group.page_size for group in groups}
+        if states is not None:
+            tokens.update(dict.fromkeys(states.numbers, states.block_tokens))
         self.ledger = BlockLedger(
-            [group.page_size for group in groups],
+            [tokens[number] for number in sorted(tokens)],
             num_rows=num_rows,
             is_cached=is_cached,
             sample=settings.sample,
@@ -96,16 +105,29 @@ class EngineCanary:
             )
             for number, group in enumerate(groups)
         ]
+        self._by_number = {group.group.number: group for group in self.groups}
+        self.states: StateCanary | None = None
+        if states is not None:
+            self.states = StateCanary(
+                states,
+                number=len(groups),
+                num_rows=num_rows,
+                mode=settings.fingerprint,
+                primary=self.groups[0].state,
+            )
         self.reporter = create_worker_reporter(
             settings,
             page_size=groups[0].page_size,
             serials=self.ledger.serials,
             ring_capacity=RING_CAPACITY,
             rank=rank,
-            groups=[group.name for group in groups],
+            groups=self.names,
         )
+        every: list[CanaryGroup] = [*self.groups]
+        if self.states is not None:
+            every.append(self.states)
         self._runtime = CanaryRuntime(
-            self.groups,
+            every,
             host=VLLM,
             mode=settings.mode,
             reporter=self.reporter,
@@ -128,10 +150,12 @@ class EngineCanary:
         for oracle in (None, (self._nothing(1), self._nothing(1))):
             views = [group.padded(oracle) for group in self.groups]
             num_read = [[1]] * len(views)  # of padding, so none counts
-            self._runtime.forward.before(views, num_read=num_read)
+            self._before(views, num_read=num_read)
             self._runtime.forward.after(advance=True)
         zero = self._nothing(1)
-        for group in self.groups:
+        if self.states is not None:
+            self.states.warm_up()
+        for group in self._runtime.groups:
             group.poison(zero)
             group.expect(zero, self._nothing(len(Expected), 1))
             group.take_found()
@@ -233,7 +257,20 @@ class EngineCanary:
                 count = [n * v for n, v in zip(count, wanted, strict=True)]
             verified.append(view)
             num_read.append(count)
-        self._runtime.forward.before(views, verified=verified, num_read=num_read)
+        self._before(views, verified=verified, num_read=num_read)
+        if self.states is not None:
+            self.states.begin(batch, rows, reads.states)
+
+    def _before(self, views: Sequence[ForwardView], **how: Any) -> None:
+        """Open the forward in the groups of tokens."""
+        others: list[None] = [] if self.states is None else [None]
+        self._runtime.forward.before([*views, *others], **how)
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all groups."""
+        states = [] if self.states is None else [self.states.pool.name]
+        return [*(group.group.name for group in self.groups), *states]
 
     def requests(self) -> tuple[int, int]:
         """Return how many requests there were, and how many of them are verified."""
@@ -246,6 +283,8 @@ class EngineCanary:
             CanaryViolation: in mode `raise` on the CPU, where findings are immediate.
         """
         self._runtime.forward.after(advance=True)
+        if self.states is not None:
+            self.states.end()
         requests = self.ledger.requests
         for row in self._rows.values():
             request, drafts = requests[row.rid], len(row.proposed)
@@ -320,20 +359,35 @@ class EngineCanary:
     def summary(self) -> str:
         return self._runtime.summary()
 
-    def _owner_lookup(self, group: GroupCanary) -> OwnerOf:
-        return partial(self.ledger.owner, self.groups.index(group))
+    def _owner_lookup(self, group: CanaryGroup) -> OwnerOf:
+        if group is self.states:
+            return self._owner_of_state
+        assert isinstance(group, GroupCanary)
+        number, size = group.group.number, group.group.page_size
+        return lambda slot: self.ledger.owner(number, slot // size)
+
+    def _owner_of_state(self, block: int) -> Owner:
+        assert self.states is not None
+        owners = [self.ledger.owner(n, block) for n in self.states.pool.numbers]
+        return max(owners, key=lambda owner: len(owner.claims) + len(owner.prefix_of))
 
     def _apply(self, changes: Changes, copies: Sequence[tuple[int, int]]) -> None:
         fresh = {block for blocks in changes.fresh for block in blocks}
-        for group, freed in zip(self.groups, changes.freed, strict=True):
-            # A block has one owner, in one group; the others have lost it.
-            group.free_blocks(sorted({*fresh, *freed}))
+        # A block has one owner, in one group; the others have lost it.
+        for number, group in self._by_number.items():
+            group.free_blocks(sorted({*fresh, *changes.freed[number]}))
+        if self.states is not None:
+            freed = (changes.freed[number] for number in self.states.pool.numbers)
+            self.states.free_blocks(sorted(fresh.union(*freed)))
         self._runtime.settle()
-        for group in self.groups:
+        for group in self._by_number.values():
             group.copy_blocks(copies)
+        if self.states is not None:
+            self.states.copy_blocks(copies)
         for request, number, begin in changes.rows:
-            blocks = request.blocks[number][begin:]
-            self.groups[number].set_blocks(request.row, begin, blocks)
+            if number in self._by_number:
+                blocks = request.blocks[number][begin:]
+                self._by_number[number].set_blocks(request.row, begin, blocks)
 
     def _announce(self, new: Sequence[LedgerRequest]) -> None:
         """Announce the histories that requests continue, and their rows."""
@@ -434,7 +488,7 @@ class EngineCanary:
 
     def _sweep(self) -> list[GroupFindings]:
         found = []
-        for number, group in enumerate(self.groups):
+        for number, group in self._by_number.items():
             findings = group.sweep(SWEEP_BUDGET, self.ledger.held(number))
             if findings is not None:
                 found.append(GroupFindings(group, findings))

@@ -33,7 +33,7 @@ class Group:
     """Layers whose KV lies in the same blocks.
 
     Fields:
-        name: name for reports.
+        name: name for reports. number: of the group in the host's tables.
         layers: one tensor per layer, all of one dtype, beginning with block 0.
         pages: where their values lie; its page size is the block size.
         num_blocks: number of blocks, including block 0, which has no owner.
@@ -45,6 +45,7 @@ class Group:
     pages: PageLayout
     num_blocks: int
     window: int | None = None
+    number: int = 0
 
     @property
     def page_size(self) -> int:
@@ -62,7 +63,7 @@ class GroupCanary(CanaryGroup):
     """Checks the slots of a group's blocks.
 
     Args:
-        number: number of the group.
+        number: number of the group in reports.
         num_rows: requests that may hold blocks at once.
         max_len: most tokens of a request.
         mode: which bytes are fingerprinted.

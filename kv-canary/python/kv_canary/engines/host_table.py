@@ -69,10 +69,12 @@ HOSTS = (
             *vllm_limits.FULL_SPECS,
             *vllm_limits.WINDOW_SPECS,
             *vllm_limits.LATENT_SPECS,
+            *vllm_limits.STATE_SPECS,
         ),
         limits=vllm_limits.LIMITS,
-        rest="KV cache groups of any other kind (Mamba, cross attention, ...), and "
-        "MLA in the first runner",
+        rest="KV cache groups of any other kind (cross attention, ...), recurrent "
+        "states with drafts or without attention layers beside them, and MLA in the "
+        "first runner",
         models=(
             "plain",
             "hybrid",
@@ -82,6 +84,8 @@ HOSTS = (
             "connector-ahead",
             "connector-v2",
             "eagle",
+            "states",
+            "states-v2",
         ),
         plugins_variable="VLLM_PLUGINS",
         self_test_environment={"VLLM_LOGGING_LEVEL": "ERROR"},

@@ -90,7 +90,8 @@ class ForwardReads:
         input_ids, positions: [>= T].
         query_start_loc: [>= R + 1].
         seq_lens: [>= R], tokens of each row that attention reads.
-        groups: tables by slot group.
+        groups: tables by slot group. states: by group of recurrent states, the blocks
+            [>= R] that its layers get.
     """
 
     rids: Sequence[str]
@@ -100,3 +101,4 @@ class ForwardReads:
     query_start_loc: Tensor
     seq_lens: Tensor
     groups: Sequence[GroupReads]
+    states: Sequence[Tensor] = ()

@@ -28,7 +28,6 @@ from kv_canary.layout import (
 from kv_canary.pool_checks import PoolChecks
 from kv_canary.records import (
     KIND_MASK,
-    POISON_WORD,
     SERIAL_BITS,
     Record,
     WriterKind,
@@ -189,13 +188,9 @@ class StateGroup(EngineGroup):
         copy need not have written it. If any of its bytes differ, its fingerprint is
         spoilt, and whoever reads it reports it."""
         self.move(dst, src)
+        launches.mark_copied(self.state, dst)
         unlike = self._differs(dst, src)
         for records in (self.state.head, self.state.tail):
-            words = records[dst, Record.WORD3]
-            moved = words & ~_KIND | WriterKind.MOVE << SERIAL_BITS
-            # Of a source that holds nothing, the copy says when that was freed.
-            is_held = records[dst, Record.WORD0] != POISON_WORD
-            records[dst, Record.WORD3] = moved.where(is_held, words)
             records[dst, Record.FINGERPRINT] ^= unlike
 
     def _differs(self, dst: Tensor, src: Tensor) -> Tensor:

@@ -62,8 +62,9 @@ struct Reason {
     kTierBytes = 67108864,
     kTierIdentity = 134217728,
     kTierIncomplete = 268435456,
+    kStateNotFinite = 536870912,
   };
-  static constexpr int64_t kCount = 29;
+  static constexpr int64_t kCount = 30;
 };
 
 struct WriterKind {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -17,11 +18,13 @@ from kv_canary.engines.vllm.connectors import compare_loads
 from kv_canary.engines.vllm.layers import compare_in_pass
 from kv_canary.engines.vllm.limits import refused_by
 from kv_canary.engines.vllm.pool import draft_layers, read_groups
+from kv_canary.engines.vllm.states import read_states
 from kv_canary.engines.vllm.steps import read_step
 from kv_canary.engines.vllm.turned_back import NewRequests
 
 if TYPE_CHECKING:
     from kv_canary.engines.settings import Settings
+    from kv_canary.engines.state_canary import StateCanary
     from kv_canary.engines.step import ForwardReads
     from kv_canary.engines.vllm.connectors import WorkerLoads
     from kv_canary.runtime.pending import Pending
@@ -43,7 +46,8 @@ class Attachment:
         is_in_step: whether the forward that runs is the scheduler's, not a dummy.
         num_tokens: new tokens of the step.
         loads: what the connector loads, if there is one.
-        reads_after_loads: a forward that is to be checked when its blocks are loaded.
+        reads_later: a forward that is to be checked when its blocks are loaded, or its
+            states were copied.
         new_requests: see `turned_back.py`.
     """
 
@@ -56,7 +60,7 @@ class Attachment:
         self.is_in_step = False
         self.num_tokens = 0
         self.loads = loads
-        self.reads_after_loads: ForwardReads | None = None
+        self.reads_later: ForwardReads | None = None
         self.new_requests = NewRequests()
         self._has_checked = False
 
@@ -71,6 +75,16 @@ class Attachment:
         """Run before the forward of the step."""
         self.canary.before(reads)
         self._has_checked = True
+
+    def check_later(self, **found: Any) -> None:
+        """Check the forward of `reads_later`, if any.
+
+        Args:
+            found: further fields of `ForwardReads`.
+        """
+        reads, self.reads_later = self.reads_later, None
+        if reads is not None:
+            self.check(dataclasses.replace(reads, **found))
 
     def end(self) -> None:
         """Run after the model, or when no forward was due."""
@@ -154,6 +168,30 @@ def attach(runner: Any, settings: Settings) -> None:
             settings.real_data,
             compared,
         )
+    if canary.states is not None:
+        _log_states(canary.states, settings)
+
+
+def _log_states(states: StateCanary, settings: Settings) -> None:
+    parts, pool = states.parts, states.pool
+    compared = (
+        ""
+        if parts is None
+        else (
+            f", compared before each forward: {parts.run_bytes} of {parts.slot_bytes} "
+            "bytes of a state in a decode"
+        )
+    )
+    logger.warning(
+        "kv_canary: checks group %r: %d layers, %d blocks of one state each (mode %s, "
+        "real data %s%s)",
+        pool.name,
+        sum(len(group.layers) for group in pool.groups),
+        pool.num_blocks,
+        settings.mode.value,
+        settings.real_data,
+        compared,
+    )
 
 
 def sample_tokens(
@@ -174,7 +212,7 @@ def _create(runner: Any, settings: Settings) -> Attachment:
         raise Refusal("; ".join(refused))
     rank = config.parallel_config.rank
     with torch.inference_mode():
-        groups = read_groups(runner)
+        groups, states = read_groups(runner), read_states(runner)
         if not groups:
             raise Refusal("looked for KV cache groups, found none: no attention layers")
         try:
@@ -185,6 +223,7 @@ def _create(runner: Any, settings: Settings) -> Attachment:
                 max_len=config.model_config.max_model_len,
                 is_cached=bool(config.cache_config.enable_prefix_caching),
                 rank=rank,
+                states=states,
             )
         except ValueError as error:
             raise Refusal(str(error)) from None

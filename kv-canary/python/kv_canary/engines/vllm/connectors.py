@@ -86,9 +86,9 @@ def compare_loads(
             if missing
             else f"the connector {name} was made before the plugin was loaded"
         )
-    if len(canary.groups) > 1:
+    if len(canary.groups) > 1 or canary.states is not None:
         raise Refusal(
-            f"the connector {name} with {len(canary.groups)} KV cache groups: vLLM "
+            f"the connector {name} with several KV cache groups: vLLM "
             "takes damaged blocks back only with one group"
         )
     (group,) = canary.groups

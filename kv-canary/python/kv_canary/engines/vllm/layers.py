@@ -27,9 +27,9 @@ def compare_in_pass(runner: Any, canary: EngineCanary) -> str:
     mode = runner.vllm_config.compilation_config.cudagraph_mode
     if mode is not None and mode.has_full_cudagraphs():
         return FULL_GRAPHS
-    for number, group in enumerate(canary.groups):
+    for group in canary.groups:
         group.compares_in_pass = True
-        for index, layer in enumerate(_owners(runner, number)):
+        for index, layer in enumerate(_owners(runner, group.group.number)):
             # A latent layer stores and reads around its implementation.
             owner, name = (
                 (layer, "forward_impl")

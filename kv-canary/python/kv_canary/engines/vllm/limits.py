@@ -12,6 +12,9 @@ FULL_SPECS = ("FullAttentionSpec",)
 WINDOW_SPECS = ("SlidingWindowSpec",)
 LATENT_SPECS = ("MLAAttentionSpec",)
 """Seen in the second runner only, whose tables are one for all backends."""
+STATE_SPECS = ("MambaSpec",)
+STATE_KINDS = ("MAMBA1", "MAMBA2", "SHORT_CONV", "LINEAR", "GDN_ATTN")
+"""Kinds of recurrent states by the names of their backends."""
 
 
 class Limit(NamedTuple):
@@ -107,6 +110,13 @@ def spec_name(spec: Any) -> str:
 def is_seen(spec: Any) -> bool:
     """Whether the layers of a KV cache spec are supported."""
     return spec_name(spec) in (*FULL_SPECS, *WINDOW_SPECS, *LATENT_SPECS)
+
+
+def is_state(spec: Any) -> bool:
+    """Whether layers keep one recurrent state per request."""
+    of_layers = getattr(spec, "kv_cache_specs", None)
+    specs = [spec] if of_layers is None else of_layers.values()
+    return all(spec_name(each) in STATE_SPECS for each in specs)
 
 
 def is_latent(spec: Any) -> bool:

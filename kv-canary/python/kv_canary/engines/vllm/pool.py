@@ -16,6 +16,7 @@ from kv_canary.engines.vllm.limits import (
     WINDOW_SPECS,
     is_latent,
     is_seen,
+    is_state,
     spec_name,
 )
 
@@ -33,7 +34,8 @@ _DRAFT_LAYERS = (
 
 
 def read_groups(runner: Any) -> list[Group]:
-    """Read the groups of a runner whose KV cache was just initialised.
+    """Read the groups of tokens of a runner whose KV cache was just initialised.
+    Recurrent states are left to `states.py`.
 
     Raises:
         Refusal: layers whose KV is not supported.
@@ -42,6 +44,7 @@ def read_groups(runner: Any) -> list[Group]:
     return [
         _read_group(runner, number, group, int(config.num_blocks))
         for number, group in enumerate(config.kv_cache_groups)
+        if not is_state(group.kv_cache_spec)
     ]
 
 
@@ -86,7 +89,8 @@ def _read_group(runner: Any, number: int, group: Any, num_blocks: int) -> Group:
     if unseen:
         raise Refusal(
             f"KV cache group {number} ({names[0]}, ...) is {', '.join(unseen)}: not "
-            "seen by the canary; full, sliding-window and latent attention are"
+            "seen by the canary; full, sliding-window and latent attention and "
+            "recurrent states are"
         )
     is_latents = is_latent(specs[0])
     if is_latents and not hasattr(runner, _OF_V2):
@@ -102,6 +106,7 @@ def _read_group(runner: Any, number: int, group: Any, num_blocks: int) -> Group:
     kind = "window" if is_window else "latent" if is_latents else "full"
     return Group(
         name=kind + (f" {number}" if number else ""),
+        number=number,
         layers=layers,
         pages=pages,
         num_blocks=num_blocks,

@@ -12,8 +12,10 @@ from kv_canary.engines.hooks import Refusal, wrap
 from kv_canary.engines.step import ForwardReads, GroupReads
 from kv_canary.engines.vllm.attachment import attach, get_attachment, sample_tokens
 from kv_canary.engines.vllm.hooks_of import FORWARD_CONTEXT, V1_HOOKS
+from kv_canary.engines.vllm.states import state_blocks
 
 if TYPE_CHECKING:
+    from kv_canary.engines.engine_canary import EngineCanary
     from kv_canary.engines.settings import Settings
 
 Method = Callable[..., Any]
@@ -67,8 +69,8 @@ def _model_forward(
 ) -> Any:
     attachment = get_attachment(self)
     if attachment is not None and attachment.is_in_step:
-        reads = _reads(self, attachment.num_tokens, input_ids, positions)
-        attachment.check(reads)
+        canary, num_tokens = attachment.canary, attachment.num_tokens
+        attachment.check(_reads(self, canary, num_tokens, input_ids, positions))
     return method(self, input_ids, positions, *args, **kwargs)
 
 
@@ -81,7 +83,11 @@ def _sample(method: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reads(
-    runner: Any, num_tokens: int, input_ids: Tensor | None, positions: Tensor | None
+    runner: Any,
+    canary: EngineCanary,
+    num_tokens: int,
+    input_ids: Tensor | None,
+    positions: Tensor | None,
 ) -> ForwardReads:
     """Return the tensors of the forward that is about to begin."""
     context = importlib.import_module(FORWARD_CONTEXT).get_forward_context()
@@ -97,9 +103,9 @@ def _reads(
     if positions is None or positions.dim() != 1:
         positions = runner.positions
     assert isinstance(positions, Tensor)
+    every = runner.kv_cache_config.kv_cache_groups
     groups = [
-        metadata[group.layer_names[0]]
-        for group in runner.kv_cache_config.kv_cache_groups
+        metadata[every[group.group.number].layer_names[0]] for group in canary.groups
     ]
     for of_group in groups:
         missing = [name for name in _READ if not hasattr(of_group, name)]
@@ -123,4 +129,5 @@ def _reads(
             )
             for of_group in groups
         ],
+        states=state_blocks(runner, canary.states, metadata),
     )

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from kv_canary.engines.hooks import wrap
+from kv_canary.engines.hooks import wrap, wrap_of
 from kv_canary.engines.step import ForwardReads, GroupReads
 from kv_canary.engines.vllm.attachment import (
     ATTRIBUTE,
@@ -16,6 +16,7 @@ from kv_canary.engines.vllm.attachment import (
     sample_tokens,
 )
 from kv_canary.engines.vllm.hooks_of import V2_HOOKS, V2_LOADS
+from kv_canary.engines.vllm.states import state_blocks
 
 if TYPE_CHECKING:
     from kv_canary.engines.settings import Settings
@@ -33,7 +34,7 @@ def wrap_runner(settings: Settings) -> list[Callable[[], None]]:
         is_profiling = kwargs.get("is_profiling", bool(args and args[0]))
         if not is_profiling:
             attach(self, settings)
-            _check_after_loads(self)
+            _check_later(self)
         return result
 
     around: dict[str, Method] = {
@@ -77,29 +78,42 @@ def _prepare_attn(method: Method, self: Any, input_batch: Any) -> Any:
     block_tables, slot_mappings = method(self, input_batch)
     attachment = get_attachment(self)
     if attachment is not None and attachment.is_in_step:
-        num_tokens = attachment.num_tokens
-        reads = _reads(input_batch, num_tokens, block_tables, slot_mappings)
-        if attachment.loads is None:
+        canary, num_tokens = attachment.canary, attachment.num_tokens
+        numbers = [group.group.number for group in canary.groups]
+        reads = _reads(input_batch, num_tokens, block_tables, slot_mappings, numbers)
+        if attachment.loads is None and canary.states is None:
             attachment.check(reads)
         else:
-            attachment.reads_after_loads = reads
+            attachment.reads_later = reads
     return block_tables, slot_mappings
 
 
-def _check_after_loads(runner: Any) -> None:
-    """Let forwards be checked when the connector has loaded what they read, which is
-    after their tables are made."""
+def _check_later(runner: Any) -> None:
+    """Let forwards be checked when the connector has loaded what they read, or when
+    states were copied to their next block, which is after their tables are made."""
     attachment = get_attachment(runner)
-    if attachment is not None and attachment.loads is not None:
+    if attachment is None:
+        return
+    if attachment.loads is not None:
         setattr(runner.kv_connector, ATTRIBUTE, attachment)
+    states = attachment.canary.states
+    if states is not None:
+
+        def prepare_attn(method: Method, *args: Any, **kwargs: Any) -> Any:
+            metadata = method(*args, **kwargs)
+            if attachment.reads_later is not None:
+                blocks = state_blocks(runner, states, metadata)
+                attachment.check_later(states=blocks)
+            return metadata
+
+        wrap_of(runner.model_state, "prepare_attn", prepare_attn)
 
 
 def _pre_forward(method: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     result = method(self, *args, **kwargs)
     attachment = get_attachment(self)
-    if attachment is not None and attachment.reads_after_loads is not None:
-        reads, attachment.reads_after_loads = attachment.reads_after_loads, None
-        attachment.check(reads)
+    if attachment is not None:
+        attachment.check_later()
     return result
 
 
@@ -113,7 +127,11 @@ def _sample(method: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _reads(
-    batch: Any, num_tokens: int, block_tables: tuple[Tensor, ...], slots: Tensor
+    batch: Any,
+    num_tokens: int,
+    block_tables: tuple[Tensor, ...],
+    slots: Tensor,
+    numbers: Sequence[int],
 ) -> ForwardReads:
     rids = list(batch.req_ids[: batch.num_reqs])
     return ForwardReads(
@@ -124,7 +142,10 @@ def _reads(
         query_start_loc=batch.query_start_loc,
         seq_lens=batch.seq_lens,
         groups=[
-            GroupReads(block_table=table[: len(rids)], slot_mapping=slots[number])
-            for number, table in enumerate(block_tables)
+            GroupReads(
+                block_table=block_tables[number][: len(rids)],
+                slot_mapping=slots[number],
+            )
+            for number in numbers
         ],
     )

@@ -46,7 +46,7 @@ def _of_canary(attachment: Attachment) -> dict[str, Any]:
         "mode": settings.mode_name,
         "real_data": settings.real_data,
         "sample": settings.sample,
-        "groups": [group.group.name for group in canary.groups],
+        "groups": canary.names,
         "forwards": canary.forwards,
         "verified_slots": counters[Counter.VERIFIED_SLOTS],
         "recorded_slots": counters[Counter.TAIL_SLOTS],

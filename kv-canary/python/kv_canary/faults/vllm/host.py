@@ -80,6 +80,23 @@ _LATENT = {
     "tie_word_embeddings": False,
 }
 del _LATENT["head_dim"]
+# Short convolutions in every second layer, the smallest recurrent states there are.
+_STATES = {
+    **_PLAIN,
+    "architectures": ["Lfm2ForCausalLM"],
+    "model_type": "lfm2",
+    "num_hidden_layers": 4,
+    "layer_types": ["conv", "full_attention"] * 2,
+    "conv_L_cache": 3,
+    "conv_bias": False,
+    "norm_eps": 1e-5,
+    "conv_dim": 64,
+    "block_dim": 64,
+    "block_ff_dim": 128,
+    "block_multiple_of": 32,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+}
 MODELS = {
     "plain": _PLAIN,
     "hybrid": _HYBRID,
@@ -90,6 +107,8 @@ MODELS = {
     "connector-v2": _PLAIN,
     "latent": _LATENT,
     "eagle": _PLAIN,
+    "states": _STATES,
+    "states-v2": _STATES,
 }
 DRAFT = {**_PLAIN, "num_hidden_layers": 1}
 """The head of `eagle`."""
@@ -127,7 +146,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "latent": {"block_size": 16, "num_gpu_blocks_override": 96},
 }
 """Arguments of `LLM` by model."""
-RUNNERS = {"v2": "1", "connector-v2": "1", "latent": "1"}
+WITH_STATES = ("states", "states-v2")
+"""Models with recurrent states."""
+RUNNERS = {"v2": "1", "connector-v2": "1", "latent": "1", "states-v2": "1"}
 """Values of `VLLM_USE_V2_MODEL_RUNNER` by model; the others take vLLM's default."""
 _ON_A_GPU = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 28}
 

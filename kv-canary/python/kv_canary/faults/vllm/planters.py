@@ -15,12 +15,13 @@ import torch
 
 from kv_canary.engines.hooks import wrap_of
 from kv_canary.faults.catalogue import by_host_name
-from kv_canary.faults.fault import HostEngine
+from kv_canary.faults.fault import HostEngine, SlotGroup
 from kv_canary.faults.fault import Planted as PlantedIn
 from kv_canary.faults.vllm.host import BLOCK, VllmHost, random_tokens
 from kv_canary.records import Record
 
 if TYPE_CHECKING:
+    from kv_canary.engines.block_ledger import LedgerRequest
     from kv_canary.faults.vllm.runners import Inputs, Undo
 
 Read = tuple[str, int, int]
@@ -61,6 +62,15 @@ def run_fault(host: VllmHost, name: str, seed: int) -> Outcome:
     Raises:
         RuntimeError: something was reported earlier.
     """
+    return run_planted(host, PLANTERS[name], name, seed)
+
+
+def run_planted(host: VllmHost, plant: Plant, name: str, seed: int) -> Outcome:
+    """See `run_fault`.
+
+    Args:
+        plant: plants the fault of this name.
+    """
     rng = random.Random(f"{name} {seed}")
     host.reset()
     prefix = random_tokens(rng, 3 * BLOCK + rng.randrange(1, BLOCK))
@@ -81,7 +91,7 @@ def run_fault(host: VllmHost, name: str, seed: int) -> Outcome:
     _names[host] = (a, b, prefix)
     # The pool's tensors were made in inference mode.
     with torch.inference_mode():
-        planted = PLANTERS[name](host, rng)
+        planted = plant(host, rng)
     try:
         for _ in range(3):
             host.step()
@@ -111,6 +121,11 @@ def outcome_of(host: VllmHost, due: frozenset[Read]) -> Outcome:
 
 
 _names: dict[VllmHost, tuple[str, str, list[int]]] = {}
+
+
+def running(host: VllmHost) -> tuple[LedgerRequest, LedgerRequest, list[int]]:
+    """Return A, B and the prefix of A."""
+    return _a(host), _b(host), _names[host][2]
 
 
 def _a(host: VllmHost) -> Any:
@@ -391,7 +406,7 @@ def changed_prompt_token(host: VllmHost, rng: random.Random) -> Planted:
 PLANTERS: Mapping[str, Plant] = {
     name: globals()[name.replace(" ", "_")]
     for name, fault in by_host_name(HostEngine.VLLM).items()
-    if fault.planted is not PlantedIn.TIER
+    if fault.planted is not PlantedIn.TIER and fault.groups is not SlotGroup.STATE
 }
 """By fault name; the function's name has underscores."""
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from kv_canary.faults.vllm import load_planters
+from kv_canary.faults.vllm import load_planters, state_planters
 from kv_canary.faults.vllm.host import (
     CONNECTORS,
     MODELS,
+    WITH_STATES,
     VllmHost,
     why_not_run,
     write_model,
 )
 from kv_canary.faults.vllm.load_planters import run_load_fault
-from kv_canary.faults.vllm.planters import faults_of, run_fault
+from kv_canary.faults.vllm.planters import Outcome, faults_of, run_fault
+from kv_canary.faults.vllm.state_planters import run_state_fault
 
 
 def run(kind: str, seeds: int) -> bool:
@@ -32,9 +35,8 @@ def run(kind: str, seeds: int) -> bool:
     named: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         host = VllmHost(write_model(Path(folder), kind))
-        is_loading = kind in CONNECTORS
-        run_one = run_load_fault if is_loading else run_fault
-        for name in load_planters.PLANTERS if is_loading else faults_of(kind):
+        run_one, names = _faults_of(kind)
+        for name in names:
             outcomes = [run_one(host, name, seed) for seed in range(seeds)]
             count = named[name] = sum(outcome.named for outcome in outcomes)
             found = list(dict.fromkeys(d for o in outcomes for d in o.found))
@@ -46,6 +48,17 @@ def run(kind: str, seeds: int) -> bool:
         print(host.canary.summary())
     print(json.dumps({"model": kind, "seeds": seeds, "named": named}), flush=True)
     return all(count == seeds for count in named.values())
+
+
+def _faults_of(
+    kind: str,
+) -> tuple[Callable[[VllmHost, str, int], Outcome], Iterable[str]]:
+    """Return what plants the faults of a model, and their names."""
+    if kind in CONNECTORS:
+        return run_load_fault, load_planters.PLANTERS
+    if kind in WITH_STATES:
+        return run_state_fault, state_planters.PLANTERS
+    return run_fault, faults_of(kind)
 
 
 KINDS = tuple(MODELS)
