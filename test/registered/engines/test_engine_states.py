@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from state_world import LAYERS, MORE_STATES, STATES, StateWorld
+from engine_states import LAYERS, MORE_STATES, STATES, StateWorld
 
 from kv_canary.engines.chosen import is_chosen
 from kv_canary.records import Counter
