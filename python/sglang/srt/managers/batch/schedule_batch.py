@@ -121,6 +121,7 @@ class LaunchRecord:
         logprob_reqs: requests whose logprobs the result holds, in order.
         starts, ends: int64 [R] on the host; tokens with KV before and after the
             forward.
+        caught_up: tokens of all rows that the draft computes before the forward.
         dropped: serials of requests that no longer use this forward's result.
     """
 
@@ -133,6 +134,7 @@ class LaunchRecord:
     logprob_reqs: tuple[Req, ...]
     starts: IntArray
     ends: IntArray
+    caught_up: int = 0
     dropped: set[int] = field(default_factory=set)
 
     def live_rows(self) -> list[int]:
@@ -710,6 +712,7 @@ class ScheduleBatch:
             logprob_reqs=self.logprob_reqs,
             starts=self._prefix_lens,
             ends=self.seq_lens_cpu,
+            caught_up=0 if self.catch_up is None else int(self.catch_up.sum()),
         )
 
     def sampled_rows(self) -> torch.Tensor | None:

@@ -191,6 +191,7 @@ class DraftShapes:
             accepted,
             rows=len(launched.reqs),
             seconds=None if before is None else now - before,
+            caught_up=launched.caught_up,
         )
 
     def on_idle(self) -> None:

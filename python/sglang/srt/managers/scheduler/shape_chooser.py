@@ -1,7 +1,8 @@
 """Chooses the shape that gains most tokens per second.
 
 Its speed is the tokens that it is expected to gain over the seconds that an iteration
-takes. A choice stands until another one is clearly faster, and a shape that may have
+takes. A choice stands until another one is clearly faster. A larger shape of which
+nothing is known is tried at once if that loses little. Later, a shape that may have
 become better is tried for a few iterations, at an expected loss of `TRYING` of the
 time at most.
 """
@@ -28,11 +29,15 @@ TRYING = 0.004
 """Share of the time that may be lost by trying shapes."""
 FIRST_SAVED = 1.0
 """Iterations whose time may be lost by the first trials at a batch size."""
+FIRST_LOST, NEW_DRAFTS = 4.0, 64
+"""Plain iterations whose time may be lost by each trial of a shape until an engine has
+made so many drafts that tell about it. What is accepted hardly depends on the batch
+size, and a longest chain tells about the others."""
 TRIAL_ITERATIONS, TRIAL_DRAFTS = 4, 32
 """Iterations of a trial, and drafts of all requests together, at least."""
 TIMED_TOGETHER = 2
 """Iterations whose mean time is learned at once."""
-MAX_PATIENCE = 32.0
+MAX_PATIENCE = 4.0
 """A trial in vain doubles what the next one of that shape must have saved, up to this
 factor."""
 HORIZON = 64
@@ -67,6 +72,28 @@ class _Timed:
     seconds: float = 0.0
 
 
+@dataclass(slots=True, kw_only=True)
+class _CatchUp:
+    """What catching up takes, beside what as many nodes of drafts take.
+
+    Fields:
+        seconds, due: decayed sums of both.
+    """
+
+    seconds: float = 0.0
+    due: float = 0.0
+
+    @property
+    def ratio(self) -> float:
+        """Until it was seen, a token is as dear as a node, which is too much."""
+        return self.seconds / self.due if self.due else 1.0
+
+    def observe(self, seconds: float, *, due: float) -> None:
+        # A pause of the machine is no catching up.
+        self.seconds = 0.9 * self.seconds + min(max(seconds, 0.0), 2.0 * due)
+        self.due = 0.9 * self.due + due
+
+
 class ShapeChooser:
     """A `ShapePolicy` by measured costs and acceptance.
 
@@ -80,7 +107,10 @@ class ShapeChooser:
         self.costs = costs
         self.acceptance = Acceptance([shape for shape in ladder if shape is not None])
         self._standings: dict[int, _Standing] = {}
+        # Drafts that told about each shape.
+        self._seen = [0] * len(self._ladder)
         self._timed = _Timed(index=PLAIN, rows=0)
+        self._catch_up = _CatchUp()
         self._before = PLAIN
 
     def choose(self, rows: int, behind: Callable[[], int]) -> int:
@@ -109,7 +139,13 @@ class ShapeChooser:
         return standing
 
     def observe(
-        self, index: int, accepted: Sequence[int], *, rows: int, seconds: float | None
+        self,
+        index: int,
+        accepted: Sequence[int],
+        *,
+        rows: int,
+        seconds: float | None,
+        caught_up: int = 0,
     ) -> None:
         """Learn from an iteration.
 
@@ -117,9 +153,15 @@ class ShapeChooser:
             accepted: drafts of each request that were accepted; ignored if plain.
             rows: all requests of the iteration.
             seconds: that it took, if nothing else ran in between.
+            caught_up: tokens of all requests that the draft caught up before.
         """
         self.acceptance.observe(self._ladder[index], accepted)
+        self._count(index, len(accepted))
         if seconds is None:
+            return
+        if caught_up:
+            late = seconds - self.costs.expected(index, rows)
+            self._catch_up.observe(late, due=self._as_nodes(rows, caught_up))
             return
         timed = self._timed
         if timed.index != index or timed.rows != rows:
@@ -129,6 +171,14 @@ class ShapeChooser:
         if timed.count == TIMED_TOGETHER:
             self.costs.observe(index, rows, timed.seconds / timed.count)
             timed.count, timed.seconds = 0, 0.0
+
+    def _count(self, index: int, drafts: int) -> None:
+        """Note which shapes drafts of this one tell about."""
+        if not self._is_new(index):
+            return
+        for other, shape in enumerate(self._ladder):
+            if other == index or _tells(self._ladder[index], shape):
+                self._seen[other] += drafts
 
     def speeds(self, rows: int) -> list[float]:
         """Return the expected tokens per second and request of each index."""
@@ -161,7 +211,8 @@ class ShapeChooser:
     def _try_another(
         self, standing: _Standing, rows: int, speeds: Sequence[float], late: float
     ) -> None:
-        """Begin a trial if enough time was saved for it."""
+        """Begin a trial of a new shape, or of another one if enough time was saved for
+        it."""
         index, prices = standing.index, {}
         for other in range(len(self._ladder)):
             if other == index or self._is_known(index, other, rows):
@@ -172,11 +223,27 @@ class ShapeChooser:
             prices[other] = patience * (lost + (0.0 if other == PLAIN else late))
         if not prices:
             return
-        trial = min(prices, key=prices.__getitem__)
         standing.saved = min(standing.saved, 2.0 * max(prices.values()))
-        if standing.saved >= prices[trial]:
+        first = FIRST_LOST * self.costs.expected(PLAIN, rows)
+        new = [
+            other
+            for other, price in prices.items()
+            if other > index and self._is_new(other) and price <= first
+        ]
+        if new:
+            trial = max(new)
+            # In vain, it does not count.
+            standing.patience[trial] = 0.5
+        else:
+            trial = min(prices, key=prices.__getitem__)
+            if standing.saved < prices[trial]:
+                return
             standing.saved -= prices[trial]
-            standing.trial, standing.left = trial, self._trial(trial, rows)
+        standing.trial, standing.left = trial, self._trial(trial, rows)
+
+    def _is_new(self, index: int) -> bool:
+        """Whether too few drafts tell about a shape."""
+        return index != PLAIN and self._seen[index] < NEW_DRAFTS
 
     @staticmethod
     def _trial(index: int, rows: int) -> int:
@@ -191,12 +258,14 @@ class ShapeChooser:
         )
 
     def _catch_up_seconds(self, rows: int, behind: int) -> float:
-        """Return what catching up takes: a token no longer than it takes as one more
-        node of a draft."""
+        return self._catch_up.ratio * self._as_nodes(rows, behind)
+
+    def _as_nodes(self, rows: int, tokens: int) -> float:
+        """Return what these tokens of all requests would take as nodes of drafts."""
         smallest = self._ladder[1]
         assert smallest is not None
         more = self.costs.expected(1, rows) - self.costs.expected(PLAIN, rows)
-        return behind * max(more, 0.0) / (rows * smallest.accept_width)
+        return tokens * max(more, 0.0) / (rows * smallest.accept_width)
 
 
 def _tells(shape: TreeShape | None, other: TreeShape | None) -> bool:
