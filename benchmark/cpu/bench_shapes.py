@@ -1,11 +1,14 @@
 """Adaptive draft shapes on the CPU: the demo model and its EAGLE3 head on code.
 
-python benchmark/cpu/bench_shapes.py [--batch-size 1 4 16] [--rounds 5]
+python benchmark/cpu/bench_shapes.py [--batch-size 1 4 16] [--rounds 11]
 
 Requests are served to their end: without speculation, with each shape of the ladder,
-and with the shape that is chosen, in alternating rounds. Tokens per second of the
-process's own time, so that other processes count less; `share` is the adaptive speed
-over that of the best of the others. The last line is one JSON document.
+and with the shape that is chosen, in alternating rounds. One round that is not timed
+comes first, for all of them: a choice needs some tokens to settle, and `settling` is
+its speed there over its later one. Tokens per second of the process's own time, so that
+other processes count less; medians of rounds. `share` is the adaptive speed over that
+of the best of the others, the median of what it is within each round. The last line is
+one JSON document.
 """
 
 from __future__ import annotations
@@ -75,6 +78,7 @@ class Served:
 
 
 def measure(rows: int, args: argparse.Namespace, *engines: Served) -> dict[str, float]:
+    """Return the speed of each mode, and of the choice its share and settling."""
     plain, drafting = engines
     shapes = drafting.scheduler.shapes
     chosen = shapes.policy
@@ -86,9 +90,11 @@ def measure(rows: int, args: argparse.Namespace, *engines: Served) -> dict[str, 
     }
     modes["adaptive"] = chosen
     found: dict[str, list[float]] = {name: [] for name in modes}
-    for _ in range(args.rounds):
-        for name, policy in modes.items():
-            engine = drafting
+    for turn in range(1 + args.rounds):
+        # No mode always follows the same one.
+        names = list(modes)[turn % len(modes) :] + list(modes)[: turn % len(modes)]
+        for name in names:
+            policy, engine = modes[name], drafting
             if policy is None:
                 engine = plain
             else:
@@ -97,13 +103,20 @@ def measure(rows: int, args: argparse.Namespace, *engines: Served) -> dict[str, 
             engine._asked = 0
             found[name].append(engine.speed(rows, args.tokens))
     shapes.policy = chosen
-    return {name: statistics.median(speeds) for name, speeds in found.items()}
+    first = found["adaptive"][0]
+    timed = {name: speeds[1:] for name, speeds in found.items()}
+    speeds = {name: statistics.median(each) for name, each in timed.items()}
+    own = timed.pop("adaptive")
+    best = timed[max(timed, key=lambda name: speeds[name])]
+    shares = [a / b for a, b in zip(own, best, strict=True)]
+    settling = first / speeds["adaptive"]
+    return speeds | {"share": statistics.median(shares), "settling": settling}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
@@ -111,13 +124,12 @@ def main() -> None:
     engines = Served(), Served(**DRAFTS)
     results = []
     for rows in args.batch_size:
-        speeds = measure(rows, args, *engines)
-        own = speeds.pop("adaptive")
-        best = max(speeds, key=speeds.__getitem__)
-        share = own / speeds[best]
-        results.append({"rows": rows, "adaptive": own, "share": share} | speeds)
-        each = "  ".join(f"{name} {speed:.0f}" for name, speed in speeds.items())
-        print(f"{rows:3d}  {each}  adaptive {own:.0f}  share {share:.3f}", flush=True)
+        found = measure(rows, args, *engines)
+        results.append({"rows": rows} | found)
+        shares = {name: found.pop(name) for name in ("share", "settling")}
+        each = [f"{name} {speed:.0f}" for name, speed in found.items()]
+        each += [f"{name} {value:.3f}" for name, value in shares.items()]
+        print(f"{rows:3d}", *each, sep="  ", flush=True)
     print(json.dumps({"benchmark": "bench_shapes", "results": results}))
 
 

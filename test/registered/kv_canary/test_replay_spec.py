@@ -9,6 +9,7 @@ import pytest
 from kv_canary.faults.catalogue import DRAFT_FAULTS
 from sglang.srt.replay.playing.command import main
 from sglang.srt.replay.playing.player import Setting
+from sglang.srt.speculative import eagle_catch_up
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.replay_traffic import LONG_AGO, check_same, record_of, replayed
@@ -102,10 +103,18 @@ def test_a_clean_run_replays_clean(
 
 @pytest.mark.parametrize("kind", ["EAGLE", "STANDALONE"])
 @pytest.mark.parametrize("forwards", [7, LONG_AGO])
+@pytest.mark.parametrize("ring", [eagle_catch_up.MAX_BEHIND, 2])
 def test_shapes_that_change_replay(
-    models: dict[str, Path], kind: str, forwards: int, tmp_path: Path
+    models: dict[str, Path],
+    kind: str,
+    ring: int,
+    forwards: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Each iteration gets its shape again, and a draft catches up where it did."""
+    """Each iteration gets its shape again, and a draft catches up where it did, or its
+    request is prefilled again."""
+    monkeypatch.setattr(eagle_catch_up, "MAX_BEHIND", ring)
     if kind == "STANDALONE":
         models = write_mock_models(tmp_path / kind, kind=kind, source=None)
     harness = speculating(
@@ -127,6 +136,8 @@ def test_shapes_that_change_replay(
         traffic.on_step(step)
         harness.scheduler.step()
     record = record_of(harness)
+    retracted = harness.scheduler.stats_snapshot().num_retracted_reqs
+    assert (retracted > 0) == (ring == 2)
     assert (record.checkpoint is not None) == (forwards == 7)
     assert len({round_.shape for round_ in record.rounds}) == len(shapes.ladder)
     check_same(replayed(record), record)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from sglang.srt.configs.draft_layout import TreeShape
 from sglang.srt.managers.scheduler.draft_shapes import DraftShapes
 from sglang.srt.managers.scheduler.shape_chooser import PLAIN, ShapeChooser
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative import eagle_catch_up
 from sglang.srt.speculative.eagle_catch_up import PlainStates
 from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.ci.ci_register import register_cpu_ci
@@ -92,6 +94,18 @@ class FewDrafts:
         return PLAIN if self._asked % self._every else 1
 
 
+def calls_of(owner, name):
+    """Record the calls of a method."""
+    found, method = [], getattr(owner, name)
+
+    def record(*args, **options):
+        found.append(args)
+        return method(*args, **options)
+
+    setattr(owner, name, record)
+    return found
+
+
 def lens_by_position(scheduler):
     """Record how many tokens each verification of the only request accepts, by its
     length before."""
@@ -105,6 +119,46 @@ def lens_by_position(scheduler):
 
     scheduler._results.process = record
     return found
+
+
+@pytest.fixture
+def short_ring(monkeypatch):
+    """Drafts lapse after 20 plain steps."""
+    monkeypatch.setattr(eagle_catch_up, "MAX_BEHIND", 20)
+
+
+@pytest.mark.parametrize("algorithm", ["EAGLE3", "STANDALONE"])
+@pytest.mark.parametrize("radix", [True, False])
+def test_a_lapsed_draft_is_prefilled_again(folders, short_ring, algorithm, radix):
+    """When something is drafted, and not before: the same output, drafts that are
+    accepted again, and nothing computed by the draft meanwhile."""
+    wanted = config(algorithm, 1, 3, None, 4, "mock", overlap=True)
+    engine = spec_engine(
+        folders, wanted, **ADAPTIVE, kv_canary="raise", disable_radix_cache=not radix
+    )
+    scheduler, turn = engine.scheduler, [PLAIN]
+    assert scheduler.env.max_behind == 20
+    scheduler.shapes.policy = SimpleNamespace(choose=lambda rows, behind: turn[0])
+    prompts = [list(range(100, 120 + 30 * i)) for i in range(3)]
+    rids = [engine.submit(p, max_new_tokens=90, ignore_eos=True) for p in prompts]
+    for _ in range(6):
+        scheduler.step()
+    ran = calls_of(scheduler.worker.draft_worker.draft_runner, "run_model")
+    for _ in range(45):
+        scheduler.step()
+    assert not ran
+    assert scheduler.stats_snapshot().num_retracted_reqs == 0
+    assert all(req.behind > 40 for req in live_requests(scheduler))
+    assert scheduler.batches.behind() > 4 * 3 * 40
+    turn[0] = 1
+    answers = engine.run()
+    assert scheduler.stats_snapshot().num_retracted_reqs == 3
+    plain = plain_engine(folders.target("mock"))
+    for rid, prompt in zip(rids, prompts, strict=True):
+        due = plain.generate(prompt, max_new_tokens=90, ignore_eos=True).output_ids
+        assert answers[rid].output_ids == due
+    assert scheduler.stats_snapshot().spec_accept_length > 1.5
+    check_no_leak(engine)
 
 
 @pytest.mark.parametrize("algorithm", ["EAGLE", "EAGLE3"])

@@ -73,6 +73,7 @@ class Req:
             then their `content_ids`.
         behind: tokens that the draft's KV lacks once the launched forwards have run; a
             draft with a lead (`DraftKind.lead`) should also have the newest one.
+            Beyond `BatchEnvironment.max_behind` it has lapsed.
         is_chunked: whether the current prefill stops before the end of `tokens`.
         grammar_failure: why the request lost its grammar, until it has another one. Of
             the step in which that happened it keeps nothing, or the first tokens.

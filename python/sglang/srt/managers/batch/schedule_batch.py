@@ -76,6 +76,8 @@ class BatchEnvironment:
         draft_lead: as `DraftKind.lead`.
         max_behind: tokens that the draft's KV of a request may lack, beyond which it
             must catch up; 0 without plain steps, or if drafts have no KV.
+        drafts_lapse: whether it then lapses instead, and the request must be prefilled
+            again before it drafts.
         shape: shape of drafts, unless something else is chosen for an iteration. None
             without speculation.
         states: plans the checkpoints of recurrent state, if the cache keeps any.
@@ -91,6 +93,7 @@ class BatchEnvironment:
     max_ahead: int = 0
     draft_lead: int = 0
     max_behind: int = 0
+    drafts_lapse: bool = False
     shape: TreeShape | None = None
     states: StatePlanner | None = None
     adapters: AdapterSlots | None = None
@@ -102,6 +105,10 @@ class BatchEnvironment:
         if self.decode_reserve and self.needs_host_lens:
             return True
         return self.drafts_on_host and shape is not None
+
+    def has_lapsed(self, req: Req) -> bool:
+        """Whether the states that the draft would need to catch up are gone."""
+        return req.behind > self.max_behind > 0
 
     @property
     def device(self) -> torch.device:
@@ -489,12 +496,14 @@ class ScheduleBatch:
             upload = self._upload_vectors
             self.state_plan = states.for_verification(reqs, committed, upload)
         self.catch_up = None
-        is_plain = self.shape is None
-        if not is_plain or max(r.behind for r in reqs) >= self.env.max_behind:
+        env, is_plain = self.env, self.shape is None
+        if not is_plain or (
+            not env.drafts_lapse and max(r.behind for r in reqs) >= env.max_behind
+        ):
             self.plan_catch_up()
-        if is_plain and self.env.max_behind:
+        if is_plain and env.max_behind:
             for req in reqs:
-                req.set_behind(req.behind + 1, lead=self.env.draft_lead)
+                req.set_behind(req.behind + 1, lead=env.draft_lead)
         return True
 
     def plan_catch_up(self) -> None:

@@ -39,6 +39,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LAPSED_TOKEN = 4
+"""Tokens of a draft's catching up that cost as much as a token of a prefill."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class SavedBatch:
@@ -138,6 +141,15 @@ class BatchSelector:
         batches = (self.running, self.last_prefill)
         return [req for batch in batches if batch is not None for req in batch.reqs]
 
+    def behind(self) -> int:
+        """Return the tokens of the decoding requests that drafts must catch up; one
+        that has to be prefilled again counts as several."""
+        env = self._env
+        return sum(
+            req.behind * (LAPSED_TOKEN if env.has_lapsed(req) else 1)
+            for req in self.decoding()
+        )
+
     def has_requests(self) -> bool:
         """Whether any request is waiting or in a batch."""
         return bool(
@@ -155,6 +167,8 @@ class BatchSelector:
         """Return the next batch with its slots taken, or None if nothing can run."""
         prefilled = self.last_prefill is not None
         self._merge_last_prefill()
+        if self.shape is not None:
+            self.restart_lapsed()
         is_due, self._is_decode_due = self._is_decode_due, False
         if is_due or (prefilled and self.chunked is not None):
             batch = self._get_decode_batch()
@@ -305,14 +319,17 @@ class BatchSelector:
             batch.filter_decoding()
         if self._num_free_rows:
             return
-        yielding = who_yields(self._ready(), batch.reqs)
-        for req in reversed(yielding):
+        self._queue_again(who_yields(self._ready(), batch.reqs))
+
+    def _queue_again(self, reqs: Sequence[Req]) -> None:
+        """Take requests out of the batches and queue them before all others."""
+        for req in reversed(reqs):
             self.withdraw(req)
             if req.finish_if_aborted():
                 self._on_dropped(req)
             else:
                 self.waiting.insert(0, req)
-        self._stats.on_retract(len(yielding))
+        self._stats.on_retract(len(reqs))
 
     def _undo_admission(self, adder: PrefillAdder) -> None:
         """Give back the locks and the memory of the partly prefilled prompt, because
@@ -370,6 +387,16 @@ class BatchSelector:
             len(retracted),
             len(batch),
         )
+
+    def restart_lapsed(self) -> None:
+        """Queue requests whose drafts have lapsed before all others: a prefill computes
+        what both models lack."""
+        batch = self.running
+        if batch is None or not any(self._env.has_lapsed(r) for r in batch.reqs):
+            return
+        self._resolve()
+        batch.filter_decoding()
+        self._queue_again([r for r in batch.reqs if self._env.has_lapsed(r)])
 
     def _requeue(self, req: Req) -> None:
         """Put a request at the front of the queue, releasing its memory if needed; if

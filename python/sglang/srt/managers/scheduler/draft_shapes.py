@@ -98,6 +98,9 @@ class RunningBatches(Protocol):
     def decoding(self) -> list[Req]:
         """Return the requests that decode, or are about to."""
 
+    def behind(self) -> int:
+        """As in `ShapePolicy.choose`."""
+
 
 class DraftShapes:
     """The ladder of an engine, and the policy that chooses from it.
@@ -172,7 +175,7 @@ class DraftShapes:
         reqs = batches.decoding() if self.is_adaptive else []
         if self.is_adaptive and not reqs:
             return PLAIN
-        return self.policy.choose(len(reqs), lambda: sum([req.behind for req in reqs]))
+        return self.policy.choose(len(reqs), batches.behind)
 
     def observe(self, launched: LaunchRecord, result: GenerationBatchResult) -> None:
         """Learn from a result, before it is processed."""

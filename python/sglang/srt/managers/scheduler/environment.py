@@ -39,6 +39,8 @@ def create_environment(
         else 0,
         draft_lead=server_args.draft_lead if is_speculative else 0,
         max_behind=max_behind,
+        # A GPU catches up for a few percent of its plain steps, a CPU for ten.
+        drafts_lapse=server_args.device == "cpu",
         shape=server_args.tree_shape if is_speculative else None,
         states=_create_planner(server_args, cache),
         adapters=None if runner.adapters is None else runner.adapters.pool,

@@ -618,6 +618,7 @@ class Scheduler:
     def catch_up(self) -> None:
         """Let the drafts' KV have all that the target's has, as after a prefill of the
         same tokens. Nothing is in flight."""
+        self.batches.restart_lapsed()
         batch = self.running
         if batch is None or not self.env.max_behind:
             return
