@@ -94,12 +94,23 @@ def has_host(fault: Fault) -> bool:
 
 def incidents() -> str:
     return table(
-        ("incident", "seen", "what went wrong", "planted as", "reported as"),
         (
-            (one.name, one.seen, one.mechanism, planted_as(one), reports_of(one))
+            *("incident", "seen", "what went wrong", "planted as", "reported as"),
+            "in a stock vLLM",
+        ),
+        (
+            (
+                *(one.name, one.seen, one.mechanism, planted_as(one), reports_of(one)),
+                in_vllm(one),
+            )
             for one in INCIDENTS
         ),
     )
+
+
+def in_vllm(incident: Incident) -> str:
+    names = (fault.hosts.get(HostEngine.VLLM) for fault in incident.faults)
+    return ", ".join(filter(None, names))
 
 
 def planted_as(incident: Incident) -> str:

@@ -10,7 +10,17 @@ from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
-from paged_world import DEVICE, DIM, HEADS, LAYOUTS, MAX_LEN, PAGE, PAGES, Pool
+from paged_world import (
+    DEVICE,
+    DIM,
+    HEADS,
+    LAYOUTS,
+    MAX_LEN,
+    PAGE,
+    PAGES,
+    Pool,
+    found_since,
+)
 from torch import Tensor
 
 from kv_canary.engines.engine_canary import EngineCanary
@@ -46,6 +56,7 @@ class StateWorld:
         real_data: str = "all",
         is_one_block: bool = False,
         sample: float = 1.0,
+        sweep_interval: int = 0,
     ) -> None:
         torch.manual_seed(0)
         self.random = random.Random(0)
@@ -63,7 +74,12 @@ class StateWorld:
         }
         self.canary = EngineCanary(
             [dataclasses.replace(self.kv.group(), number=KV)],
-            Settings(mode=Mode.LOG, real_data=real_data, sample=sample),
+            Settings(
+                mode=Mode.LOG,
+                real_data=real_data,
+                sample=sample,
+                sweep_interval=sweep_interval,
+            ),
             num_rows=8,
             max_len=MAX_LEN,
             is_cached=not is_one_block,
@@ -141,11 +157,7 @@ class StateWorld:
         if DEVICE == "cuda":
             torch.cuda.synchronize()
             self.canary.poll()
-        return [
-            (v["rid"], v["slot"], v["position"], "+".join(v["reasons"]))
-            for incident in list(self.canary.reporter.incidents)[before:]
-            for v in incident["violations"]
-        ]
+        return found_since(self.canary, before)
 
     def _plan(self, steps: Sequence[RowStep], released: Sequence[str]) -> Step:
         admitted, grown = [], []

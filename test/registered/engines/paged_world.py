@@ -103,6 +103,16 @@ class Pool:
         )
 
 
+def found_since(canary: EngineCanary, before: int) -> list[tuple[str, int, int, str]]:
+    """Return (request, slot, position, reasons) of all that was found after so many
+    incidents."""
+    return [
+        (v["rid"], v["slot"], v["position"], "+".join(v["reasons"]))
+        for incident in list(canary.reporter.incidents)[before:]
+        for v in incident["violations"]
+    ]
+
+
 class World:
     """Requests by name, with their blocks; what the canary is told and what is read.
 
@@ -110,6 +120,8 @@ class World:
         canary: of the pool, mode `log`.
         tables: block numbers that attention reads, by request: faults go here.
         is_synchronous: whether the host knows sampled tokens before the next step.
+        judges_ahead: whether it plans the next step before it knows how many proposals
+            were accepted, and which they were.
         in_attention: by layer, what its attention does besides.
     """
 
@@ -125,6 +137,7 @@ class World:
         is_synchronous: bool = True,
         in_pass: bool = False,
         sample: float = 1.0,
+        judges_ahead: bool = False,
     ) -> None:
         torch.manual_seed(0)
         self.random = random.Random(0)
@@ -135,7 +148,10 @@ class World:
             num_rows=8,
             max_len=MAX_LEN,
             is_cached=is_cached,
+            judges_ahead=judges_ahead,
         )
+        self.judges_ahead = judges_ahead
+        self._unheard: dict[str, int] = {}
         self.tables: dict[str, list[int]] = {}
         self.tokens: dict[str, list[int]] = {}
         self.computed: dict[str, int] = {}
@@ -194,12 +210,7 @@ class World:
                 proposed[rid] = [self.random.randrange(1000) for _ in range(more)]
                 accepted[rid] = more
         scheduled = [
-            RowStep(
-                rid=rid,
-                computed=self.computed[rid],
-                scheduled=count,
-                proposed=proposed.get(rid, ()),
-            )
+            self._row_step(rid, count, proposed.get(rid, ()))
             for rid, count in rows.items()
         ]
         self.canary.plan(Step(rows=scheduled, **step))
@@ -250,27 +261,37 @@ class World:
                 self.canary.groups[0].attend(layer)
             self.in_attention.get(layer, lambda: None)()
         self.canary.after()
-        self._sample(scheduled, accepted)
+        self._sample(scheduled, proposed, accepted)
         if DEVICE == "cuda":
             torch.cuda.synchronize()
             self.canary.poll()
-        return [
-            (v["rid"], v["slot"], v["position"], "+".join(v["reasons"]))
-            for incident in list(self.canary.reporter.incidents)[before:]
-            for v in incident["violations"]
-        ]
+        return found_since(self.canary, before)
 
-    def _sample(self, rows: Sequence[RowStep], accepted: dict[str, int]) -> None:
+    def _row_step(self, rid: str, count: int, proposed: Sequence[int]) -> RowStep:
+        computed = self.computed[rid]
+        if self.judges_ahead:
+            computed += self._unheard.pop(rid, 0)
+            proposed = [-1] * len(proposed)
+        return RowStep(rid, computed, count, proposed)
+
+    def _sample(
+        self,
+        rows: Sequence[RowStep],
+        proposed: dict[str, list[int]],
+        accepted: dict[str, int],
+    ) -> None:
         """Draw the next token of each row, after the proposed ones that are taken; for
         a row whose prompt goes on, one that nobody takes."""
         width = 1 + max(row.drafts for row in rows)
         drawn = torch.full((len(rows), width), -1, dtype=torch.int32, device=DEVICE)
         for line, row in zip(drawn, rows, strict=True):
             taken = accepted.get(row.rid, 0)
-            new = [*row.proposed[:taken], self.random.randrange(1000)]
+            mine = proposed.get(row.rid, [])
+            new = [*mine[:taken], self.random.randrange(1000)]
             line[: len(new)] = torch.tensor(new)
             tokens = self.tokens[row.rid]
             self.computed[row.rid] += row.scheduled - row.drafts + taken
+            self._unheard[row.rid] = row.drafts - taken
             if self.computed[row.rid] >= len(tokens):
                 tokens += new
                 if self.is_synchronous:

@@ -170,3 +170,17 @@ def test_requests_outside_of_the_sample_are_not_verified() -> None:
             tensor[world.block(rid, MORE_STATES)] += 1
     found = world.forward({other: 1, chosen: 1})
     assert [entry[0] for entry in found] == [chosen]
+
+
+@pytest.mark.parametrize("group", LAYERS)
+def test_a_sweep_finds_damage_to_a_state_that_nobody_reads(group: int) -> None:
+    """All bytes of it, also with `rotate`; and a row that goes on is left alone."""
+    world = StateWorld(real_data="rotate", sweep_interval=1)
+    start(world)
+    start(world, "B", 17)
+    cached = world.blocks["A"][group][1]
+    assert world.forward({"B": 1}, released=["A"]) == []
+    world.parts[group][0][1][cached].view(-1)[-1] += 1
+    assert world.forward({"B": 1}) == [(None, cached, 15, "verify_real_kv")]
+    (said,) = world.canary.reporter.incidents[-1]["violations"]
+    assert (said["group"], said["launch"]) == ("state", "sweep")

@@ -112,6 +112,31 @@ def test_proposed_tokens_are_compared(wrong: int | None) -> None:
         assert named(found) == [("A", 22, "write_token")]
 
 
+@pytest.mark.parametrize("accepted", [0, 1, 2])
+def test_proposals_are_judged_on_the_device(accepted: int) -> None:
+    """The next prefix is what the sampler accepted: one token more is named, and an
+    accepted token that was not the input."""
+    step: dict[str, Any] = {"proposed": {"A": [31, 32]}, "accepted": {"A": accepted}}
+    for fault in ("none", "length", "token"):
+        world = World(judges_ahead=True, is_synchronous=False)
+        world.start()
+        assert world.forward({"A": 3}, **step) == []
+        first = world.computed["A"] + 1
+        wrong = {("A", first): WRONG} if fault == "token" else {}
+        assert world.forward({"A": 3}, inputs=wrong, **step) == []
+        if fault == "length":
+            world.computed["A"] += 1
+            world.tokens["A"].append(5)
+        last = world.computed["A"]
+        found = world.forward({"A": 1})
+        if fault == "length":
+            assert {(rid, position) for rid, _, position, _ in found} >= {("A", last)}
+        elif fault == "token" and accepted:
+            assert named(found) == [("A", last - 1, "verify_token")]
+        else:
+            assert found == []
+
+
 def test_an_engine_that_samples_nothing_is_silent() -> None:
     """As for embeddings: the next input is not known then."""
     world = World()
@@ -186,9 +211,11 @@ def test_the_last_token_that_counts_is_the_next_input(
 class Traffic:
     """Random steps of a few requests: chunks, decodes, proposals."""
 
-    def __init__(self, data: st.DataObject, is_synchronous: bool) -> None:
+    def __init__(
+        self, data: st.DataObject, is_synchronous: bool, judges_ahead: bool
+    ) -> None:
         self.draw = data.draw
-        self.world = World(is_synchronous=is_synchronous)
+        self.world = World(is_synchronous=is_synchronous, judges_ahead=judges_ahead)
         self.admitted: list[Any] = []
         for rid in "ABC"[: self.draw(st.integers(1, 3))]:
             length = self.draw(st.integers(1, 3 * PAGE))
@@ -203,8 +230,10 @@ class Traffic:
         for rid, tokens in world.tokens.items():
             left = len(tokens) - world.computed[rid]
             rows[rid] = self.draw(st.integers(1, left)) if left else 0
-            # Proposals are only scheduled where the host knows what precedes them.
-            if rows[rid] == left and len(tokens) > 24 and world.is_synchronous:
+            # Proposals are only scheduled where the host knows what precedes them, or
+            # does not ask.
+            knows = world.is_synchronous or world.judges_ahead
+            if rows[rid] == left and len(tokens) > 24 and knows:
                 drafts = self.draw(st.lists(st.integers(0, 999), max_size=3))
                 step["proposed"][rid] = drafts
                 step["accepted"][rid] = self.draw(st.integers(0, len(drafts)))
@@ -214,18 +243,23 @@ class Traffic:
 
 
 @settings(max_examples=count(ci=12, full=600), deadline=None)
-@given(data=st.data(), is_synchronous=st.booleans())
+@given(
+    data=st.data(),
+    schedule=st.sampled_from([(True, False), (False, False), (False, True)]),
+)
 def test_traffic_is_silent_until_one_input_is_wrong(
-    data: st.DataObject, is_synchronous: bool
+    data: st.DataObject, schedule: tuple[bool, bool]
 ) -> None:
-    traffic = Traffic(data, is_synchronous)
+    traffic = Traffic(data, *schedule)
     world = traffic.world
     for _ in range(data.draw(st.integers(0, 6))):
         rows, step = traffic.step()
         assert world.forward(rows, **step) == []
     rows, step = traffic.step()
     rid = data.draw(st.sampled_from(sorted(rows)))
-    position = world.computed[rid] + data.draw(st.integers(0, rows[rid] - 1))
+    # Nobody but the device knows proposals that are judged ahead.
+    known = rows[rid] - len(step["proposed"].get(rid, ())) * world.judges_ahead
+    position = world.computed[rid] + data.draw(st.integers(0, known - 1))
     assert position < MAX_LEN
     found = world.forward(rows, inputs={(rid, position): WRONG}, **step)
     assert (rid, position, "write_token") in named(found)

@@ -258,7 +258,9 @@ def test_every_limit_names_its_option() -> None:
         cache_config=SimpleNamespace(kv_sharing_fast_prefill=True),
         model_config=SimpleNamespace(enable_prompt_embeds=True),
         attention_config=SimpleNamespace(hisparse_config=object()),
-        speculative_config=SimpleNamespace(method="eagle3"),
+        speculative_config=SimpleNamespace(
+            method="eagle3", enable_adaptive_verification=True
+        ),
         scheduler_config=SimpleNamespace(async_scheduling=True),
     )
     assert [text.split(":")[0] for text in refused_by(config)] == [

@@ -25,6 +25,8 @@ class LedgerRequest:
         blocks: its blocks, by group.
         computed: tokens whose KV is stored after the newest step.
         is_ahead: whether its newest step also stored tokens that were only proposed.
+        is_estimated: whether `computed` counts proposals that were rejected, until the
+            host hears of it.
         is_verified: whether its reads are verified.
         taken: full blocks that need not be taken by `take_full`: others filled them, or
             they were taken.
@@ -41,6 +43,7 @@ class LedgerRequest:
     blocks: list[list[int]]
     computed: int
     is_ahead: bool = False
+    is_estimated: bool = False
     is_verified: bool = True
     taken: int = 0
     turned_back: int = 0

@@ -13,27 +13,23 @@ finish(...)      on a GPU the findings, when the step's tokens reach the host
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from operator import ge
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from kv_canary import launches
 from kv_canary.accepted import SampledTokens
-from kv_canary.engines.batch_rows import BatchRows
 from kv_canary.engines.block_ledger import BlockLedger, Changes, LedgerRequest
+from kv_canary.engines.forward_rows import ForwardRows
 from kv_canary.engines.group_canary import RING_CAPACITY, Group, GroupCanary
-from kv_canary.engines.inputs import SampledRows, known_inputs
 from kv_canary.engines.reporting import create_worker_reporter
 from kv_canary.engines.state_canary import StateCanary
-from kv_canary.records import Expected, WriterKind, request_lineage
+from kv_canary.records import Expected, request_lineage
 from kv_canary.runtime.host import HostCapabilities
 from kv_canary.runtime.pending import GroupFindings, Pending
 from kv_canary.runtime.runtime import Announcement, CanaryRuntime, Testimony
-from kv_canary.runtime.uploads import upload, upload_rows, upload_vectors
-from kv_canary.view import ForwardView
+from kv_canary.runtime.uploads import upload, upload_rows
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,10 +37,11 @@ if TYPE_CHECKING:
     from kv_canary.engines.block_units import BlockUnits
     from kv_canary.engines.settings import Settings
     from kv_canary.engines.state_canary import StatePool
-    from kv_canary.engines.step import ForwardReads, RowStep, Step
+    from kv_canary.engines.step import ForwardReads, Step
     from kv_canary.evidence import Owner
     from kv_canary.reporter import OwnerOf
     from kv_canary.runtime.group import CanaryGroup
+    from kv_canary.view import ForwardView
     from kv_canary.violation import Violation
 
 SWEEP_BUDGET = 4096
@@ -62,6 +59,8 @@ class EngineCanary:
         num_rows: requests that may hold blocks at once.
         max_len: most tokens of a request.
         is_cached: whether the engine has a prefix cache.
+        judges_ahead: whether steps are planned before the proposals of the last one are
+            judged, which the device then does.
 
     Attributes:
         ledger: who holds which blocks.
@@ -82,6 +81,7 @@ class EngineCanary:
         is_cached: bool,
         rank: int = 0,
         states: StatePool | None = None,
+        judges_ahead: bool = False,
     ) -> None:
         self._sweep_interval = settings.sweep_interval
         self._device = groups[0].layers[0].device
@@ -134,12 +134,10 @@ class EngineCanary:
             with_tokens=settings.report_tokens,
         )
         self._testimony = Testimony(owner_of=self._owner_lookup)
+        self._rows = ForwardRows(
+            self.ledger, self._device, num_rows=num_rows, judges_ahead=judges_ahead
+        )
         self._step: Step | None = None
-        self._rows: dict[str, RowStep] = {}
-        # The rows of the newest forward, while nobody begins or ends.
-        self._batch: BatchRows | None = None
-        # The rows of the newest forward, until their next tokens are known.
-        self._sampling: SampledRows | None = None
         self.units: BlockUnits | None = None
         self.again: list[LedgerRequest] = []
         self.turned_back = 0
@@ -177,10 +175,8 @@ class EngineCanary:
             CanaryViolation: in mode `raise`, if an earlier forward found something.
         """
         self.poll()
-        if self._sampling is not None:
-            self._sampling.forget(self.groups[0].state)
-            self._sampling = None
-        before, self._rows = self._rows, {row.rid: row for row in step.rows}
+        before, rows = self._rows.steps, {row.rid: row for row in step.rows}
+        self._rows.plan(rows, self.groups[0].state)
         self._step = step
         if self.units is not None:
             self.units.note_full(self._take_full(before))
@@ -191,7 +187,7 @@ class EngineCanary:
         for rid, blocks in step.grown:
             self.ledger.extend(self.ledger[rid], blocks, changes)
         if step.released or new:
-            self._batch = None
+            self._rows.change()
         known, requests = set(map(id, new)), self.ledger.requests
         ahead: list[LedgerRequest] = []
         self.again = []
@@ -204,7 +200,7 @@ class EngineCanary:
             elif row.computed < request.computed:
                 self._turn_back(request, row.computed, changes)
         self._apply(changes, step.copies)
-        beginning = [request for request in new if request.rid in self._rows]
+        beginning = [request for request in new if request.rid in rows]
         self._announce(beginning + self.again)
         self._correct(ahead)
 
@@ -217,7 +213,7 @@ class EngineCanary:
         """
         full: list[int] = []
         for rid in before:
-            row = self._rows.get(rid)
+            row = self._rows.steps.get(rid)
             full += self.ledger.take_full(rid, None if row is None else row.computed)
         return full
 
@@ -237,13 +233,8 @@ class EngineCanary:
         Raises:
             RuntimeError: one of its rows was never announced.
         """
-        batch, rows = self._batch_of(reads.rids)
-        prefix = [row.computed for row in rows]
-        # Each row has one new token, which was sampled last.
-        is_plain = reads.num_tokens == len(rows) and all(map(ge, prefix, batch.given))
-        make, self._sampling = self._view(reads, batch, rows, prefix, is_plain=is_plain)
-        oracle = None if is_plain else known_inputs(reads, self._rows, self.ledger)
-        seq_lens = reads.seq_lens[: len(rows)].long()
+        batch, steps, prefix, make, oracle = self._rows.begin(reads)
+        seq_lens = reads.seq_lens[: len(steps)].long()
         views, verified, num_read = [], [], []
         for group, tables in zip(self.groups, reads.groups, strict=True):
             table, count = group.reads(tables, seq_lens, prefix)
@@ -259,7 +250,7 @@ class EngineCanary:
             num_read.append(count)
         self._before(views, verified=verified, num_read=num_read)
         if self.states is not None:
-            self.states.begin(batch, rows, reads.states)
+            self.states.begin(batch, steps, reads.states)
 
     def _before(self, views: Sequence[ForwardView], **how: Any) -> None:
         """Open the forward in the groups of tokens."""
@@ -286,10 +277,13 @@ class EngineCanary:
         if self.states is not None:
             self.states.end()
         requests = self.ledger.requests
-        for row in self._rows.values():
+        for row in self._rows.steps.values():
             request, drafts = requests[row.rid], len(row.proposed)
             request.computed = row.computed + row.scheduled - drafts
-            request.is_ahead = drafts > 0
+            if not self._rows.judges_ahead:
+                request.is_ahead = drafts > 0
+            elif drafts:
+                request.is_estimated = True
         self._step = None
         self._runtime.count()
         found: list[GroupFindings] = []
@@ -309,9 +303,7 @@ class EngineCanary:
         Raises:
             RuntimeError: there are tokens for another number of rows.
         """
-        rows, self._sampling = self._sampling, None
-        if rows is not None:
-            launches.note_tokens(self.groups[0].state, rows.next_inputs(tokens, counts))
+        self._rows.sampled(tokens, counts, [group.state for group in self.groups])
 
     def finish(self) -> None:
         """Note that the step's tokens are about to leave.
@@ -412,7 +404,7 @@ class EngineCanary:
 
     def _lineage(self, request: LedgerRequest) -> int:
         """Return the lineage of the tokens before the forward."""
-        length = self._rows[request.rid].computed
+        length = self._rows.steps[request.rid].computed
         if length > len(request.tokens):
             raise RuntimeError(
                 f"kv_canary: request {request.rid!r} has {length} tokens in its KV, "
@@ -420,78 +412,21 @@ class EngineCanary:
             )
         return request_lineage(request.tokens[:length], request.salt)
 
-    def _batch_of(self, rids: Sequence[str]) -> tuple[BatchRows, list[RowStep]]:
-        """Return the rows of a forward, and what they do in this step."""
-        try:
-            rows = [self._rows[rid] for rid in rids]
-            if self._batch is None or self._batch.rids != rids:
-                requests = [self.ledger[rid] for rid in rids]
-                self._batch = BatchRows(rids, requests, self._device)
-        except KeyError as error:
-            raise RuntimeError(
-                f"kv_canary: the forward has a row of request {error}, which the "
-                "scheduler did not announce"
-            ) from None
-        return self._batch, rows
-
-    def _view(
-        self,
-        reads: ForwardReads,
-        batch: BatchRows,
-        rows: Sequence[RowStep],
-        before: Sequence[int],
-        *,
-        is_plain: bool,
-    ) -> tuple[Callable[..., ForwardView], SampledRows]:
-        """Return a function that makes the forward's view in a group from its slots,
-        and the rows that will be sampled.
-
-        Args:
-            before: tokens before the forward, by row.
-            is_plain: whether each row has one new token, which was sampled last.
-        """
-        each_is_due = is_plain
-        if is_plain:
-            (prefix,) = upload_vectors([before], self._device)
-            extend, ahead = batch.ones, batch.zeros
-        else:
-            known_ahead = [
-                request.sampled_ahead(row)
-                for request, row in zip(batch.requests, rows, strict=True)
-            ]
-            each_is_due = all(number >= 0 for number in known_ahead)
-            scheduled = [row.scheduled for row in rows]
-            prefix, extend, ahead = upload_vectors(
-                [before, scheduled, known_ahead], self._device
-            )
-        is_decode = reads.num_tokens == len(rows)
-        sampling = SampledRows(
-            req_rows=batch.req_rows,
-            serials=batch.serials,
-            prefix_lens=prefix,
-            ahead=ahead,
-            each_is_due=each_is_due,
-        )
-        make = partial(
-            ForwardView,
-            req_rows=batch.req_rows,
-            prefix_lens=prefix,
-            extend_lens=extend,
-            serials=batch.serials,
-            salts=batch.salts,
-            qo_indptr=reads.query_start_loc[: len(rows) + 1].long(),
-            input_ids=reads.input_ids[: reads.num_tokens].long(),
-            positions=reads.positions[: reads.num_tokens].long(),
-            writer_kind=WriterKind.DECODE if is_decode else WriterKind.EXTEND,
-        )
-        return make, sampling
-
     def _sweep(self) -> list[GroupFindings]:
         found = []
         for number, group in self._by_number.items():
             findings = group.sweep(SWEEP_BUDGET, self.ledger.held(number))
             if findings is not None:
                 found.append(GroupFindings(group, findings))
+        if self.states is not None:
+            pool = self.states.pool
+            held = set[int]().union(*map(self.ledger.held, pool.numbers))
+            # Blocks of as many bytes as those slots of KV have.
+            findings = self.states.sweep(
+                max(SWEEP_BUDGET // pool.block_tokens, 1), held
+            )
+            if findings is not None:
+                found.append(GroupFindings(self.states, findings))
         return found
 
 

@@ -84,6 +84,7 @@ HOSTS = (
             "connector-ahead",
             "connector-v2",
             "eagle",
+            "eagle-v2",
             "states",
             "states-v2",
         ),

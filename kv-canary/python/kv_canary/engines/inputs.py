@@ -21,8 +21,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kv_canary.engines.block_ledger import BlockLedger
+    from kv_canary.engines.proposals import Proposals
     from kv_canary.engines.step import ForwardReads, RowStep
     from kv_canary.state import CanaryState
+
+
+def sampled_counts(tokens: Tensor) -> Tensor | None:
+    """Return how many tokens [R] of each row of [R, n] are sampled: those before the
+    first negative one. None if there is at most one."""
+    if tokens.shape[1] == 1:
+        return None
+    return (tokens >= 0).cumprod(dim=1).sum(dim=1)
 
 
 def known_inputs(
@@ -38,6 +47,9 @@ def known_inputs(
     positions = np.full(reads.num_tokens, UNKNOWN, dtype=np.int64)
     begin = 0
     for step in steps:
+        if ledger[step.rid].is_estimated:
+            begin += step.scheduled
+            continue
         first, end = step.computed, step.computed + step.scheduled
         known = ledger[step.rid].tokens[first : end - step.drafts]
         tokens[begin : begin + len(known)] = known
@@ -60,6 +72,7 @@ class SampledRows:
         req_rows, serials, prefix_lens: as in `ForwardView`.
         ahead: known tokens after the first new one, or -1 if nothing is sampled.
         each_is_due: whether something is sampled for each row, as the host knows.
+        proposals: those that are judged on the device, if any.
     """
 
     req_rows: Tensor
@@ -67,9 +80,13 @@ class SampledRows:
     prefix_lens: Tensor
     ahead: Tensor
     each_is_due: bool = False
+    proposals: Proposals | None = None
 
     def next_inputs(self, tokens: Tensor, counts: Tensor | None) -> SampledTokens:
-        """Return each row's next input; see `EngineCanary.sampled`.
+        """Return each row's next input.
+
+        Args:
+            tokens, counts: see `EngineCanary.sampled`.
 
         Raises:
             RuntimeError: there are tokens for another number of rows.
@@ -79,14 +96,11 @@ class SampledRows:
                 f"kv_canary: the engine sampled for {len(tokens)} rows after a forward "
                 f"of {len(self.req_rows)}"
             )
+        if counts is None:
+            counts = sampled_counts(tokens)
         tokens = tokens.long()
         last, extend_lens = tokens[:, 0], self.ahead + 1
-        if counts is None and tokens.shape[1] == 1:
-            is_sampled = last >= 0
-        else:
-            if counts is None:
-                counts = (tokens >= 0).cumprod(dim=1).sum(dim=1)
-            is_sampled = counts > 0
+        is_sampled = last >= 0 if counts is None else counts > 0
         if tokens.shape[1] > 1:
             assert counts is not None
             last = tokens.gather(1, (counts.long() - 1).clamp(min=0)[:, None])[:, 0]

@@ -157,6 +157,8 @@ class StateCanary(CanaryGroup):
         self._turns = torch.full(
             (pool.num_blocks,), int(Turn.NOTHING), dtype=torch.int64, device=device
         )
+        self._groups_of = torch.zeros_like(self._turns)
+        self._swept = 1
         self._numbers = upload_rows(
             [_part_numbers(g, width) for g in pool.groups], device
         )
@@ -183,7 +185,8 @@ class StateCanary(CanaryGroup):
         super().move(dst, src)
         launches.mark_copied(self.state, dst)
         self._sums.index_copy_(0, dst, self._sums.index_select(0, src))
-        self._turns.index_copy_(0, dst, self._turns.index_select(0, src))
+        for of_slot in (self._turns, self._groups_of):
+            of_slot.index_copy_(0, dst, of_slot.index_select(0, src))
 
     # -- forwards ------------------------------------------------------------------
 
@@ -266,43 +269,97 @@ class StateCanary(CanaryGroup):
         )
         self._sums.index_copy_(0, step.slots, sums)
         self._turns.index_copy_(0, step.slots, step.turns)
+        self._groups_of.index_copy_(0, step.slots, step.groups)
         is_wild = (wild != 0) & (step.after.lengths > 0)[:, None]
-        self._find(step.after, step, is_wild, Reason.STATE_NOT_FINITE, (wild, wild))
+        found = self._findings(
+            step.after, step.slots, step.groups, is_wild, Reason.STATE_NOT_FINITE, wild
+        )
+        self._found.append(found)
+
+    def sweep(self, budget: int, held: set[int]) -> ByteFindings | None:
+        """Compare states that only the prefix cache holds, in rotation.
+
+        Args:
+            budget: blocks to look at.
+            held: blocks in a request's table.
+        """
+        if self.parts is None:
+            return None
+        end = min(self._swept + budget, self.state.num_slots)
+        blocks = [block for block in range(self._swept, end) if block not in held]
+        self._swept = end if end < self.state.num_slots else 1
+        if not blocks:
+            return None
+        slots, nobody = upload_vectors([blocks, [0] * len(blocks)], self._device)
+        word0 = self.state.tail[slots, Record.WORD0]
+        is_whole = (word0 != POISON_WORD) & (self._turns[slots] == Turn.WHOLE)
+        rows = StateRows(
+            slots=slots,
+            due_slots=slots,
+            req_rows=nobody,
+            serials=nobody,
+            lengths=(word0 >> HALF_BITS) + 1,
+            lineages=self._lineages,
+        )
+        return self._differing(
+            rows, slots, self._groups_of[slots], is_whole, Launch.SWEEP
+        )
 
     def _compare(self, step: _Step) -> None:
         """Compare the bytes of the states with the sums that are kept."""
         if self.parts is None:
             return
-        rows, kept = step.before, self._sums.index_select(0, step.slots)
+        rows = step.before
         held = self.state.tail[step.slots, Record.WORD0] != POISON_WORD
         held &= (rows.req_rows != 0) & (rows.lengths > 0)
-        turns = torch.where(held, self._turns[step.slots], Turn.NOTHING)
-        sums, _ = launches.sum_states(step.slots, step.groups, turns, self.parts)
-        differs = (sums != kept) & (turns != Turn.NOTHING)[:, None]
-        self._find(rows, step, differs, Reason.VERIFY_REAL_KV, (kept, sums))
+        self._found.append(self._differing(rows, step.slots, step.groups, held))
 
-    def _find(
+    def _differing(
         self,
         rows: StateRows,
-        step: _Step,
+        slots: Tensor,
+        groups: Tensor,
+        is_due: Tensor,
+        launch: Launch = Launch.ATTENTION,
+    ) -> ByteFindings:
+        """Find states that are due and have other bytes than were summed up."""
+        assert self.parts is not None
+        turns = torch.where(is_due, self._turns[slots], Turn.NOTHING)
+        kept = self._sums.index_select(0, slots)
+        sums, _ = launches.sum_states(slots, groups, turns, self.parts)
+        differs = (sums != kept) & (turns != Turn.NOTHING)[:, None]
+        return self._findings(
+            rows, slots, groups, differs, Reason.VERIFY_REAL_KV, kept, sums, launch
+        )
+
+    def _findings(
+        self,
+        rows: StateRows,
+        slots: Tensor,
+        groups: Tensor,
         is_bad: Tensor,
         reason: Reason,
-        words: tuple[Tensor, Tensor],
-    ) -> None:
-        """Keep findings about the first bad part of each state.
+        found: Tensor,
+        computed: Tensor | None = None,
+        launch: Launch = Launch.TAIL,
+    ) -> ByteFindings:
+        """Return findings about the first bad part of each state.
 
         Args:
-            is_bad: [N, parts]. words: [N, parts] each, found and computed.
+            slots: `rows.slots`, or 0 for those out of range.
+            is_bad: [N, parts]. found, computed: [N, parts], words for the report.
         """
-        launch = Launch.ATTENTION if reason is Reason.VERIFY_REAL_KV else Launch.TAIL
-        record = self.state.tail[step.slots]
+        record = self.state.tail[slots]
         bad = is_bad.any(dim=1)
-        lineages = rows.lineages[rows.req_rows]
+        lineages = record[:, Record.LINEAGE]
+        if launch is not Launch.SWEEP:
+            lineages = rows.lineages[rows.req_rows]
 
         def columns() -> dict[Ring, Tensor]:
             part = is_bad.to(torch.int32).argmax(dim=1, keepdim=True)
-            place = self._numbers[step.groups].gather(1, part)[:, 0]
-            found, computed = (_named(w.gather(1, part)[:, 0], place) for w in words)
+            place = self._numbers[groups].gather(1, part)[:, 0]
+            words = (found, found if computed is None else computed)
+            named = [_named(w.gather(1, part)[:, 0], place) for w in words]
             row = torch.arange(len(bad), device=bad.device)
             position = rows.lengths - 1
             return {
@@ -316,13 +373,13 @@ class StateCanary(CanaryGroup):
                 Ring.EXPECTED_LINEAGE: lineages,
                 Ring.FOUND_LINEAGE: record[:, Record.LINEAGE],
                 Ring.FOUND_WORD3: record[:, Record.WORD3],
-                Ring.BATCH_ROW: row % (len(row) // len(self.pool.groups)),
+                Ring.BATCH_ROW: row % max(len(row) // len(self.pool.groups), 1),
                 Ring.EXPECTED_SLOT: rows.due_slots,
-                Ring.FOUND_FINGERPRINT: found,
-                Ring.COMPUTED_FINGERPRINT: computed,
+                Ring.FOUND_FINGERPRINT: named[0],
+                Ring.COMPUTED_FINGERPRINT: named[1],
             }
 
-        self._found.append(ByteFindings.of(bad, launch, columns))
+        return ByteFindings.of(bad, launch, columns)
 
     def _turns_of(
         self, batch: BatchRows, rows: Sequence[RowStep], ends: Sequence[int]

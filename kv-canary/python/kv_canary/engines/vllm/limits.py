@@ -41,9 +41,14 @@ def _is_set(path: str) -> Callable[[Any], object]:
     return lambda config: _get(config, path)
 
 
-def _drafts_ahead(config: Any) -> object:
+def judges_ahead(config: Any) -> bool:
+    """Whether a step is planned before the proposals of the last one are judged."""
     is_ahead = _get(config, "scheduler_config.async_scheduling")
-    return is_ahead and _get(config, "speculative_config") is not None
+    return bool(is_ahead) and _get(config, "speculative_config") is not None
+
+
+def _loads_ahead(config: Any) -> object:
+    return judges_ahead(config) and _get(config, "kv_transfer_config") is not None
 
 
 LIMITS = (
@@ -91,9 +96,15 @@ LIMITS = (
         "blocks move between host and device",
     ),
     Limit(
-        "speculative_config with async_scheduling",
-        _drafts_ahead,
-        "the accepted tokens are not known on the host in time",
+        "speculative_config with async_scheduling and kv_transfer_config",
+        _loads_ahead,
+        "from which token on a request is computed again is not known in time; turn "
+        "one of them off",
+    ),
+    Limit(
+        "enable_adaptive_verification",
+        _is_set("speculative_config.enable_adaptive_verification"),
+        "how many proposals of a request are judged is decided on the device",
     ),
 )
 

@@ -107,11 +107,13 @@ MODELS = {
     "connector-v2": _PLAIN,
     "latent": _LATENT,
     "eagle": _PLAIN,
+    "eagle-v2": _PLAIN,
     "states": _STATES,
     "states-v2": _STATES,
 }
 DRAFT = {**_PLAIN, "num_hidden_layers": 1}
-"""The head of `eagle`."""
+"""The head of `WITH_DRAFTS`."""
+NUM_PROPOSALS = 2
 
 
 _BLOCK_STORE = "kv_canary.faults.vllm.block_store"
@@ -142,13 +144,16 @@ CONNECTORS = {
 }
 OPTIONS: dict[str, dict[str, Any]] = {
     "asynchronous": {"async_scheduling": True},
+    "eagle-v2": {"async_scheduling": True},
     **CONNECTORS,
     "latent": {"block_size": 16, "num_gpu_blocks_override": 96},
 }
 """Arguments of `LLM` by model."""
 WITH_STATES = ("states", "states-v2")
 """Models with recurrent states."""
-RUNNERS = {"v2": "1", "connector-v2": "1", "latent": "1", "states-v2": "1"}
+WITH_DRAFTS = ("eagle", "eagle-v2")
+"""Models beside an EAGLE head, judged ahead of the host in the second."""
+RUNNERS = dict.fromkeys(("v2", "connector-v2", "latent", "eagle-v2", "states-v2"), "1")
 """Values of `VLLM_USE_V2_MODEL_RUNNER` by model; the others take vLLM's default."""
 _ON_A_GPU = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 28}
 
@@ -173,7 +178,11 @@ def _with_draft(model: Path) -> dict[str, Any]:
     draft = model / "draft"
     draft.mkdir(exist_ok=True)
     (draft / "config.json").write_text(json.dumps(DRAFT), encoding="utf-8")
-    method = {"method": "eagle", "model": str(draft), "num_speculative_tokens": 2}
+    method = {
+        "method": "eagle",
+        "model": str(draft),
+        "num_speculative_tokens": NUM_PROPOSALS,
+    }
     weights = {"draft_load_config": {"load_format": "dummy"}}
     return {"speculative_config": {**method, **weights}}
 
@@ -212,7 +221,7 @@ class VllmHost:
         }
         if not _is_on_a_cpu():
             arguments |= _ON_A_GPU
-        if model.name == "eagle":
+        if model.name in WITH_DRAFTS:
             arguments |= _with_draft(model)
         arguments |= {**OPTIONS.get(model.name, {}), **options}
         if arguments.get("async_scheduling"):

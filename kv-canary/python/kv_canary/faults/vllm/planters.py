@@ -17,7 +17,13 @@ from kv_canary.engines.hooks import wrap_of
 from kv_canary.faults.catalogue import by_host_name
 from kv_canary.faults.fault import HostEngine, SlotGroup
 from kv_canary.faults.fault import Planted as PlantedIn
-from kv_canary.faults.vllm.host import BLOCK, VllmHost, random_tokens
+from kv_canary.faults.vllm.host import (
+    BLOCK,
+    NUM_PROPOSALS,
+    VllmHost,
+    random_tokens,
+)
+from kv_canary.faults.vllm.runners import V2Runner
 from kv_canary.records import Record
 
 if TYPE_CHECKING:
@@ -196,7 +202,7 @@ def block_of_another_group(host: VllmHost, rng: random.Random) -> Planted:
 def wrong_slot_mapping(host: VllmHost, rng: random.Random) -> Planted:
     request = _a(host)
     wrong = request.blocks[0][rng.randrange(2)] * BLOCK + rng.randrange(BLOCK)
-    due = frozenset((request.rid, wrong, request.computed + i) for i in range(3))
+    due = frozenset((request.rid, wrong, position) for position in _next(request))
 
     def change(inputs: Inputs) -> None:
         inputs.slots[inputs.place(request.rid)] = wrong
@@ -222,22 +228,28 @@ def skipped_store(host: VllmHost, rng: random.Random) -> Planted:
 
     for name in host.runner.kv_cache_config.kv_cache_groups[0].layer_names:
         undo.append(wrap_of(modules[name].impl, "do_kv_cache_update", store))
-    position = request.computed
+    start = request.computed
 
     def undo_all() -> None:
         for one in undo:
             one()
 
-    return Planted(due=lambda: _writes(request, position), undo=undo_all)
+    return Planted(due=lambda: _writes(request, start), undo=undo_all)
 
 
 def _writes(request: Any, start: int, *, shift: int = 0) -> frozenset[Read]:
     """Return a decoding request's next writes, at positions that are `shift` too
     high."""
-    ends = min(start + 3, len(request.blocks[0]) * BLOCK)
-    return frozenset(
-        (request.rid, _slot(request, p), p + shift) for p in range(start, ends)
-    )
+    end = len(request.blocks[0]) * BLOCK
+    positions = (p for p in _next(request, start) if p < end)
+    return frozenset((request.rid, _slot(request, p), p + shift) for p in positions)
+
+
+def _next(request: Any, start: int | None = None) -> range:
+    """Return the positions of a request's next three tokens, of which the first has
+    position `start` at most. The host may count proposals that are rejected."""
+    start = request.computed if start is None else start
+    return range(start - NUM_PROPOSALS * request.is_estimated, start + 3)
 
 
 def _slot(request: Any, position: int) -> int:
@@ -246,9 +258,7 @@ def _slot(request: Any, position: int) -> int:
 
 def truncated_table(host: VllmHost, rng: random.Random) -> Planted:
     request, missing = _b(host), rng.randrange(2, 3 * BLOCK)
-    due = frozenset(
-        (request.rid, -1, request.computed + 1 + i - missing) for i in range(3)
-    )
+    due = frozenset((request.rid, -1, p + 1 - missing) for p in _next(request))
 
     def change(inputs: Inputs) -> None:
         inputs.seq_lens[inputs.row(request.rid)] -= missing
@@ -403,6 +413,23 @@ def changed_prompt_token(host: VllmHost, rng: random.Random) -> Planted:
     return Planted(due=lambda: frozenset(changed))
 
 
+def rejected_token_that_counts(host: VllmHost, rng: random.Random) -> Planted:
+    """Let the second runner count one proposal less as rejected."""
+    request = rng.choice((_a(host), _b(host)))
+    start, rid = request.computed - 1, request.rid
+
+    def accept(rejected: torch.Tensor) -> None:
+        rejected -= (rejected > 0).to(rejected.dtype)
+
+    def due() -> frozenset[Read]:
+        ends = range(start, min(start + 4 * BLOCK, len(request.blocks[0]) * BLOCK))
+        return frozenset((rid, _slot(request, p), p) for p in ends)
+
+    planting = host.planting
+    assert isinstance(planting, V2Runner)
+    return Planted(due=due, undo=planting.with_rejected(rid, accept))
+
+
 PLANTERS: Mapping[str, Plant] = {
     name: globals()[name.replace(" ", "_")]
     for name, fault in by_host_name(HostEngine.VLLM).items()
@@ -411,10 +438,13 @@ PLANTERS: Mapping[str, Plant] = {
 """By fault name; the function's name has underscores."""
 
 IN_HYBRID = ("block of another group",)
+JUDGED_AHEAD = ("rejected token that counts",)
 
 
 def faults_of(kind: str) -> list[str]:
     """Return the faults that are planted in a model: those that need two groups of
-    layers in the hybrid one, the others elsewhere."""
-    is_hybrid = kind == "hybrid"
-    return [name for name in PLANTERS if (name in IN_HYBRID) is is_hybrid]
+    layers in the hybrid one, the others elsewhere, and some only beside a draft."""
+    if kind == "hybrid":
+        return list(IN_HYBRID)
+    left_out = IN_HYBRID if kind == "eagle-v2" else (*IN_HYBRID, *JUDGED_AHEAD)
+    return [name for name in PLANTERS if name not in left_out]

@@ -132,6 +132,8 @@ class V2Runner:
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._batch: Any = None
+        # Until tokens are sampled; a draft then asks for slots of its own.
+        self._is_target = False
         self._seq_lens: Tensor | None = None
         # For as long as the runner lives.
         wrap_of(runner, "prepare_inputs", self._prepare_inputs)
@@ -139,11 +141,13 @@ class V2Runner:
 
     def _prepare_inputs(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         self._batch, self._seq_lens = method(*args, **kwargs), None
+        self._is_target = True
         return self._batch
 
     def _sample(self, method: Any, *args: Any, **kwargs: Any) -> Any:
         # What lengths tell the sampler is no part of a fault in what attention reads:
         # a row that seems to be in the middle of its prompt would never end.
+        self._is_target = False
         if self._seq_lens is not None:
             self._batch.seq_lens.copy_(self._seq_lens)
         return method(*args, **kwargs)
@@ -157,7 +161,8 @@ class V2Runner:
         def build(method: Any, *args: Any, **kwargs: Any) -> Any:
             slots = method(*args, **kwargs)
             batch = self._batch
-            if any(rid not in batch.req_ids for rid in rids()):
+            is_due = self._is_target and all(rid in batch.req_ids for rid in rids())
+            if not is_due:
                 return slots
             self._seq_lens = batch.seq_lens.clone()
             change(
@@ -173,6 +178,25 @@ class V2Runner:
             return slots
 
         return wrap_of(self._runner.block_tables, "compute_slot_mappings", build)
+
+    def with_rejected(self, rid: str, change: Callable[[Tensor], None]) -> Undo:
+        """Let `change` alter how many of a request's proposals count as rejected."""
+
+        def count(
+            method: Any,
+            rows: Any,
+            tokens: Any,
+            sampled: Any,
+            rejected: Tensor,
+            *rest: Any,
+        ) -> Any:
+            if rid in self._batch.req_ids:
+                rejected = rejected.clone()
+                row = self._batch.req_ids.index(rid)
+                change(rejected[row : row + 1])
+            return method(rows, tokens, sampled, rejected, *rest)
+
+        return wrap_of(self._runner, "postprocess_sampled", count)
 
     def place(self, rid: str) -> int | None:
         return self._place(rid) if rid in self._batch.req_ids else None

@@ -41,12 +41,15 @@ def sum_states_kernel(
     groups,
     turns,
     table,
-    sums,
-    wild,
+    found,
     BLOCK: tl.constexpr,
     TILES: tl.constexpr,
 ):
-    """Add a tile of the run of one part of one state to its sum."""
+    """Add a tile of the run of one part of one state to its sum.
+
+    The second half of `found` has no pointer of its own, because Triton would compile
+    the kernel again for some places.
+    """
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     num_parts = tl.num_programs(1)
     line = table + (tl.load(groups + row) * num_parts + part) * LINE
@@ -73,10 +76,11 @@ def sum_states_kernel(
             is_wild = _is_wild(word, low) | _is_wild(word, high)
             count_wild += is_wild.to(tl.int32)
         to = row * num_parts + part
-        tl.atomic_add(sums + to, tl.sum(total, axis=0))
-        found = tl.sum(count_wild, axis=0)
-        if found > 0:
-            tl.atomic_add(wild + to, found.to(tl.int64))
+        tl.atomic_add(found + to, tl.sum(total, axis=0))
+        num_wild = tl.sum(count_wild, axis=0)
+        if num_wild > 0:
+            to += tl.num_programs(0).to(tl.int64) * num_parts
+            tl.atomic_add(found + to, num_wild.to(tl.int64))
 
 
 def sum_states(
@@ -88,8 +92,7 @@ def sum_states(
         groups,
         turns,
         parts.table,
-        found[0],
-        found[1],
+        found,
         BLOCK=BLOCK,
         TILES=TILES,
         num_warps=4,
