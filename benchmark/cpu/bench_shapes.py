@@ -1,6 +1,7 @@
 """Adaptive draft shapes on the CPU: the demo model and its EAGLE3 head on code.
 
 python benchmark/cpu/bench_shapes.py [--batch-size 1 4 16] [--rounds 11]
+python benchmark/cpu/bench_shapes.py --model-path FOLDER --tokens 64   with n-grams
 
 Requests are served to their end: without speculation, with each shape of the ladder,
 and with the shape that is chosen, in alternating rounds. One round that is not timed
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 
+from sglang.srt.configs.draft_layout import TreeShape
 from sglang.srt.managers.messages.io_struct import GenerateReq
 from sglang.srt.managers.scheduler.build import build_scheduler
 from sglang.srt.managers.scheduler.draft_shapes import FixedShape
@@ -39,12 +41,20 @@ DRAFTS: dict[str, Any] = {
 }
 
 
-class Served:
-    """A scheduler that serves prompts to their end."""
+NGRAMS = {"speculative_algorithm": "NGRAM", "speculative_adaptive": True}
 
-    def __init__(self, **flags: Any) -> None:
+
+class Served:
+    """A scheduler that serves prompts to their end.
+
+    Args:
+        model: folder; None is the demo model.
+    """
+
+    def __init__(self, model: str | None, **flags: Any) -> None:
         self._io = ListIO()
         args = ServerArgs(
+            **({} if model is None else {"model_path": model}),
             device="cpu",
             skip_tokenizer_init=True,
             max_total_tokens=32768,
@@ -53,17 +63,20 @@ class Served:
             **flags,
         )
         self.scheduler: Scheduler = build_scheduler(args, self._io)
-        self._prompts = code_prompts()
-        self._asked = 0
+        self._prompts = code_prompts(model)
+        self._asked = self._served = 0
 
     def speed(self, rows: int, tokens: int) -> float:
         """Return tokens per second of this process."""
         for _ in range(rows):
             prompt = self._prompts[self._asked % len(self._prompts)]
             self._asked += 1
+            self._served += 1
             self._io.requests.append(
                 GenerateReq(
-                    rid=str(self._asked),
+                    rid=str(self._served),
+                    # No n-gram comes from an earlier answer to the same prompt.
+                    extra_key=str(self._served),
                     input_ids=prompt,
                     sampling_params=SamplingParams(
                         max_new_tokens=tokens, temperature=0.0, ignore_eos=True
@@ -77,15 +90,19 @@ class Served:
         return rows * tokens / (time.process_time() - began)
 
 
+def shape_name(shape: TreeShape | None) -> str:
+    if shape is None:
+        return "none"
+    return f"{shape.num_steps},{shape.topk},{shape.num_draft_tokens}"
+
+
 def measure(rows: int, args: argparse.Namespace, *engines: Served) -> dict[str, float]:
     """Return the speed of each mode, and of the choice its share and settling."""
     plain, drafting = engines
     shapes = drafting.scheduler.shapes
     chosen = shapes.policy
     modes = {"plain": None} | {
-        "none" if shape is None else f"{shape.num_steps},{shape.topk}": FixedShape(
-            index
-        )
+        shape_name(shape): FixedShape(index)
         for index, shape in enumerate(shapes.ladder)
     }
     modes["adaptive"] = chosen
@@ -116,12 +133,14 @@ def measure(rows: int, args: argparse.Namespace, *engines: Served) -> dict[str, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--batch-size", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--model-path")
     parser.add_argument("--rounds", type=int, default=11)
     parser.add_argument("--tokens", type=int, default=160)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
-    engines = Served(), Served(**DRAFTS)
+    model = args.model_path
+    engines = Served(model), Served(model, **(DRAFTS if model is None else NGRAMS))
     results = []
     for rows in args.batch_size:
         found = measure(rows, args, *engines)

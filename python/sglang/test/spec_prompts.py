@@ -21,7 +21,7 @@ CODE = (
 )
 
 
-def code_prompts() -> list[list[int]]:
-    """Return the tokens of `CODE`."""
-    tokenizer = load_tokenizer(str(bundled_demo_model_path()))
+def code_prompts(model: str | None = None) -> list[list[int]]:
+    """Return the tokens of `CODE`, of the demo model or of that in a folder."""
+    tokenizer = load_tokenizer(model or str(bundled_demo_model_path()))
     return [tokenizer.encode(text) for text in CODE]
