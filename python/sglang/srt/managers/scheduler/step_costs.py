@@ -12,7 +12,9 @@ SETTLING = 4
 """Observations after a change that tell what a shape costs beside the others; later
 ones tell what changes for all, such as longer contexts."""
 SETTLING_WEIGHT, LATER_WEIGHT = 0.3, 0.05
-STALE = 4000
+LATELY_WEIGHT = 0.3
+"""Weight of an observation in how slow the machine is just now."""
+STALE = 200
 """Observations in a size class after which a shape's own are out of date."""
 
 
@@ -40,12 +42,14 @@ class _SizeClass:
     """The observations of batches of similar sizes.
 
     Fields:
-        shapes: by index. drift: what has changed for all of them.
+        shapes: by index. drift: what has changed for all of them. lately: what an
+            iteration takes just now, of whichever shape, more than is expected of it.
         current, in_a_row: the newest index, and how often it was observed since the
             last change. count: of all observations.
     """
 
     drift: float
+    lately: float
     shapes: dict[int, _Observed] = field(default_factory=dict)
     current: int = -1
     in_a_row: int = 0
@@ -98,7 +102,7 @@ class StepCosts:
         """Learn that iterations took `seconds` each."""
         size, neutral = size_class(rows), 0.0 if self._adds else 1.0
         if size not in self._classes:
-            self._classes[size] = _SizeClass(drift=neutral)
+            self._classes[size] = _SizeClass(drift=neutral, lately=neutral)
         of_class = self._classes[size]
         due, measured = self.expected(index, rows), self.measured(index, rows)
         if of_class.count:
@@ -111,6 +115,12 @@ class StepCosts:
         more = seconds - measured if self._adds else seconds / measured
         before, is_new = self._more(of_class, index), index not in of_class.shapes
         is_settling = is_new or of_class.in_a_row <= SETTLING
+        if is_settling:
+            # So a shape that runs while the machine is slow does not look slower.
+            more = more - of_class.lately if self._adds else more / of_class.lately
+        else:
+            lately = more - before if self._adds else more / before
+            of_class.lately += LATELY_WEIGHT * (lately - of_class.lately)
         weight = SETTLING_WEIGHT if is_settling else LATER_WEIGHT
         now = before + (1.0 if is_new else weight) * (more - before)
         if not is_settling:
