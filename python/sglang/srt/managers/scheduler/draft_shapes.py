@@ -185,6 +185,7 @@ class DraftShapes:
         now, before = time.perf_counter(), self._decoded_at
         self._decoded_at = now if launched.is_decode else None
         if not launched.is_decode:
+            chooser.on_begun(len(launched.reqs))
             return
         lens, accepted = result.accept_lens, []
         if lens is not None:

@@ -112,12 +112,17 @@ class ShapeChooser:
         self._timed = _Timed(index=PLAIN, rows=0)
         self._catch_up = _CatchUp()
         self._before = PLAIN
+        self._begun = 0
 
     def choose(self, rows: int, behind: Callable[[], int]) -> int:
         """As `ShapePolicy.choose`."""
         standing = self._standings.get(size_class(rows))
         if standing is None:
             standing = self._new_standing(rows)
+        elif self._begun >= max(rows / 2, 1):
+            # What their first iterations take says how others compare.
+            standing.asked = 0
+        self._begun = 0
         if standing.left:
             standing.left -= 1
             if not standing.left:
@@ -130,6 +135,11 @@ class ShapeChooser:
         self._decide(standing, rows, behind())
         self._before = standing.index
         return standing.trial if standing.left else standing.index
+
+    def on_begun(self, rows: int) -> None:
+        """Note that so many requests begin to decode: if they are most of a batch, its
+        contexts have become short at once."""
+        self._begun += rows
 
     def _new_standing(self, rows: int) -> _Standing:
         """Begin with the last choice, and with time for a first trial."""
