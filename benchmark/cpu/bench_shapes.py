@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import statistics
 import time
 from typing import Any
@@ -107,10 +108,10 @@ def measure(rows: int, args: argparse.Namespace, *engines: Served) -> dict[str, 
     }
     modes["adaptive"] = chosen
     found: dict[str, list[float]] = {name: [] for name in modes}
-    for turn in range(1 + args.rounds):
+    order = random.Random(rows)
+    for _ in range(1 + args.rounds):
         # No mode always follows the same one.
-        names = list(modes)[turn % len(modes) :] + list(modes)[: turn % len(modes)]
-        for name in names:
+        for name in order.sample(list(modes), len(modes)):
             policy, engine = modes[name], drafting
             if policy is None:
                 engine = plain

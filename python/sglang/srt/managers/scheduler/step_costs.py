@@ -70,10 +70,18 @@ class StepCosts:
         self._sizes = sorted(measured)
         self._measured = [list(measured[size]) for size in self._sizes]
         self._adds = adds
+        self._at_sizes: dict[tuple[int, int], float] = {}
         self._classes: dict[int, _SizeClass] = {}
 
     def measured(self, index: int, rows: int) -> float:
-        """Return what was measured, interpolated or extended between batch sizes."""
+        """Return what was measured, interpolated or extended between batch sizes, once
+        for each."""
+        key = index, rows
+        if key not in self._at_sizes:
+            self._at_sizes[key] = self._interpolate(index, rows)
+        return self._at_sizes[key]
+
+    def _interpolate(self, index: int, rows: int) -> float:
         sizes, costs = self._sizes, [each[index] for each in self._measured]
         if len(sizes) == 1:
             return costs[0]
@@ -104,8 +112,9 @@ class StepCosts:
         if size not in self._classes:
             self._classes[size] = _SizeClass(drift=neutral, lately=neutral)
         of_class = self._classes[size]
-        due, measured = self.expected(index, rows), self.measured(index, rows)
+        measured, before = self.measured(index, rows), self._more(of_class, index)
         if of_class.count:
+            due = self._with(measured, before)
             # A pause of the machine says nothing about a shape.
             seconds = min(max(seconds, due / 2), due * 2)
         if of_class.current != index:
@@ -113,7 +122,7 @@ class StepCosts:
         of_class.in_a_row += 1
         of_class.count += 1
         more = seconds - measured if self._adds else seconds / measured
-        before, is_new = self._more(of_class, index), index not in of_class.shapes
+        is_new = index not in of_class.shapes
         is_settling = is_new or of_class.in_a_row <= SETTLING
         if is_settling:
             # So a shape that runs while the machine is slow does not look slower.
@@ -134,19 +143,18 @@ class StepCosts:
     def _more(self, of_class: _SizeClass, index: int) -> float:
         """Return what a shape costs more now. If it was not observed, as much as the
         others do on average."""
-        found = [
-            each.more + of_class.drift - each.drift
-            if self._adds
-            else each.more * of_class.drift / each.drift
-            for each in (
-                [of_class.shapes[index]]
-                if index in of_class.shapes
-                else of_class.shapes.values()
-            )
-        ]
-        if not found:
+        own, drift = of_class.shapes.get(index), of_class.drift
+        if own is not None:
+            return self._now(own, drift)
+        if not of_class.shapes:
             return 0.0 if self._adds else 1.0
+        found = [self._now(each, drift) for each in of_class.shapes.values()]
         return sum(found) / len(found)
+
+    def _now(self, each: _Observed, drift: float) -> float:
+        if self._adds:
+            return each.more + drift - each.drift
+        return each.more * drift / each.drift
 
     def _with(self, measured: float, more: float) -> float:
         if not self._adds:
