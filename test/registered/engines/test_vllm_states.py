@@ -101,6 +101,13 @@ def test_states_that_cannot_be_seen_are_refused_by_name(
         read_states(runner_of(spec, **options))
 
 
+def test_a_second_runner_that_makes_its_metadata_elsewhere_is_refused() -> None:
+    runner = runner_of(MambaSpec())
+    runner.req_states, runner.model_state = None, SimpleNamespace()
+    with pytest.raises(Refusal, match="looked for prepare_attn of the second runner's"):
+        read_states(runner)
+
+
 def test_groups_that_differ_are_refused() -> None:
     runner = runner_of(MambaSpec(), MambaSpec(block_size=64))
     with pytest.raises(Refusal, match="looked for one cache mode and block size"):

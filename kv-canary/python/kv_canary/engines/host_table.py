@@ -90,6 +90,7 @@ HOSTS = (
         ),
         plugins_variable="VLLM_PLUGINS",
         self_test_environment={"VLLM_LOGGING_LEVEL": "ERROR"},
+        optional=(vllm_hooks.V2_STATES,),
     ),
     Host(
         name="sglang",

@@ -103,6 +103,13 @@ V2_LOADS = Hook(
     parameters=("scheduler_output",),
     purpose="the moment when a step's blocks are loaded",
 )
+# Wrapped on the runner's own object, which may be of another class.
+V2_STATES = Hook(
+    owner="vllm.v1.worker.gpu.model_states.mamba_hybrid:MambaHybridModelState",
+    method="prepare_attn",
+    parameters=("input_batch", "cudagraph_mode", "block_tables"),
+    purpose="the blocks that layers of recurrent states get",
+)
 RECORDS = (
     HookRecord(
         owner=_OUTPUT + "SchedulerOutput",

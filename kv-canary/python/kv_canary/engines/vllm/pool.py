@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 _STORE = "do_kv_cache_update"
 LATENT_PARTS = ("kv_lora_rank", "qk_rope_head_dim")
-_OF_V2 = "req_states"
+OF_V2 = "req_states"
 _DRAFT_LAYERS = (
     ("speculator", "draft_attn_layer_names"),
     ("drafter", "_draft_attn_layer_names"),
@@ -93,7 +93,7 @@ def _read_group(runner: Any, number: int, group: Any, num_blocks: int) -> Group:
             "recurrent states are"
         )
     is_latents = is_latent(specs[0])
-    if is_latents and not hasattr(runner, _OF_V2):
+    if is_latents and not hasattr(runner, OF_V2):
         raise Refusal(
             f"KV cache group {number} ({names[0]}, ...) is {spec_name(specs[0])}: its "
             "tables are only seen in vLLM's second runner; set "

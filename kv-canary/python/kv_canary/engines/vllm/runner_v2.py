@@ -15,7 +15,7 @@ from kv_canary.engines.vllm.attachment import (
     get_attachment,
     sample_tokens,
 )
-from kv_canary.engines.vllm.hooks_of import V2_HOOKS, V2_LOADS
+from kv_canary.engines.vllm.hooks_of import V2_HOOKS, V2_LOADS, V2_STATES
 from kv_canary.engines.vllm.states import state_blocks
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _check_later(runner: Any) -> None:
                 attachment.check_later(states=blocks)
             return metadata
 
-        wrap_of(runner.model_state, "prepare_attn", prepare_attn)
+        wrap_of(runner.model_state, V2_STATES.method, prepare_attn)
 
 
 def _pre_forward(method: Method, self: Any, *args: Any, **kwargs: Any) -> Any:

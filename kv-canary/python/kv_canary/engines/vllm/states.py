@@ -11,7 +11,9 @@ from torch import Tensor
 
 from kv_canary.engines.hooks import Refusal
 from kv_canary.engines.state_canary import StateGroup, StatePool
+from kv_canary.engines.vllm.hooks_of import V2_STATES
 from kv_canary.engines.vllm.limits import STATE_KINDS, is_state, spec_name
+from kv_canary.engines.vllm.pool import OF_V2
 
 if TYPE_CHECKING:
     from kv_canary.engines.state_canary import StateCanary
@@ -41,7 +43,7 @@ def read_states(runner: Any) -> StatePool | None:
         return None
     specs = [spec for _, group in found for spec in _specs(group)]
     refused = [text for spec in specs for text in _refused_by(spec)]
-    refused += _refused_options(runner.vllm_config)
+    refused += _refused_options(runner)
     if refused:
         raise Refusal("recurrent states: " + "; ".join(dict.fromkeys(refused)))
     modes = {(spec.mamba_cache_mode, spec.block_size) for spec in specs}
@@ -130,10 +132,16 @@ def _refused_by(spec: Any) -> list[str]:
     return refused
 
 
-def _refused_options(config: Any) -> list[str]:
+def _refused_options(runner: Any) -> list[str]:
     refused = []
-    if getattr(config.cache_config, "use_replayssm", False):
+    if getattr(runner.vllm_config.cache_config, "use_replayssm", False):
         refused.append("use_replayssm: inputs are folded into a state steps later")
+    owner = getattr(runner, "model_state", None)
+    if hasattr(runner, OF_V2) and not hasattr(owner, V2_STATES.method):
+        refused.append(
+            f"looked for {V2_STATES.method} of the second runner's model_state, found "
+            f"a {type(owner).__name__} without"
+        )
     return refused
 
 
