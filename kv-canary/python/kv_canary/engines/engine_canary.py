@@ -112,6 +112,7 @@ class EngineCanary:
                 states,
                 number=len(groups),
                 num_rows=num_rows,
+                max_len=max_len,
                 mode=settings.fingerprint,
                 primary=self.groups[0].state,
             )
@@ -377,9 +378,11 @@ class EngineCanary:
         if self.states is not None:
             self.states.copy_blocks(copies)
         for request, number, begin in changes.rows:
+            blocks = request.blocks[number][begin:]
             if number in self._by_number:
-                blocks = request.blocks[number][begin:]
                 self._by_number[number].set_blocks(request.row, begin, blocks)
+            elif self.states is not None:
+                self.states.set_blocks(number, request.row, begin, blocks)
 
     def _announce(self, new: Sequence[LedgerRequest]) -> None:
         """Announce the histories that requests continue, and their rows."""

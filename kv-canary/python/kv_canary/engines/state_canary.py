@@ -39,7 +39,7 @@ from kv_canary.records import (
     pack_word0_tensor,
 )
 from kv_canary.runtime.group import CanaryGroup
-from kv_canary.runtime.uploads import upload_rows, upload_vectors
+from kv_canary.runtime.uploads import upload, upload_rows, upload_vectors
 from kv_canary.slot_bytes import ByteFindings
 from kv_canary.state import CanaryState, create_state
 from kv_canary.state_parts import StateParts, Turn
@@ -112,7 +112,7 @@ class StateCanary(CanaryGroup):
 
     Args:
         number: number of the pool in reports.
-        num_rows: requests that may hold blocks at once.
+        num_rows: requests that may hold blocks at once. max_len: most tokens of one.
         mode: which bytes are summed up; see `StateParts`.
         primary: state of a group of tokens, which has the rows' lineages.
 
@@ -129,6 +129,7 @@ class StateCanary(CanaryGroup):
         *,
         number: int,
         num_rows: int,
+        max_len: int,
         mode: FingerprintMode,
         primary: CanaryState,
     ) -> None:
@@ -146,14 +147,17 @@ class StateCanary(CanaryGroup):
         )
         self.pool = pool
         self._lineages = primary.expected_lineage
+        columns = -(-max_len // pool.block_tokens)
+        shape = (len(pool.groups), num_rows + 1, columns)
+        self._tables = torch.full(shape, -1, dtype=torch.int32, device=device)
         self.parts: StateParts | None = None
         if mode is not FingerprintMode.NONE:
             tensors = [[t for of in g.layers for t in of] for g in pool.groups]
             self.parts = StateParts(tensors, mode)
         self._is_whole = mode is FingerprintMode.ALL
         width = self.parts.num_parts if self.parts is not None else 0
-        shape = (pool.num_blocks, width)
-        self._sums = torch.zeros(shape, dtype=torch.int64, device=device)
+        of_sums = (pool.num_blocks, width)
+        self._sums = torch.zeros(of_sums, dtype=torch.int64, device=device)
         self._turns = torch.full(
             (pool.num_blocks,), int(Turn.NOTHING), dtype=torch.int64, device=device
         )
@@ -167,6 +171,18 @@ class StateCanary(CanaryGroup):
         self._rows_of: tuple[BatchRows, Tensor, Tensor, Tensor] | None = None
 
     # -- blocks --------------------------------------------------------------------
+
+    def set_blocks(
+        self, number: int, row: int, begin: int, blocks: Sequence[int]
+    ) -> None:
+        """Set the blocks of a request in a group from index `begin` on, and drop any
+        after them."""
+        line = self._tables[self.pool.numbers.index(number), row]
+        line[begin:].fill_(-1)
+        values = torch.tensor(blocks[: len(line) - begin], dtype=torch.int32)
+        line[begin : begin + len(values)].copy_(
+            upload(values, self._device), non_blocking=True
+        )
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
         """Call `free` for blocks."""
@@ -215,13 +231,18 @@ class StateCanary(CanaryGroup):
             rows: what the batch's rows do.
             slots: the blocks that the layers get, [>= R], by group.
         """
-        plan = _plan(self.pool, batch, rows)
-        self.copy_blocks(plan.moved)
-        turns = self._turns_of(batch, rows, plan.ends)
-        due, lengths, ends, turn = upload_vectors(
-            [plan.due, plan.lengths, plan.ends, turns], self._device
+        count, tokens = len(self.pool.groups), self.pool.block_tokens
+        befores = [row.computed for row in rows]
+        afters = [row.computed + row.scheduled for row in rows]
+        self.copy_blocks(self._moved(batch, befores, afters))
+        turns = self._turns_of(batch, rows, afters)
+        # Once for all groups, because these may be ten.
+        lengths, ends, turn = (
+            vector.repeat(count)
+            for vector in upload_vectors([befores, afters, turns], self._device)
         )
         req_rows, serials, groups = self._repeated(batch)
+        due = self._tables[groups, req_rows, (ends - 1) // tokens].long()
         given = torch.cat([of_group[: len(rows)] for of_group in slots]).long()
 
         def states(lengths: Tensor, req_rows: Tensor) -> StateRows:
@@ -236,7 +257,7 @@ class StateCanary(CanaryGroup):
 
         verified = req_rows
         if not batch.each_is_verified:
-            wanted = batch.is_verified * len(self.pool.groups)
+            wanted = batch.is_verified * count
             verified = req_rows * upload_rows([wanted], self._device)[0]
         is_decode = all(row.scheduled == 1 for row in rows)
         in_range = (given > 0) & (given < self.state.num_slots)
@@ -386,16 +407,32 @@ class StateCanary(CanaryGroup):
     ) -> list[int]:
         """Return what to sum up of each state afterwards: all of one that the prefix
         cache may keep, or that took a long forward; nothing if nobody compares it."""
-        count, tokens = len(rows), self.pool.block_tokens
-        turns = [
+        tokens = self.pool.block_tokens
+        return [
             Turn.WHOLE
             if self._is_whole or rows[i].scheduled >= WHOLE_FROM or not ends[i] % tokens
             else self._forward
             if batch.is_verified[i]
             else Turn.NOTHING
-            for i in range(count)
+            for i in range(len(rows))
         ]
-        return turns * len(self.pool.groups)
+
+    def _moved(
+        self, batch: BatchRows, befores: Sequence[int], afters: Sequence[int]
+    ) -> list[tuple[int, int]]:
+        """Return (source, destination) of states that move on to another block."""
+        tokens, numbers = self.pool.block_tokens, self.pool.numbers
+        moved: list[tuple[int, int]] = []
+        for request, before, after in zip(batch.requests, befores, afters, strict=True):
+            first, last = (before - 1) // tokens, (after - 1) // tokens
+            if 0 <= first < last:
+                tables = (request.blocks[number] for number in numbers)
+                moved += [
+                    (blocks[first], blocks[last])
+                    for blocks in tables
+                    if last < len(blocks) and blocks[last]
+                ]
+        return moved
 
     def _repeated(self, batch: BatchRows) -> tuple[Tensor, Tensor, Tensor]:
         """Return rows and serials of a batch once per group, and the groups."""
@@ -410,34 +447,6 @@ class StateCanary(CanaryGroup):
                 groups.repeat_interleave(len(batch.rids)),
             )
         return kept[1:]
-
-
-class _Plan(NamedTuple):
-    """By group and row: the block of the state, tokens folded into it before and after
-    the forward. moved: (source, destination) of states that move on to it."""
-
-    due: list[int]
-    lengths: list[int]
-    ends: list[int]
-    moved: list[tuple[int, int]]
-
-
-def _plan(pool: StatePool, batch: BatchRows, rows: Sequence[RowStep]) -> _Plan:
-    tokens = pool.block_tokens
-    lengths = [row.computed for row in rows]
-    ends = [row.computed + row.scheduled for row in rows]
-    due: list[int] = []
-    moved: list[tuple[int, int]] = []
-    for number in pool.numbers:
-        for request, length, end in zip(batch.requests, lengths, ends, strict=True):
-            blocks = request.blocks[number]
-            first, last = (length - 1) // tokens, (end - 1) // tokens
-            block = blocks[last] if last < len(blocks) else -1
-            due.append(block)
-            if 0 <= first < last and block > 0:
-                moved.append((blocks[first], block))
-    count = len(pool.groups)
-    return _Plan(due, lengths * count, ends * count, moved)
 
 
 def _part_numbers(group: StateGroup, width: int) -> list[int]:
