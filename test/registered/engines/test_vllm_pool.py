@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from kv_canary.engines.engine_canary import EngineCanary
 from kv_canary.engines.hooks import Refusal
+from kv_canary.engines.settings import Mode, Settings
+from kv_canary.engines.step import Admission, RowStep, Step
 from kv_canary.engines.vllm.layers import compare_in_pass
-from kv_canary.engines.vllm.pool import read_groups
+from kv_canary.engines.vllm.pool import draft_groups, read_groups
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=1, suite="cpu")
@@ -139,20 +142,39 @@ def test_a_latent_has_one_place_per_value() -> None:
             runner_of((FULL_SPEC, {"a": full_layer()}), method="eagle3"),
             "looked for the draft's layers in speculator.draft_attn_layer_names or",
         ),
-        (
-            runner_of(
-                (FULL_SPEC, {"a": full_layer()}),
-                (FULL_SPEC, {"draft": full_layer()}),
-                method="mtp",
-                speculator=SimpleNamespace(draft_attn_layer_names={"draft"}),
-            ),
-            r"group 1 \(draft, ...\) is the draft's alone",
-        ),
     ],
 )
 def test_what_cannot_be_seen_is_refused_by_name(runner: Any, text: str) -> None:
     with pytest.raises(Refusal, match=text):
         read_groups(runner)
+
+
+def test_a_group_of_a_draft_alone_is_left_out() -> None:
+    """It takes blocks all the same, of which the ledger must know."""
+    runner = runner_of(
+        (FULL_SPEC, {"draft": full_layer()}),
+        (FULL_SPEC, {"a": full_layer(), "more": full_layer()}),
+        method="mtp",
+        speculator=SimpleNamespace(draft_attn_layer_names={"draft", "more"}),
+    )
+    (group,) = read_groups(runner)
+    assert (group.number, len(group.layers)) == (1, 1)
+    assert draft_groups(runner) == {0: PAGE}
+    canary = EngineCanary(
+        [group],
+        Settings(mode=Mode.LOG),
+        num_rows=2,
+        max_len=16,
+        is_cached=False,
+        unchecked=draft_groups(runner),
+    )
+    row = RowStep("A", 0, 5)
+    admission = Admission(rid="A", tokens=[1] * 5, blocks=[[1, 2], [3, 4]], computed=0)
+    canary.plan(Step(admitted=[admission], rows=[row]))
+    number = canary.ledger["A"].row
+    slots = [3 * PAGE + i for i in range(PAGE)]
+    assert canary.groups[0].table[number, :PAGE].tolist() == slots
+    assert canary.ledger.held(0) == {1, 2} and canary.ledger.held(1) == {3, 4}
 
 
 def test_a_latent_needs_the_second_runner() -> None:

@@ -13,7 +13,7 @@ finish(...)      on a GPU the findings, when the step's tokens reach the host
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,7 +55,8 @@ class EngineCanary:
 
     Args:
         groups: groups of layers whose KV lies in blocks. states: recurrent states, or
-            None. By their numbers, these are all groups of the engine's block tables.
+            None. unchecked: tokens per block of all others. By their numbers, these are
+            the groups of the engine's block tables.
         num_rows: requests that may hold blocks at once.
         max_len: most tokens of a request.
         is_cached: whether the engine has a prefix cache.
@@ -81,11 +82,13 @@ class EngineCanary:
         is_cached: bool,
         rank: int = 0,
         states: StatePool | None = None,
+        unchecked: Mapping[int, int] | None = None,
         judges_ahead: bool = False,
     ) -> None:
         self._sweep_interval = settings.sweep_interval
         self._device = groups[0].layers[0].device
         tokens = {group.number: group.page_size for group in groups}
+        tokens.update(unchecked or {})
         if states is not None:
             tokens.update(dict.fromkeys(states.numbers, states.block_tokens))
         self.ledger = BlockLedger(

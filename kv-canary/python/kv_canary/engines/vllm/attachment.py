@@ -17,7 +17,7 @@ from kv_canary.engines.reporting import unless_refused
 from kv_canary.engines.vllm.connectors import compare_loads
 from kv_canary.engines.vllm.layers import compare_in_pass
 from kv_canary.engines.vllm.limits import judges_ahead, refused_by
-from kv_canary.engines.vllm.pool import draft_layers, read_groups
+from kv_canary.engines.vllm.pool import draft_groups, draft_layers, read_groups
 from kv_canary.engines.vllm.states import read_states
 from kv_canary.engines.vllm.steps import read_step
 from kv_canary.engines.vllm.turned_back import NewRequests
@@ -224,6 +224,7 @@ def _create(runner: Any, settings: Settings) -> Attachment:
                 is_cached=bool(config.cache_config.enable_prefix_caching),
                 rank=rank,
                 states=states,
+                unchecked=draft_groups(runner),
                 judges_ahead=judges_ahead(config),
             )
         except ValueError as error:

@@ -86,7 +86,7 @@ def compare_loads(
             if missing
             else f"the connector {name} was made before the plugin was loaded"
         )
-    if len(canary.groups) > 1 or canary.states is not None:
+    if len(runner.kv_cache_config.kv_cache_groups) > 1:
         raise Refusal(
             f"the connector {name} with several KV cache groups: vLLM "
             "takes damaged blocks back only with one group"

@@ -41,11 +41,27 @@ def read_groups(runner: Any) -> list[Group]:
         Refusal: layers whose KV is not supported.
     """
     config = runner.kv_cache_config
+    left_out = draft_groups(runner)
     return [
         _read_group(runner, number, group, int(config.num_blocks))
         for number, group in enumerate(config.kv_cache_groups)
-        if not is_state(group.kv_cache_spec)
+        if number not in left_out and not is_state(group.kv_cache_spec)
     ]
+
+
+def draft_groups(runner: Any) -> dict[int, int]:
+    """Return the groups that have layers of a draft's model alone, with the tokens of
+    their blocks. They are not checked; see `draft_layers`.
+
+    Raises:
+        Refusal: the draft's layers are not known.
+    """
+    drafts = draft_layers(runner)
+    return {
+        number: int(group.kv_cache_spec.block_size)
+        for number, group in enumerate(runner.kv_cache_config.kv_cache_groups)
+        if group.layer_names and drafts.issuperset(group.layer_names)
+    }
 
 
 def draft_layers(runner: Any) -> frozenset[str]:
@@ -77,11 +93,6 @@ def target_names(runner: Any, group: Any) -> list[str]:
 
 def _read_group(runner: Any, number: int, group: Any, num_blocks: int) -> Group:
     names = target_names(runner, group)
-    if not names:
-        raise Refusal(
-            f"KV cache group {number} ({group.layer_names[0]}, ...) is the draft's "
-            "alone: looked for layers of the target in each group"
-        )
     spec = group.kv_cache_spec
     of_layers = getattr(spec, "kv_cache_specs", None)
     specs = [spec] if of_layers is None else [of_layers[name] for name in names]
