@@ -36,6 +36,9 @@ CLASSES = {
     "connector-ahead": 7,
     "connector-v2": 7,
     "eagle": 15,
+    "eagle-v2": 16,
+    "states": 9,
+    "states-v2": 9,
 }
 
 pytestmark = pytest.mark.skipif(
@@ -83,6 +86,10 @@ def test_each_class_of_fault_is_named(model: str) -> None:
         ("connector-ahead", {"num_gpu_blocks_override": 24}),
         ("latent", {"num_gpu_blocks_override": 48}),
         ("eagle", {"num_gpu_blocks_override": 24}),
+        ("eagle-v2", {"num_gpu_blocks_override": 24}),
+        ("states", {"num_gpu_blocks_override": 26}),
+        ("states", {"enable_prefix_caching": False}),
+        ("states-v2", {"num_gpu_blocks_override": 26}),
         (
             "plain",
             {
@@ -105,6 +112,10 @@ def test_each_class_of_fault_is_named(model: str) -> None:
         "connector-ahead",
         "latent",
         "eagle",
+        "eagle-v2",
+        "states",
+        "states-uncached",
+        "states-v2",
         "ngram",
     ],
 )
@@ -112,7 +123,7 @@ def test_clean_traffic_is_silent_and_unchanged(
     model: str, options: dict[str, Any]
 ) -> None:
     # Triton's interpreter is slow.
-    is_interpreted = model in ("v2", "latent")
+    is_interpreted = model in ("v2", "latent", "eagle-v2", "states-v2")
     requests = count(ci=24, full=192) // (3 if is_interpreted else 1)
     arguments = [str(TRAFFIC), model, str(requests), json.dumps(options)]
     plain = last_json(run(arguments))

@@ -208,6 +208,7 @@ class StateCanary(CanaryGroup):
 
     def warm_up(self) -> None:
         """Compile what a forward launches, over a row of padding."""
+        self.copy_blocks([(0, 0)])
         zero = torch.zeros(1, dtype=torch.int64, device=self._device)
         rows = StateRows(
             slots=zero,

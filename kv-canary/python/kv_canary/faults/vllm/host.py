@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 import json
@@ -114,6 +115,7 @@ MODELS = {
 DRAFT = {**_PLAIN, "num_hidden_layers": 1}
 """The head of `WITH_DRAFTS`."""
 NUM_PROPOSALS = 2
+LARGEST_WEIGHT = 0.3
 
 
 _BLOCK_STORE = "kv_canary.faults.vllm.block_store"
@@ -202,6 +204,7 @@ class VllmHost:
             os.environ["VLLM_USE_V2_MODEL_RUNNER"] = RUNNERS[model.name]
             _interpret_triton()
         vllm = importlib.import_module("vllm")
+        _draw_larger_weights()
         self._inputs = importlib.import_module("vllm.inputs")
         self._vllm = vllm
         arguments = {
@@ -354,6 +357,17 @@ def _interpret_triton() -> None:
     known = importlib.import_module("triton.backends").backends
     driver = SimpleNamespace(is_active=lambda: True)
     known.setdefault("cpu", SimpleNamespace(driver=driver))
+
+
+def _draw_larger_weights() -> None:
+    """Let outputs depend on KV. vLLM's own random weights are so small that a token
+    follows from the one before."""
+    loader = importlib.import_module("vllm.model_executor.model_loader.dummy_loader")
+    for name in ("initialize_single_dummy_weight", "initialize_dummy_weights"):
+        draw = getattr(loader, name, None)
+        if draw is not None and not isinstance(draw, functools.partial):
+            larger = functools.partial(draw, low=-LARGEST_WEIGHT, high=LARGEST_WEIGHT)
+            setattr(loader, name, larger)
 
 
 def _allow_asynchronous_scheduling() -> None:
