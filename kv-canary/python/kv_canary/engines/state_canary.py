@@ -29,7 +29,6 @@ from kv_canary.pool_checks import PoolChecks
 from kv_canary.records import (
     HALF_BITS,
     NO_HEAD,
-    POISON_WORD,
     TOKEN_MASK,
     Launch,
     Record,
@@ -94,9 +93,9 @@ class _Step(NamedTuple):
     next one.
 
     Fields:
-        before, after: whose states the blocks are due to hold. slots: the blocks, or 0
-            where the engine named none. groups: of layers. turns: what `after` sums up.
-        kind: of forward.
+        before, after: whose states the blocks are due to hold.
+        slots: the blocks, or others for those out of range. groups: of layers.
+        turns: what `after` sums up. kind: of forward.
     """
 
     before: StateRows
@@ -168,6 +167,7 @@ class StateCanary(CanaryGroup):
         )
         self._forward = 0
         self._step: _Step | None = None
+        self._each_is_verified = True
         self._rows_of: tuple[BatchRows, Tensor, Tensor, Tensor] | None = None
 
     # -- blocks --------------------------------------------------------------------
@@ -196,6 +196,11 @@ class StateCanary(CanaryGroup):
                 list(zip(*copies, strict=True)), self._device
             )
             self.move(dst=destinations, src=sources)
+
+    def poison(self, slots: Tensor) -> None:
+        super().poison(slots)
+        self._sums.index_fill_(0, slots, 0)
+        self._turns.index_fill_(0, slots, int(Turn.NOTHING))
 
     def move(self, dst: Tensor, src: Tensor) -> None:
         super().move(dst, src)
@@ -238,12 +243,15 @@ class StateCanary(CanaryGroup):
         self.copy_blocks(self._moved(batch, befores, afters))
         turns = self._turns_of(batch, rows, afters)
         # Once for all groups, because these may be ten.
-        lengths, ends, turn = (
+        columns = [(after - 1) // tokens for after in afters]
+        lengths, ends, turn, column = (
             vector.repeat(count)
-            for vector in upload_vectors([befores, afters, turns], self._device)
+            for vector in upload_vectors(
+                [befores, afters, turns, columns], self._device
+            )
         )
         req_rows, serials, groups = self._repeated(batch)
-        due = self._tables[groups, req_rows, (ends - 1) // tokens].long()
+        due = self._tables[groups, req_rows, column].long()
         given = torch.cat([of_group[: len(rows)] for of_group in slots]).long()
 
         def states(lengths: Tensor, req_rows: Tensor) -> StateRows:
@@ -257,15 +265,15 @@ class StateCanary(CanaryGroup):
             )
 
         verified = req_rows
+        self._each_is_verified = batch.each_is_verified
         if not batch.each_is_verified:
             wanted = batch.is_verified * count
             verified = req_rows * upload_rows([wanted], self._device)[0]
         is_decode = all(row.scheduled == 1 for row in rows)
-        in_range = (given > 0) & (given < self.state.num_slots)
         self._step = step = _Step(
             before=states(lengths, verified),
             after=states(ends, req_rows),
-            slots=given * in_range,
+            slots=given.clamp(0, self.state.num_slots - 1),
             groups=groups,
             turns=turn,
             kind=WriterKind.DECODE if is_decode else WriterKind.EXTEND,
@@ -292,9 +300,8 @@ class StateCanary(CanaryGroup):
         self._sums.index_copy_(0, step.slots, sums)
         self._turns.index_copy_(0, step.slots, step.turns)
         self._groups_of.index_copy_(0, step.slots, step.groups)
-        is_wild = (wild != 0) & (step.after.lengths > 0)[:, None]
         found = self._findings(
-            step.after, step.slots, step.groups, is_wild, Reason.STATE_NOT_FINITE, wild
+            step.after, step.slots, step.groups, wild, Reason.STATE_NOT_FINITE, wild
         )
         self._found.append(found)
 
@@ -314,7 +321,6 @@ class StateCanary(CanaryGroup):
             return None
         slots, nobody = upload_vectors([blocks, [0] * len(blocks)], self._device)
         word0 = self.state.tail[slots, Record.WORD0]
-        is_whole = (word0 != POISON_WORD) & (self._turns[slots] == Turn.WHOLE)
         rows = StateRows(
             slots=slots,
             due_slots=slots,
@@ -323,33 +329,38 @@ class StateCanary(CanaryGroup):
             lengths=(word0 >> HALF_BITS) + 1,
             lineages=self._lineages,
         )
-        return self._differing(
-            rows, slots, self._groups_of[slots], is_whole, Launch.SWEEP
-        )
+        groups = self._groups_of[slots]
+        return self._differing(rows, slots, groups, None, Launch.SWEEP)
 
     def _compare(self, step: _Step) -> None:
         """Compare the bytes of the states with the sums that are kept."""
         if self.parts is None:
             return
-        rows = step.before
-        held = self.state.tail[step.slots, Record.WORD0] != POISON_WORD
-        held &= (rows.req_rows != 0) & (rows.lengths > 0)
-        self._found.append(self._differing(rows, step.slots, step.groups, held))
+        is_due = None if self._each_is_verified else step.before.req_rows != 0
+        self._found.append(
+            self._differing(step.before, step.slots, step.groups, is_due)
+        )
 
     def _differing(
         self,
         rows: StateRows,
         slots: Tensor,
         groups: Tensor,
-        is_due: Tensor,
+        is_due: Tensor | None,
         launch: Launch = Launch.ATTENTION,
     ) -> ByteFindings:
-        """Find states that are due and have other bytes than were summed up."""
+        """Find states that have other bytes than were summed up. Of a block that is
+        poisoned nothing was.
+
+        Args:
+            is_due: which of them count, or None for all.
+        """
         assert self.parts is not None
-        turns = torch.where(is_due, self._turns[slots], Turn.NOTHING)
-        kept = self._sums.index_select(0, slots)
+        kept, turns = self._sums.index_select(0, slots), self._turns[slots]
         sums, _ = launches.sum_states(slots, groups, turns, self.parts)
-        differs = (sums != kept) & (turns != Turn.NOTHING)[:, None]
+        differs = sums != kept
+        if is_due is not None:
+            differs &= is_due[:, None]
         return self._findings(
             rows, slots, groups, differs, Reason.VERIFY_REAL_KV, kept, sums, launch
         )
@@ -368,8 +379,9 @@ class StateCanary(CanaryGroup):
         """Return findings about the first bad part of each state.
 
         Args:
-            slots: `rows.slots`, or 0 for those out of range.
-            is_bad: [N, parts]. found, computed: [N, parts], words for the report.
+            slots: `rows.slots`, or others for those out of range.
+            is_bad: [N, parts], not 0 if so.
+            found, computed: [N, parts], words for the report.
         """
         record = self.state.tail[slots]
         bad = is_bad.any(dim=1)
@@ -378,7 +390,7 @@ class StateCanary(CanaryGroup):
             lineages = rows.lineages[rows.req_rows]
 
         def columns() -> dict[Ring, Tensor]:
-            part = is_bad.to(torch.int32).argmax(dim=1, keepdim=True)
+            part = (is_bad != 0).to(torch.int32).argmax(dim=1, keepdim=True)
             place = self._numbers[groups].gather(1, part)[:, 0]
             words = (found, found if computed is None else computed)
             named = [_named(w.gather(1, part)[:, 0], place) for w in words]
