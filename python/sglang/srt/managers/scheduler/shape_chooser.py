@@ -29,7 +29,7 @@ TRYING = 0.004
 """Share of the time that may be lost by trying shapes."""
 FIRST_SAVED = 1.0
 """Iterations whose time may be lost by the first trials at a batch size."""
-FIRST_LOST, NEW_DRAFTS = 4.0, 64
+FIRST_LOST, NEW_DRAFTS = 12.0, 64
 """Plain iterations whose time may be lost by each trial of a shape until an engine has
 made so many drafts that tell about it. What is accepted hardly depends on the batch
 size, and a longest chain tells about the others."""
