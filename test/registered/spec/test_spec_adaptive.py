@@ -219,6 +219,23 @@ def test_slots_are_taken_many_at_once(folders):
     assert len({allocated for allocated, _ in held}) < len(held) / 8
 
 
+def test_requests_that_have_ended_do_not_count(folders):
+    """The shape is chosen for those that will decode, also when others take over."""
+    wanted = config("EAGLE3", 1, 3, None, 1, "mock", overlap=False)
+    engine = spec_engine(folders, wanted, **ADAPTIVE)
+    seen = []
+    engine.scheduler.shapes.policy = SimpleNamespace(
+        choose=lambda rows, behind: seen.append(rows) or PLAIN
+    )
+    for first, count in ((100, 2), (200, 3)):
+        for i in range(count):
+            prompt = list(range(first + i, first + 30))
+            engine.submit(prompt, max_new_tokens=9, ignore_eos=True)
+        while engine.io.requests or live_requests(engine.scheduler):
+            engine.scheduler.step()
+    assert set(seen) <= {1, 2, 3}
+
+
 @pytest.mark.parametrize("steps", [1, 3, 4, 11])
 def test_states_that_wait_are_those_that_were_kept(steps):
     """A row's newest states, also if another request had the row and its positions."""

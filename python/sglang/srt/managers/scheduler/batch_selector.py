@@ -139,7 +139,13 @@ class BatchSelector:
     def decoding(self) -> list[Req]:
         """Return the requests that decode, or are about to."""
         batches = (self.running, self.last_prefill)
-        return [req for batch in batches if batch is not None for req in batch.reqs]
+        return [
+            req
+            for batch in batches
+            if batch is not None
+            for req in batch.reqs
+            if req.decodes_on
+        ]
 
     def behind(self) -> int:
         """Return the tokens of the decoding requests that drafts must catch up; one

@@ -120,8 +120,9 @@ class ShapeChooser:
         if standing is None:
             standing = self._new_standing(rows)
         elif self._begun >= max(rows / 2, 1):
-            # What their first iterations take says how others compare.
-            standing.asked = 0
+            # What their first iterations take says how others compare. A trial may have
+            # been decided before.
+            standing.asked, standing.left, standing.trial = 0, 0, PLAIN
         self._begun = 0
         if standing.left:
             standing.left -= 1
