@@ -36,6 +36,7 @@ from sglang.srt.utils import kernels_ahead  # noqa: E402
 from sglang.test.harness import EngineHarness  # noqa: E402
 from sglang.test.head_models import add_head  # noqa: E402
 from sglang.test.hybrid_models import write_hybrid_model  # noqa: E402
+from sglang.test.scale import is_full  # noqa: E402
 from sglang.test.tiny_models import write_tiny_eagle, write_tiny_model  # noqa: E402
 
 SIZES = {"head_dim": 64, "hidden_size": 128, "max_position_embeddings": 256}
@@ -113,9 +114,10 @@ def main() -> None:
     assert found >= ITERATION, ITERATION - found
     assert not found & CANARY
     tree = {"speculative_eagle_topk": 4, "speculative_num_draft_tokens": 8}
-    found = rehearsed(folder, **head, **tree, kv_canary="raise")
     wanted = ITERATION | TREES | CANARY
-    assert found >= wanted, wanted - found
+    if is_full():  # The hybrid's are these, and more.
+        found = rehearsed(folder, **head, **tree, kv_canary="raise")
+        assert found >= wanted, wanted - found
     add_head(write_hybrid_model(folder / "hybrid" / "target", HYBRID), HYBRID)
     inside = {"speculative_algorithm": "NEXTN"}
     found = rehearsed(folder / "hybrid", **inside, **tree, kv_canary="raise")
