@@ -268,6 +268,15 @@ def test_traffic_is_silent_until_one_input_is_wrong(
     }
 
 
+def test_a_rejected_proposal_turns_no_request_back() -> None:
+    """The host counts it as accepted for a step, in which nothing may be proposed."""
+    world = World(is_synchronous=False, judges_ahead=True)
+    world.start()
+    for proposed in ([7, 8], [], [], [9], []):
+        assert world.forward({"A": 1 + len(proposed)}, proposed={"A": proposed}) == []
+    assert world.canary.turned_back == 0
+
+
 def test_a_row_that_is_given_away_forgets_its_next_input() -> None:
     world = World()
     world.start()

@@ -201,7 +201,8 @@ class EngineCanary:
                 continue
             if request.is_ahead:
                 ahead.append(request)
-            elif row.computed < request.computed:
+            elif row.computed < request.computed and not request.is_estimated:
+                # An estimate falls when the host hears what was rejected.
                 self._turn_back(request, row.computed, changes)
         self._apply(changes, step.copies)
         beginning = [request for request in new if request.rid in rows]
