@@ -610,7 +610,7 @@ def check_controls() -> None:
 
 
 def main() -> None:
-    chosen = sampled(variants(), key=lambda variant: variant.kernel, ci=3)
+    chosen = sampled(variants(), key=lambda variant: variant.kernel, ci=2)
     for variant in chosen:
         kernel = KERNELS[variant.kernel]
         compiled = compile_kernel(kernel, variant.arguments, variant.warps)

@@ -210,7 +210,7 @@ def test_the_next_kernel_starts_early_where_its_weights_are_many() -> None:
 # Of a multiprocessor of compute capability 9.0; the driver takes some for a program.
 REGISTERS, SHARED_BYTES, DRIVER_BYTES = 65536, 233472, 1024
 # Those of the variants below that come first: without and with splits.
-ADDED = sampled(TILES[Compares.NEVER], key=lambda head: head.itemsize, ci=2)
+ADDED = sampled(TILES[Compares.NEVER], key=lambda head: head.itemsize, ci=1)
 ADDING = [(head, splits) for head in ADDED for splits in (1, 8)]
 
 
@@ -235,7 +235,7 @@ def compile_added() -> list[dict[str, Any]]:
     triton.compile = compile_and_keep
     never = Compares.NEVER
     variants = [(never, head, TILES[never][head][0], s) for head, s in ADDING]
-    kinds = sampled(EVERY_TILE, key=lambda kind: (kind[0], kind[1].itemsize), ci=2)
+    kinds = sampled(EVERY_TILE, key=lambda kind: (kind[0], kind[1].itemsize), ci=1)
     variants += [(*kind, 1) for kind in kinds]
     for compares, head, tile, splits in variants:
         rows = rows_of(compares, head, tile)
