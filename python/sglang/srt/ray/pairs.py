@@ -97,7 +97,7 @@ class _PairAnswers:
         try:
             meeting = await self._meet(news)
             if meeting is not None:
-                refusal = asyncio.create_task(_is_refused(news))
+                refusal = asyncio.create_task(_is_refused(news, self._prefill.lost))
                 answers = self._ask(self._decode, self._with_fields(meeting))
                 messages = aiter(answers)
                 first = await _first_unless(messages, refusal)
@@ -144,15 +144,24 @@ class _PairAnswers:
         }
 
 
-async def _is_refused(news: AsyncIterator[Message]) -> bool:
-    """Return whether a prefill replica refuses a request, once that is known."""
+async def _is_refused(
+    news: AsyncIterator[Message], lost: tuple[type[Exception], ...]
+) -> bool:
+    """Return whether a prefill replica refuses a request, once that is known.
+
+    Args:
+        lost: what is raised if the replica is lost.
+    """
     try:
         async for message in news:
             if message["status"] >= 400:
                 return True
-    except Exception:
-        # It was lost, or is not needed any more. The decode engine knows what has come.
+    except lost:
+        # The decode engine knows what has come.
         pass
+    except Exception:
+        # A request is answered whatever becomes of its prefill replica.
+        logger.exception("the answer of a prefill replica could not be read")
     return False
 
 
