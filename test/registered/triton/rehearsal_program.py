@@ -7,6 +7,7 @@ every index that they would have written is in range.
 from __future__ import annotations
 
 import os
+import pickle
 import sys
 import tempfile
 from dataclasses import replace
@@ -69,6 +70,22 @@ class TargetAlone:
         return 0
 
 
+class Taken:
+    """Takes kernels as `Workers` does, and compiles none."""
+
+    names: set[str]
+
+    def __init__(self, work: object) -> None:
+        Taken.names = set()
+
+    def give(self, task: bytes) -> None:
+        kernel, *_ = pickle.loads(task)
+        self.names.add(kernel.__name__)
+
+    def finish(self) -> None:
+        pass
+
+
 def rehearsed(folder: Path, **flags: Any) -> set[str]:
     """Names of the kernels that are compiled for an engine."""
     engine = EngineHarness(
@@ -83,12 +100,11 @@ def rehearsed(folder: Path, **flags: Any) -> set[str]:
         speculative_num_steps=3,
         **flags,
     )
-    jobs: list[Any] = []
-    kernels_ahead._compile = jobs.extend
+    kernels_ahead.Workers = Taken  # type: ignore[assignment, misc]
     worker = engine.scheduler.worker
     worker.model_runner.compiles_ahead = True
     compile_ahead(engine.server_args, worker)
-    return {job.kernel.__name__ for job in jobs}
+    return Taken.names
 
 
 def sizes_of(runner: ModelRunner) -> list[int]:

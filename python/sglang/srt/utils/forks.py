@@ -1,6 +1,6 @@
 """Spreads work over forked processes, for code that holds the interpreter lock.
 
-A fork has everything this process has, so nothing is sent or imported. It must not use
+A fork has everything this process has, so nothing is imported. It must not use
 a GPU, whose driver does not survive a fork, or wait for a thread of this process, which
 does not exist in the fork.
 """
@@ -11,6 +11,7 @@ import gc
 import logging
 import os
 import signal
+import socket
 import time
 import traceback
 import warnings
@@ -23,30 +24,71 @@ _MOST = 32
 # Longer than any work here; a fork that hangs is killed after this.
 PATIENCE_SECONDS = 120.0
 _PAUSE_SECONDS = 0.005
-_WORD = 4
+MOST_BYTES = 1 << 16
 _STDERR, _FIRST_OWN_FILE = 2, 3
 
 
-def in_processes(work: Callable[[int], object], count: int) -> None:
-    """Call `work(0)` to `work(count - 1)` in forks, one per processor, for their
-    effects on disk.
+class Workers:
+    """Forks, one per processor, that take tasks in turn and do them for their effects
+    on disk. They start with the first task.
 
     Failures are logged; the caller must be able to do without the work.
+
+    Args:
+        work: does one task, of at most `MOST_BYTES`.
     """
-    numbers, writer = os.pipe()
-    running: set[int] = set()
-    try:
-        for _ in range(min(len(os.sched_getaffinity(0)), _MOST, count)):
-            running.add(_fork(lambda: _take_turns(work, numbers, writer)))
-    except OSError as error:
-        logger.warning("%d processes have to do: %s", len(running), error)
-    try:
-        for number in range(count):
-            os.write(writer, number.to_bytes(_WORD, "little"))
-    finally:
-        os.close(writer)  # no more numbers
-        os.close(numbers)
-    _wait_for(running)
+
+    def __init__(self, work: Callable[[bytes], object]) -> None:
+        self._work = work
+        self._running: set[int] = set()
+        self._tasks: socket.socket | None = None
+        self._is_broken = False
+
+    def give(self, task: bytes) -> None:
+        """Let a worker do `task`; blocks while many wait to be taken."""
+        if self._tasks is None:
+            self._tasks = self._start()
+        if self._is_broken:
+            return
+        try:
+            self._tasks.send(task)
+        except OSError as error:
+            self._is_broken = True
+            logger.warning("The forked processes take no more work: %s", error)
+
+    def finish(self) -> None:
+        """Wait until all tasks are done, at most `PATIENCE_SECONDS`."""
+        if self._tasks is not None:
+            self._tasks.close()  # no more tasks
+            _wait_for(self._running)
+
+    def cancel(self) -> None:
+        """End the workers at once."""
+        for pid in self._running:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        if self._tasks is not None:
+            self._tasks.close()
+
+    def _start(self) -> socket.socket:
+        # Messages keep their bounds, whichever worker takes them.
+        giver, taker = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        giver.settimeout(PATIENCE_SECONDS)
+        with taker:
+            try:
+                for _ in range(min(len(os.sched_getaffinity(0)), _MOST)):
+                    self._running.add(_fork(lambda: self._take_turns(giver, taker)))
+            except OSError as error:
+                logger.warning("%d processes have to do: %s", len(self._running), error)
+        return giver
+
+    def _take_turns(self, giver: socket.socket, taker: socket.socket) -> bool:
+        """Work until there are no more tasks; returns whether anything failed."""
+        giver.close()
+        failed = False
+        while task := taker.recv(MOST_BYTES):
+            failed |= _has_failed(partial(self._work, task))
+        return failed
 
 
 class BackgroundFork:
@@ -102,16 +144,6 @@ def _fork(run: Callable[[], bool]) -> int:
         failed = run()
     finally:
         os._exit(failed)
-
-
-def _take_turns(work: Callable[[int], object], numbers: int, writer: int) -> bool:
-    """Work until there are no more numbers; returns whether anything failed."""
-    os.close(writer)
-    failed = False
-    while word := os.read(numbers, _WORD):
-        number = int.from_bytes(word, "little")
-        failed |= _has_failed(partial(work, number))
-    return failed
 
 
 def _do_alone(work: Callable[[], object]) -> bool:

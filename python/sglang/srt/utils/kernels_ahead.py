@@ -1,7 +1,7 @@
 """Compiles the kernels of a piece of work in parallel before the work is done.
 
 The work is run once without them: launches are skipped, those of missing kernels are
-noted, and memory that they would have filled contains zeros. Many processes then
+noted, and memory that they would have filled contains zeros. Meanwhile many processes
 compile the noted kernels into Triton's disk cache, where the real run finds them. A
 machine that has compiled a configuration stores a mark next to the kernels, and skips
 this.
@@ -10,20 +10,25 @@ this.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 import logging
+import pickle
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from importlib.util import find_spec
+from operator import attrgetter
 from pathlib import Path
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from sglang.srt.utils.forks import in_processes
+from sglang.srt.utils.forks import Workers
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +47,7 @@ class _Job(NamedTuple):
     """A variant of a kernel, as input for Triton's compiler."""
 
     kernel: Any
+    target: Any
     signature: dict[str, Any]
     constants: dict[Any, Any]
     attributes: dict[Any, Any]
@@ -101,9 +107,29 @@ def _loaded_variants() -> list[_Variant]:
     return found
 
 
+class _Pickler(pickle.Pickler):
+    """Writes kernels, which have no bytes of their own, as their names."""
+
+    def reducer_override(self, value: Any) -> Any:
+        # Also of functions that are constants of a kernel.
+        if isinstance(getattr(value, "fn", None), FunctionType):
+            return _find_kernel, (value.fn.__module__, value.fn.__qualname__)
+        return NotImplemented
+
+
+def _find_kernel(module: str, name: str) -> Any:
+    return attrgetter(name)(import_module(module))
+
+
+def _packed(job: _Job) -> bytes:
+    out = io.BytesIO()
+    _Pickler(out).dump(tuple(job))
+    return out.getvalue()
+
+
 @contextmanager
 def compiled_ahead() -> Iterator[None]:
-    """Scope of work whose results are unused; its kernels are compiled at the end.
+    """Scope of work whose results are unused; its kernels are compiled when it ends.
 
     Loaded kernels are left out too: where others are missing, they would read zeros as
     lengths and write indices that are not valid.
@@ -111,12 +137,12 @@ def compiled_ahead() -> Iterator[None]:
     import triton
 
     runtime = triton.knobs.runtime
-    jobs: list[_Job] = []
+    compilers = Workers(_compile)
     noted: list[tuple[dict[Any, Any], Any]] = []
     before = runtime.jit_cache_hook
 
     def note(*, key: Any, fn: Any, compile: dict[str, Any], **about: Any) -> bool:
-        jobs.append(_make_job(fn.jit_function, compile))
+        compilers.give(_packed(_make_job(fn.jit_function, compile)))
         kernels = fn.jit_function.device_caches[compile["device"]][0]
         kernels[key] = _LeftOut()  # for the next launches; the hook is slow
         noted.append((kernels, key))
@@ -130,20 +156,33 @@ def compiled_ahead() -> Iterator[None]:
     try:
         with _Zeroed():  # type: ignore[no-untyped-call]
             yield
+    except BaseException:
+        compilers.cancel()
+        raise
     finally:
         runtime.jit_cache_hook = before
         for kernels, key in noted:
             del kernels[key]
         for kernels, key, loaded in variants:
             kernels[key] = loaded
-    logger.info("Rehearsed in %.1f s", time.perf_counter() - began)
-    _compile(jobs)
+    rehearsed = time.perf_counter() - began
+    compilers.finish()
+    logger.info(
+        "Compiled %d kernels in %.1f s, of which the rehearsal took %.1f",
+        len(noted),
+        time.perf_counter() - began,
+        rehearsed,
+    )
 
 
 def _make_job(kernel: Any, about: dict[str, Any]) -> _Job:
+    from triton.runtime import driver
+
     options = json.loads(about["specialization_data"])["options"]
     return _Job(
         kernel=kernel,
+        # A fork cannot ask the driver.
+        target=driver.active.get_current_target(),
         signature=about["signature"],
         constants=about["constants"],
         attributes=about["configs"][0],
@@ -154,26 +193,15 @@ def _make_job(kernel: Any, about: dict[str, Any]) -> _Job:
     )
 
 
-def _compile(jobs: Sequence[_Job]) -> None:
-    if not jobs:
-        return
+def _compile(packed: bytes) -> None:
+    from triton.compiler import ASTSource, compile
     from triton.runtime import driver
 
-    began = time.perf_counter()
-    target = driver.active.get_current_target()
-
-    def compile_one(number: int) -> None:
-        job = jobs[number]
-        source = job.kernel.ASTSource(
-            job.kernel, job.signature, job.constants, job.attributes
-        )
-        made = job.kernel.compile(source, target=target, options=job.options)
-        # Up to Triton 3.6 a C compiler builds the argument launcher.
-        driver.active.launcher_cls(made.src, made.metadata)
-
-    in_processes(compile_one, len(jobs))
-    seconds = time.perf_counter() - began
-    logger.info("Compiled %d kernels in %.1f s", len(jobs), seconds)
+    job = _Job(*pickle.loads(packed))
+    source = ASTSource(job.kernel, job.signature, job.constants, job.attributes)
+    made = compile(source, target=job.target, options=job.options)
+    # Up to Triton 3.6 a C compiler builds the argument launcher.
+    driver.active.launcher_cls(made.src, made.metadata)
 
 
 def digest_code(packages: Sequence[str]) -> str:

@@ -32,8 +32,8 @@ def make_keys_stable() -> None:
         return
 
     def update_hash(self: Any, func: Any) -> None:
-        _ = func.cache_key  # which finds its constants It may have been hashed before
-        # this function was here.
+        # Asking for it finds the constants; it may have been hashed before.
+        _ = func.cache_key
         func.used_global_vals = {
             (name, _module_name(found[1])): found
             for (name, _), found in func.used_global_vals.items()

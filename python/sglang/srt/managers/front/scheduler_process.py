@@ -128,6 +128,7 @@ class SchedulerProcess:
                 "server_args": dataclasses.asdict(server_args),
                 "addresses": dataclasses.asdict(addresses),
                 "rank": rank,
+                "began": time.monotonic(),
             }
             ranks.append(_start_rank(command, config, environment))
         return cls(ranks, addresses=addresses)

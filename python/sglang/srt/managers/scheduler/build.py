@@ -34,6 +34,7 @@ from sglang.srt.speculative.eagle_worker_v2 import EAGLEWorkerV2
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.srt.utils.logging import configure_logging
 from sglang.srt.utils.paths import resolve_model_path
+from sglang.srt.utils.start_times import StartTimes
 
 if TYPE_CHECKING:
     from sglang.srt.managers.messages.scheduler_addresses import SchedulerAddresses
@@ -52,14 +53,20 @@ FAILURE_SECONDS = 3.0
 REPORT_TIMEOUT = timedelta(seconds=10)
 
 
-def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
+def build_scheduler(
+    server_args: ServerArgs, io: SchedulerIO, times: StartTimes | None = None
+) -> Scheduler:
     """Build a scheduler that is ready to run in this process.
+
+    Args:
+        times: is told when each part has ended.
 
     Raises:
         ValueError: the model, tokenizer, memory or environment does not fit the
             arguments.
     """
     assert server_args.model_path is not None
+    times = times or StartTimes()
     # First, so that an endpoint in use is detected before weights are read.
     event_publisher = open_event_publisher(server_args, rank=get_tp_group().rank)
     model_config = ModelConfig.from_path(
@@ -71,6 +78,7 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
     if not server_args.skip_tokenizer_init:
         assert server_args.tokenizer_path is not None
         tokenizer = load_tokenizer(server_args.tokenizer_path)
+    times.end("tokenizer")
     create = (
         TpModelWorker.create
         if server_args.speculative_algorithm is None
@@ -78,13 +86,18 @@ def build_scheduler(server_args: ServerArgs, io: SchedulerIO) -> Scheduler:
     )
     with opened_rooms(server_args):
         worker: Worker = create(server_args=server_args, model_config=model_config)
+        times.end("weights and pools")
         is_warm = is_warmed_up(server_args)
         if is_warm:
             compile_ahead(server_args, worker)
+            times.end("kernels")
         worker.capture_graphs()
+        times.end("graphs")
         if is_warm:
             warm_up(server_args, worker, tokenizer)
+            times.end("warm-up")
         costs = measured_costs(server_args, worker, tokenizer)
+        times.end("costs of shapes")
         worker.model_runner.watch_kernels()
         scheduler = Scheduler(
             server_args=server_args,
@@ -117,6 +130,7 @@ def run_scheduler_process(
     *,
     rank: int,
     store: Path,
+    times: StartTimes,
 ) -> int:
     """Serve until a `ShutdownReq`, after reporting once on `ready` whether it can.
 
@@ -127,6 +141,7 @@ def run_scheduler_process(
         rank: rank of this process among `server_args.tp_size`. Rank 0 talks to the
             front; the others follow it and log errors only.
         store: file through which the ranks meet.
+        times: of the start, until all modules were imported.
     """
     configure_logging(server_args.log_level if rank == 0 else FOLLOWER_LOG_LEVEL)
     try:
@@ -138,11 +153,14 @@ def run_scheduler_process(
             store=store,
             shares_memory=not server_args.disable_custom_all_reduce,
         )
-        scheduler = build_scheduler(server_args, io)
+        times.end("device")
+        scheduler = build_scheduler(server_args, io, times)
     except (ValueError, MemoryError) as error:
         _refuse(ready, error, has_peers=server_args.tp_size > 1)
         return 0
     settle(server_args)
+    times.end("rest")
+    logger.info("The scheduler started in %s", times)
     ready.send_bytes(msgspec.msgpack.encode(scheduler.ready_message()))
     try:
         scheduler.run_event_loop()

@@ -21,6 +21,7 @@ from sglang.srt.managers.scheduler.build import run_scheduler_process
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.utils.line_writer import flush_all
 from sglang.srt.utils.standard_streams import guard_standard_streams
+from sglang.srt.utils.start_times import StartTimes
 
 STDIN = 0
 STORE_NAME = "ranks"
@@ -38,12 +39,15 @@ def main() -> None:
         target=_exit_with_parent, args=(addresses,), name="lifeline", daemon=True
     ).start()
     server_args = ServerArgs(**config["server_args"])
+    times = StartTimes(config["began"])
+    times.end("imports")
     code = run_scheduler_process(
         server_args,
         addresses,
         Connection(int(sys.argv[1]), readable=False),
         rank=config["rank"],
         store=addresses.folder / STORE_NAME,
+        times=times,
     )
     if server_args.tp_size > 1 or code:
         # NCCL communicators cannot be destroyed while CUDA graphs refer to them, and

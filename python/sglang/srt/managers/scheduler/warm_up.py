@@ -75,7 +75,7 @@ def compile_ahead(server_args: ServerArgs, worker: Worker) -> None:
     with _forgotten(worker), _rehearsing(worker), compiled_ahead():
         worker.capture_graphs()
         # Tokens are zeros then, which no grammar accepts.
-        _serve_all(server_args, Unwatched(worker), None)
+        _serve_all(server_args, Unwatched(worker), None, only_kernels=True)
 
 
 def warm_up(
@@ -136,7 +136,11 @@ class Unwatched:
 
 
 def _serve_all(
-    server_args: ServerArgs, worker: Worker, tokenizer: Tokenizer | None
+    server_args: ServerArgs,
+    worker: Worker,
+    tokenizer: Tokenizer | None,
+    *,
+    only_kernels: bool = False,
 ) -> int:
     """Serve all scenes in a separate scheduler; returns the number of requests."""
     count = 0
@@ -146,7 +150,7 @@ def _serve_all(
         nullcontext() if adapters is None else adapters.rehearsing() as lora,
     ):
         limits = replace(_limits(server_args, worker, tokenizer), lora=lora)
-        for requests in scenes(limits):
+        for requests in scenes(limits, only_kernels=only_kernels):
             _serve(scheduler, io, requests)
             count += len(requests)
         for policy, scene in scheduler.shapes.rehearsals():

@@ -99,11 +99,17 @@ class SceneLimits:
     lora: LoraRef | None = None
 
 
-def scenes(limits: SceneLimits) -> Iterator[list[GenerateReq]]:
+def scenes(
+    limits: SceneLimits, *, only_kernels: bool = False
+) -> Iterator[list[GenerateReq]]:
     """Yield lists of requests to send together, each after the previous list is
     answered.
+
+    Args:
+        only_kernels: leave out those that only allocate memory, thousands of requests
+            where as many may run.
     """
-    return iter(_Writer(limits).scenes())
+    return iter(_Writer(limits).scenes(only_kernels=only_kernels))
 
 
 def decoding_scenes(limits: SceneLimits) -> Iterator[list[GenerateReq]]:
@@ -136,14 +142,15 @@ class _Writer:
         """Whether no prompt fits."""
         return self._longest < STEPS
 
-    def scenes(self) -> Iterator[list[GenerateReq]]:
+    def scenes(self, *, only_kernels: bool) -> Iterator[list[GenerateReq]]:
         if self.is_too_small:
             return
         yield from self._alone()
         yield from self._long()
         yield from self._together()
         yield from self._adapted()
-        yield from self._admitted()
+        if not only_kernels:
+            yield from self._admitted()
         yield from self.decoding()
 
     def decoding(self) -> Iterator[list[GenerateReq]]:
