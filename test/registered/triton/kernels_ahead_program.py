@@ -23,6 +23,7 @@ from triton.runtime import driver
 
 from kv_canary.kernels.triton import ends, records
 from kv_canary.state import create_state
+from sglang.srt.layers.ops.attention.decode import launch as decode
 from sglang.srt.layers.ops.attention.extend.launch import extend_attention
 from sglang.srt.layers.ops.attention.extend_dense.kernels import extend_dense_kernel
 from sglang.srt.layers.ops.linear.triton import choose, gemm
@@ -96,6 +97,21 @@ def launch() -> None:
             v_new=halves(tokens, 2, 64),
             out=halves(tokens, 8, 64),
         )
+    # In Triton's other language.
+    decode.decode_attention(
+        halves(2, 8, 128),
+        halves(512, 2, 128),
+        halves(512, 2, 128),
+        page_table=torch.zeros(2, 512, dtype=torch.int32),
+        row_index=longs(0, 1),
+        read_lens=longs(7, 300),
+        page_size=1,
+        sm_scale=0.1,
+        out=halves(2, 8, 128),
+        workspace=decode.decode_workspace(
+            rows=2, q_heads=8, kv_heads=2, head_dim=128, max_context=512, device="cpu"
+        ),
+    )
     state = create_state(
         num_slots=64, req_rows=4, ring_capacity=8, num_managers=1, device="cpu"
     )
@@ -103,7 +119,7 @@ def launch() -> None:
     ends.gather_findings(state, longs(1, 2), torch.zeros(64).long())
 
 
-KINDS = 8
+KINDS = 9
 
 
 class Loaded(NamedTuple):
@@ -138,6 +154,7 @@ def compile_and_load() -> list[tuple[dict[Any, Any], Any, Loaded]]:
 def main() -> None:
     driver.set_active(TargetAlone())
     make_keys_stable()
+    decode.serves_decode = lambda **shape: True
     key = extend_dense_kernel.cache_key
     extend_dense_kernel.hash = None
     assert extend_dense_kernel.cache_key == key, "it knows of helpers hashed before"

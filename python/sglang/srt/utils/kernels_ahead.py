@@ -47,6 +47,7 @@ class _Job(NamedTuple):
     """A variant of a kernel, as input for Triton's compiler."""
 
     kernel: Any
+    source: type  # of its language
     target: Any
     signature: dict[str, Any]
     constants: dict[Any, Any]
@@ -181,6 +182,7 @@ def _make_job(kernel: Any, about: dict[str, Any]) -> _Job:
     options = json.loads(about["specialization_data"])["options"]
     return _Job(
         kernel=kernel,
+        source=kernel.ASTSource,
         # A fork cannot ask the driver.
         target=driver.active.get_current_target(),
         signature=about["signature"],
@@ -194,11 +196,11 @@ def _make_job(kernel: Any, about: dict[str, Any]) -> _Job:
 
 
 def _compile(packed: bytes) -> None:
-    from triton.compiler import ASTSource, compile
+    from triton.compiler import compile
     from triton.runtime import driver
 
     job = _Job(*pickle.loads(packed))
-    source = ASTSource(job.kernel, job.signature, job.constants, job.attributes)
+    source = job.source(job.kernel, job.signature, job.constants, job.attributes)
     made = compile(source, target=job.target, options=job.options)
     # Up to Triton 3.6 a C compiler builds the argument launcher.
     driver.active.launcher_cls(made.src, made.metadata)
