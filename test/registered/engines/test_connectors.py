@@ -48,6 +48,7 @@ class Loading:
             tokens=np.array(self.world.tokens["A"][: COUNT * PAGE]),
             salt=0,
             start=0,
+            computed=COUNT * PAGE,
             blocks=self.blocks,
             is_ahead=True,
         )
@@ -78,9 +79,9 @@ class Loading:
         found = self.units.collect(self.units.arrive(self.load))
         return [(d.reason, d.slot, d.position, d.layer) for d in found]
 
-    def run_b(self, computed: int = COUNT * PAGE) -> list[Any]:
-        """B's first step, as the scheduler orders it."""
-        tokens = [*self.load.tokens.tolist(), 5, 6, 7]
+    def run_b(self, computed: int = COUNT * PAGE, *, more: int = 3) -> list[Any]:
+        """B's first step, as the scheduler orders it, with more tokens than loaded."""
+        tokens = [*self.load.tokens.tolist(), *range(5, 5 + more)]
         blocks = [*self.blocks, *self.world.blocks(2)]
         new = self.world.admission("B", tokens, blocks, computed=computed)
         rows = {"B": len(tokens) - computed}
@@ -93,6 +94,17 @@ def test_an_intact_load_is_read_without_an_alarm(layout: str, dtype: Any) -> Non
     loading = Loading(layout, dtype)
     assert loading.damages() == []
     assert loading.run_b() == []
+    for _ in range(LAYERS):
+        assert loading.world.forward({"B": 1, "A": 1}) == []
+
+
+def test_the_last_token_of_a_request_is_computed_again() -> None:
+    """A prompt of whole blocks, of which all are loaded."""
+    loading = Loading()
+    computed = COUNT * PAGE - 1
+    loading.load = dataclasses.replace(loading.load, computed=computed)
+    assert loading.damages() == []
+    assert loading.run_b(computed, more=0) == []
     for _ in range(LAYERS):
         assert loading.world.forward({"B": 1, "A": 1}) == []
 
@@ -160,7 +172,10 @@ def test_each_damage_is_named(fault: Callable[[Loading], None]) -> None:
 
 def test_a_block_in_part_has_no_record() -> None:
     loading = Loading()
-    loading.load = dataclasses.replace(loading.load, tokens=loading.load.tokens[:-3])
+    tokens = loading.load.tokens[:-3]
+    loading.load = dataclasses.replace(
+        loading.load, tokens=tokens, computed=len(tokens)
+    )
     reason, *_ = (each[0] for each in loading.damages())
     assert reason is Reason.TIER_INCOMPLETE
 

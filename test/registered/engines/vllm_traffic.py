@@ -1,8 +1,9 @@
 """Mixed traffic through a stock vLLM in this process: `vllm_traffic.py MODEL REQUESTS`.
 
-Shared prefixes, prompts longer than a chunk, too few blocks for all, so that some are
-preempted. Prints a line of JSON: outputs' digest, seconds, and, under `KV_CANARY`, the
-canary's counts. Further arguments are JSON options of `LLM`.
+Shared prefixes, prompts of whole blocks that are cached whole, prompts longer than a
+chunk, too few blocks for all, so that some are preempted. Prints a line of JSON:
+outputs' digest, seconds, and, under `KV_CANARY`, the canary's counts. Further arguments
+are JSON options of `LLM`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import time
 from pathlib import Path
 
 from kv_canary.engines.settings import Mode, read_settings
-from kv_canary.faults.vllm.host import VllmHost, random_tokens, write_model
+from kv_canary.faults.vllm.host import BLOCK, VllmHost, random_tokens, write_model
 from kv_canary.records import Counter
 
 AT_ONCE = 16
@@ -27,11 +28,14 @@ def main() -> None:
     options = json.loads(sys.argv[3]) if len(sys.argv) > 3 else {}
     rng = random.Random(0)
     prefixes = [random_tokens(rng, n) for n in (70, 40, 130, 260)]
+    whole = random_tokens(rng, 2 * BLOCK)
     with tempfile.TemporaryDirectory() as folder:
         host = VllmHost(write_model(Path(folder), kind), **options)
         began, cpu = time.monotonic(), time.process_time()
         for number in range(count):
             prompt = rng.choice(prefixes) + random_tokens(rng, rng.randrange(1, 90))
+            if number % 6 == 5:
+                prompt = whole
             host.add(prompt, new_tokens=rng.randrange(1, 80))
             if number % AT_ONCE == AT_ONCE - 1:
                 for _ in range(30):

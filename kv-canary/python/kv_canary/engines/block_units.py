@@ -47,6 +47,8 @@ class Load:
         tokens: int64 [n], all tokens up to the end of what is loaded.
         salt: of its cache namespace.
         start: tokens before what is loaded; a multiple of the block size.
+        computed: tokens that are computed when the load has ended. A request's last
+            token is computed again, into the slot that was loaded for it.
         blocks: block numbers from there on.
         is_ahead: whether the request only runs when the load has ended.
     """
@@ -55,6 +57,7 @@ class Load:
     tokens: npt.NDArray[np.int64]
     salt: int
     start: int
+    computed: int
     blocks: Sequence[int]
     is_ahead: bool
 
@@ -179,13 +182,13 @@ class BlockUnits:
         """
         state, tokens = self._group.state, load.tokens
         slots = self._group.slots_of(load.blocks)
-        positions = np.arange(load.start, len(tokens), dtype=np.int64)
+        positions = np.arange(load.start, load.computed, dtype=np.int64)
         words = np.empty((len(positions), 2), dtype=np.int64)
-        word0 = (tokens[load.start :] & TOKEN_MASK) | (positions << HALF_BITS)
+        word0 = (tokens[positions] & TOKEN_MASK) | (positions << HALF_BITS)
         words[:, Record.WORD0] = word0
         lineages = prefix_lineages(tokens, salt=load.salt)
-        words[:, Record.LINEAGE] = lineages[load.start :]
-        # A block may be loaded in part.
+        words[:, Record.LINEAGE] = lineages[positions]
+        # A block may be loaded in part; the other slots may be written.
         written = slots[: len(words)]
         records = state.tail.new_zeros((len(written), len(Record)))
         records[:, :2] = upload(torch.from_numpy(words), slots.device)

@@ -144,15 +144,16 @@ class SchedulerLoads:
         if num_external_tokens > 0:
             start, preemptions, is_ahead = getattr(request, _LOCAL)
             setattr(request, _LOADED, (start, preemptions))
-            end = start + num_external_tokens
+            end, tokens = start + num_external_tokens, request.all_token_ids
             (numbers, *_) = blocks.get_block_ids()
             first, last = start // self._block_size, -(-end // self._block_size)
             self._planned.append(
                 Load(
                     rid=request.request_id,
-                    tokens=np.asarray(request.all_token_ids[:end], dtype=np.int64),
+                    tokens=np.asarray(tokens[:end], dtype=np.int64),
                     salt=scheduler_salt(request),
                     start=start,
+                    computed=min(end, len(tokens) - 1),
                     blocks=tuple(numbers[first:last]),
                     is_ahead=is_ahead,
                 )

@@ -53,7 +53,8 @@ class BlockStore(_BASE.KVConnectorBase_V1):  # type: ignore[misc]
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int, bool]:
-        most = (request.num_tokens - 1) // self._size
+        # vLLM computes the last token again after a load that ended ahead.
+        most = (request.num_tokens - (not self._is_ahead)) // self._size
         begin = end = num_computed_tokens // self._size
         self._begins[request.request_id] = begin
         while end < most and request.block_hashes[end] in BLOCKS:
