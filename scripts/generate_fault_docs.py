@@ -1,4 +1,5 @@
-"""Write the tables of faults in the guides from the catalogue of faults.
+"""Write the tables of faults in the guides from the catalogue of faults, and those of
+runs in other engines from `docs/soak/plugin_runs.jsonl`.
 
 A table stands between `<!-- faults: NAME -->` and `<!-- end -->`; `TABLES` has the
 names. `--check` writes nothing and exits 1 if a table is not up to date.
@@ -7,10 +8,12 @@ names. `--check` writes nothing and exits 1 if a table is not up to date.
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 REPO = Path(__file__).resolve().parent.parent
 for source in ("kv-canary/python", "python", ""):
@@ -36,6 +39,8 @@ PAGES = (
     "docs/mutation.md",
     "kv-canary/README.md",
 )
+RUNS = "docs/soak/plugin_runs.jsonl"
+Json = dict[str, Any]
 BLOCK = re.compile(r"(<!-- faults: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 SERVING = {
     Serving.ALL: "P, S",
@@ -183,6 +188,44 @@ def also(world: World) -> str:
     return ", ".join(parts)
 
 
+def runs() -> str:
+    """Return what self-tests and clean traffic in vLLM have shown, a row for each
+    engine, runner and device."""
+    lines = (REPO / RUNS).read_text(encoding="utf-8").splitlines()
+    by_host: dict[tuple[str, str], list[Json]] = {}
+    for run in map(json.loads, lines):
+        host = f"`{run['engine']}`, {run['on']}"
+        by_host.setdefault((host, run["runner"]), []).append(run)
+    return table(
+        ("engine", "runner", "faults named", "slot reads of clean traffic"),
+        (
+            (
+                *host,
+                "; ".join(_named(run) for run in of_host if "named" in run),
+                "; ".join(_traffic(run) for run in of_host if "verified" in run),
+            )
+            for host, of_host in by_host.items()
+        ),
+    )
+
+
+def _named(run: Json) -> str:
+    """A self-test prints the number named of each class; old records have sums."""
+    named = run["named"]
+    by_class = isinstance(named, dict)
+    classes = len(named) if by_class else run["classes"]
+    count, due = sum(named.values()) if by_class else named, classes * run["seeds"]
+    share = "all" if count == due else f"{count} of {due}"
+    of_class = "1 class" if classes == 1 else f"{classes} classes"
+    return f"{run['what']}: {of_class} x {run['seeds']}, {share}"
+
+
+def _traffic(run: Json) -> str:
+    alarms = f", **{run['violations']} alarms**" if run["violations"] else ""
+    other = "" if run["equal"] else ", **other outputs**"
+    return f"{run['what']}: {run['verified']:,}{alarms}{other}"
+
+
 IN_SLOTS = "fault, what it does, reported as, by"
 TABLES: dict[str, Callable[[], str]] = {
     "pools": view(IN_SLOTS, Planted.POOL, Planted.SAMPLING),
@@ -198,6 +241,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "areas": areas,
     "operators": operators,
     "worlds": worlds,
+    "runs": runs,
 }
 
 

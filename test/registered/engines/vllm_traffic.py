@@ -44,6 +44,8 @@ def main() -> None:
         seconds, cpu = time.monotonic() - began, time.process_time() - cpu
         outputs = [host.outputs[str(n)] for n in range(count)]
         report: dict[str, object] = {
+            **host.about(),
+            "what": kind,
             "outputs": hashlib.sha256(json.dumps(outputs).encode()).hexdigest(),
             "tokens": sum(map(len, outputs)),
             "seconds": round(seconds, 2),

