@@ -11,6 +11,7 @@ import pytest
 
 from sglang.test import forked_process
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scale import count
 
 register_cpu_ci(est_time=8, suite="cpu")
 
@@ -18,7 +19,7 @@ REPO = Path(__file__).resolve().parents[3]
 SCRIPT = REPO / "benchmark" / "e2e" / "bench_prefill_graph.py"
 
 
-@pytest.mark.parametrize("model", ["target", "draft"])
+@pytest.mark.parametrize("model", ["draft", "target"][: count(ci=1, full=2)])
 def test_smoke(model):
     command = [sys.executable, str(SCRIPT), "--device", "cpu", "--tokens", "4", "20"]
     command += ["--seconds", "0.1"] + ["--draft"] * (model == "draft")

@@ -11,6 +11,7 @@ from chat_world import ChatWorld, body, function
 from sglang.srt.entrypoints.openai.response_format import response_schema
 from sglang.srt.managers.messages.errors import BadRequest
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scale import count
 
 register_cpu_ci(est_time=3, suite="cpu")
 
@@ -98,7 +99,10 @@ def test_every_api_applies_it_and_refuses_in_its_own_words() -> None:
         assert "supported: text, json_object, json_schema" in answer.text
 
 
-@pytest.mark.parametrize("cut", range(len('[{"name": "weather", "parameters": ') + 1))
+@pytest.mark.parametrize(
+    "cut",
+    range(len('[{"name": "weather", "parameters": ') + 1)[:: count(ci=5, full=1)],
+)
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_required_call_that_is_cut_shows_nothing_of_the_list(
     cut: int, stream: bool

@@ -201,7 +201,7 @@ def hostile_texts(form: CallFormat, size: int) -> Iterator[str]:
 def test_the_cost_of_a_text_is_its_length(
     parser: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    form, size = ALL[parser], count(ci=5000, full=20_000)
+    form, size = ALL[parser], count(ci=2500, full=20_000)
     texts = list(hostile_texts(form, size))
     meter = Meter(monkeypatch)
     for text in texts:

@@ -229,7 +229,7 @@ def test_healthy_traffic_is_silent(
     state = manager.target.buffers.state
     assert manager.target.buffers.fingerprint.sums is not None
     before = state.counters.tolist()
-    size = count(ci=10 if ON_GPU else 3, full=200 if ON_GPU else 10)
+    size = count(ci=10 if ON_GPU else 2, full=200 if ON_GPU else 10)
     traffic = Traffic(harness, random.Random(2 - overlap), size)
     answers: dict[str, Finished] = {}
     while traffic.left:

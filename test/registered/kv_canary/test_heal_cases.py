@@ -29,6 +29,7 @@ from sglang.test.canary_traffic import canary_of, faults_of
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.harness import EngineHarness, Finished
 from sglang.test.heal_traffic import check_books, joined
+from sglang.test.scale import count
 from sglang.test.spec_canary_traffic import VOCAB
 
 register_cpu_ci(est_time=20, suite="cpu")
@@ -309,7 +310,9 @@ TEXTS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("name", ["shift_view", "early_free", "take_back"])
+@pytest.mark.parametrize(
+    "name", ["take_back", "shift_view", "early_free"][: count(ci=1, full=3)]
+)
 def test_grammars_and_stop_strings(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the middle of a grammar, a stop string and a character."""
 

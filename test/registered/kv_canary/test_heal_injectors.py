@@ -78,7 +78,7 @@ def check_incidents(run: Healed) -> bool:
     return len(done) > 0
 
 
-# In CI every third one; all of them are named in test_injectors.
+# In CI every ninth one; all of them are named in test_injectors.
 @pytest.mark.parametrize("name", sorted(POOL_FAULTS)[:: count(ci=5, full=1)])
 def test_injectors(models: dict[str, Path], name: str) -> None:
     check_all(name, PLAIN, models)
@@ -86,7 +86,7 @@ def test_injectors(models: dict[str, Path], name: str) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    # In CI every third one; all of them are named in test_hole_injectors.
+    # In CI every ninth one; all of them are named in test_hole_injectors.
     in_serving(STEP_FAULTS, Serving.PLAIN)[:: count(ci=5, full=1)],
 )
 def test_holes(models: dict[str, Path], name: str) -> None:
@@ -98,7 +98,7 @@ def test_holes(models: dict[str, Path], name: str) -> None:
     [
         *(("draft", name) for name in sorted({*DRAFT_FAULTS, *IN_BOTH})),
         *(("target", name) for name in sorted({*MOVES, *IN_BOTH})),
-        # In CI every third one; all of them are named in test_spec_injectors.
+        # In CI every ninth one; all of them are named in test_spec_injectors.
     ][:: count(ci=5, full=1)],
 )
 def test_injectors_of_speculation(
@@ -110,8 +110,8 @@ def test_injectors_of_speculation(
 
 @pytest.mark.parametrize(
     "name",
-    # In CI every third one; all of them are named there (test_spec_hole_injectors).
-    in_serving(STEP_FAULTS, Serving.SPECULATION)[:: count(ci=5, full=1)],
+    # In CI every ninth one; all of them are named there (test_spec_hole_injectors).
+    in_serving(STEP_FAULTS, Serving.SPECULATION)[:: count(ci=9, full=1)],
 )
 def test_holes_of_speculation(models: dict[str, Path], name: str) -> None:
     serving = STEP_FAULTS[name].serving

@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("mock"))
 
 
-@pytest.mark.parametrize("name", STATE_FAULTS)
+@pytest.mark.parametrize("name", list(STATE_FAULTS)[:: count(ci=2, full=1)])
 def test_faults_in_states(model: Path, name: str) -> None:
     for seed in SEEDS:
         # In CI the faults are spread over the engines.

@@ -65,7 +65,9 @@ def check_pages(run: Healed) -> None:
     assert group.usable_size() == group.slots.size
 
 
-@pytest.mark.parametrize("name", sorted(in_serving(WINDOW_FAULTS, Serving.PLAIN)))
+@pytest.mark.parametrize(
+    "name", sorted(in_serving(WINDOW_FAULTS, Serving.PLAIN))[:: count(ci=2, full=1)]
+)
 def test_faults_in_window_slots(models: dict[str, Path], name: str) -> None:
     check_all(name, models, group="swa")
 

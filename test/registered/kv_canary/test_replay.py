@@ -66,7 +66,7 @@ def begin_of(record: RecordFile) -> int:
 # -- planted faults ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(POOL_FAULTS))
+@pytest.mark.parametrize("name", sorted(POOL_FAULTS)[:: count(ci=2, full=1)])
 def test_planted_faults_appear_at_the_same_forward(
     model: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("mock"))
 
 
-@pytest.mark.parametrize("name", sampled(sorted(STATE_FAULTS), key=len, ci=4))
+@pytest.mark.parametrize("name", sampled(sorted(STATE_FAULTS), key=len, ci=1))
 def test_planted_faults_appear_at_the_same_forward(
     model: Path, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

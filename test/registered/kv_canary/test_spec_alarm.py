@@ -119,7 +119,7 @@ def serve(models: dict[str, Path], *, seed: int, fault: str | None) -> Run:
     )
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("fault", FAULTS[:: count(ci=2, full=1)])
 def test_is_reported_before_acceptance_falls(
     models: dict[str, Path], fault: str
 ) -> None:

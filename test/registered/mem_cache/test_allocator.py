@@ -197,7 +197,7 @@ def test_allocators_agree_with_a_set_model() -> None:
     run_state_machine_as_test(
         AllocatorMachine,
         settings=settings(
-            max_examples=count(ci=60, full=1000),
+            max_examples=count(ci=30, full=1000),
             stateful_step_count=60,
             deadline=None,
             derandomize=True,

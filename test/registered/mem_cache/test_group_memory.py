@@ -211,7 +211,7 @@ def walk(seed: int, steps: int) -> GroupMachine:
 
 @pytest.mark.timeout(1800)
 def test_groups_hold_what_is_read_and_nothing_leaks() -> None:
-    for seed in range(count(ci=40, full=2000)):
+    for seed in range(count(ci=20, full=2000)):
         try:
             walk(seed, steps=100)
         except BaseException as error:

@@ -231,7 +231,7 @@ def test_radix_cache_agrees_with_a_page_model() -> None:
     run_state_machine_as_test(
         RadixMachine,
         settings=settings(
-            max_examples=count(ci=60, full=1000),
+            max_examples=count(ci=30, full=1000),
             stateful_step_count=80,
             deadline=None,
             derandomize=True,

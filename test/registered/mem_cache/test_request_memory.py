@@ -34,7 +34,7 @@ def test_requests_read_their_own_kv_and_leave_the_pool_empty() -> None:
     run_state_machine_as_test(
         RequestMachine,
         settings=settings(
-            max_examples=count(ci=60, full=1000),
+            max_examples=count(ci=30, full=1000),
             stateful_step_count=80,
             deadline=None,
             derandomize=True,

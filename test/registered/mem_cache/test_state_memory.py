@@ -290,7 +290,7 @@ def walk(seed: int, steps: int) -> StateMachine:
 @pytest.mark.timeout(1800)
 def test_a_request_goes_on_from_the_state_of_its_prefix() -> None:
     restored = reached = 0
-    for seed in range(count(ci=40, full=2000)):
+    for seed in range(count(ci=24, full=2000)):
         try:
             world = walk(seed, steps=100)
             restored += world.restored

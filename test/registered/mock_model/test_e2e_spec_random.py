@@ -51,7 +51,7 @@ def folders(tmp_path_factory):
     return ModelFolders(tmp_path_factory.mktemp("models"))
 
 
-@pytest.mark.parametrize("config", CONFIGURATIONS, ids=str)
+@pytest.mark.parametrize("config", CONFIGURATIONS[:: count(ci=2, full=1)], ids=str)
 def test_random_requests(folders, config):
     # With a region and pages of 64, requests here seldom grow by a page.
     has_region = config.topk > 1 and config.page_size < 64

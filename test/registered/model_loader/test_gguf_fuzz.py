@@ -27,7 +27,7 @@ from sglang.test.tiny_models import write_tiny_model
 register_cpu_ci(est_time=8, suite="cpu")
 
 BASES = ["llama", "gemma3", "pieces"]
-MUTANTS = count(ci=200, full=4000)
+MUTANTS = count(ci=100, full=4000)
 # What a field of 1, 4 or 8 bytes may be made.
 NUMBERS = [0, 1, 2, 3, 7, 8, 9, 12, 24, 31, 255, 1 << 16, (1 << 31) - 1, 1 << 31]
 NUMBERS += [(1 << 32) - 1, 1 << 40, (1 << 63) - 1, 1 << 63, (1 << 64) - 1]
@@ -201,7 +201,7 @@ def test_values_of_other_kinds(
         (key, value) for key in read_keys(bases[base]) for value in [None, *VALUES]
     ]
     random.Random(base).shuffle(cases)
-    for key, value in cases[: count(ci=40, full=len(cases))]:
+    for key, value in cases[: count(ci=20, full=len(cases))]:
         if key == "general.alignment":  # the library's reader takes part in it
             continue
         check(with_value(bases[base], file, key, value))

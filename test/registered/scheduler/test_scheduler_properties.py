@@ -85,7 +85,7 @@ def check_books(scheduler):
 
 
 @settings(
-    max_examples=count(ci=60, full=800),
+    max_examples=count(ci=30, full=800),
     deadline=None,
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -238,7 +238,7 @@ def every_shape(set_up: SetUp) -> Iterator[Shape]:
 
 
 @pytest.mark.parametrize(
-    "heads", sampled(HEADS, key=lambda heads: heads[-1], ci=3), ids=str
+    "heads", sampled(HEADS, key=lambda heads: heads[-1], ci=2), ids=str
 )
 def test_every_variant_is_warm(warmed: Warmed, heads: tuple[int, int, int]) -> None:
     """Whatever a graph can replay may run eagerly, too: its prompts may be scored."""

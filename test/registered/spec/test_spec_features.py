@@ -165,7 +165,7 @@ class Pair:
 
 
 ADAPTIVE = {"speculative_adaptive": True, "skip_server_warmup": True}
-CONFIGS = {"tree": TREE, "chain": CHAIN, "ngram": NGRAM}
+CONFIGS = {"tree": TREE, "ngram": NGRAM} | ({"chain": CHAIN} if is_full() else {})
 
 
 @pytest.fixture(scope="module", params=CONFIGS.values(), ids=list(CONFIGS))

@@ -4,6 +4,7 @@ that are accepted, and ranks that share the work."""
 from __future__ import annotations
 
 import random
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from sglang.test.head_models import (
     write_head,
 )
 from sglang.test.hybrid_models import write_text_model
-from sglang.test.scale import count
+from sglang.test.scale import count, sampled
 from sglang.test.spec_accept import AcceptRecorder, Run
 from sglang.test.spec_parity import (
     CONTEXT,
@@ -74,7 +75,10 @@ def nextn_engine(
     return EngineHarness(folder, overlap=overlap, **usual | flags)
 
 
-@pytest.mark.parametrize(("architecture", "page_size", "tree", "overlap"), ENGINES)
+@pytest.mark.parametrize(
+    ("architecture", "page_size", "tree", "overlap"),
+    sampled(ENGINES, key=itemgetter(0), ci=1),
+)
 def test_same_output_with_and_without(
     tmp_path: Path,
     architecture: str,

@@ -256,7 +256,7 @@ def variants() -> list[Variant]:
     shapes += [(32, 32, 96, 2), (16, 8, 128, 2), (32, 8, 128, 4), (4, 2, 256, 4)]
     shapes += [(32, 8, 80, 2), (16, 16, 192, 2)]
     found: list[Variant] = []
-    for q_heads, kv_heads, head_dim, itemsize in shapes[: count(ci=3, full=10)]:
+    for q_heads, kv_heads, head_dim, itemsize in shapes[: count(ci=2, full=10)]:
         heads = {"q_heads": q_heads, "kv_heads": kv_heads, "head_dim": head_dim}
         for page_size, has_window in ((1, False), (16, True)):
             found += paged_variants(heads, itemsize, page_size, has_window)
