@@ -283,7 +283,7 @@ class VllmHost:
         return {
             "engine": f"{name} {version}",
             "runner": ", ".join(runner),
-            "on": "CPU" if is_on_a_cpu else torch.cuda.get_device_name(),
+            "on": "CPU" if is_on_a_cpu else _name_of_gpu(),
         }
 
     def add(
@@ -357,6 +357,10 @@ class VllmHost:
         """Run a short request to tell the worker which requests finished last."""
         self.add([3, 4, 5], new_tokens=1)
         self.drain()
+
+
+def _name_of_gpu() -> str:
+    return torch.cuda.get_device_name().removeprefix("NVIDIA ")
 
 
 def _is_on_a_cpu() -> bool:
