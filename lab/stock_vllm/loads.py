@@ -1,5 +1,6 @@
 """Serves prompts, empties the prefix cache of the GPU, and serves them again with the
-KV that a connector kept. Prints whether the answers are equal, and what was compared.
+KV that a connector kept. Prints whether the answers equal those that the prefix cache
+gave, whether those equal what was computed whole, and what was compared.
 
     KV_CANARY=raise python loads.py MODEL      # vLLM's own offloading to host memory
 """
@@ -53,9 +54,13 @@ def main() -> None:
         return [list(output.outputs[0].token_ids) for output in outputs]
 
     first = generate()
-    generate()  # stores what is left, and finds it on the GPU
+    on_gpu = generate()  # stores what is left, and finds it on the GPU
     engine.reset_prefix_cache()
-    report: dict[str, Any] = {"equal": generate() == first}
+    loaded = generate()
+    report: dict[str, Any] = {
+        "equal": loaded == on_gpu,
+        "equal_without_prefix": on_gpu == first,
+    }
     worker = engine.llm_engine.engine_core.engine_core.model_executor.driver_worker
     attachment = get_attachment(getattr(worker, "worker", worker).model_runner)
     if attachment is not None:
