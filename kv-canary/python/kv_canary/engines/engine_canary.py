@@ -13,6 +13,7 @@ finish(...)      on a GPU the findings, when the step's tokens reach the host
 from __future__ import annotations
 
 import dataclasses
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,7 @@ import torch
 from kv_canary import launches
 from kv_canary.accepted import SampledTokens
 from kv_canary.engines.block_ledger import BlockLedger, Changes, LedgerRequest
+from kv_canary.engines.block_table import NewBlocks
 from kv_canary.engines.forward_rows import ForwardRows
 from kv_canary.engines.group_canary import RING_CAPACITY, Group, GroupCanary
 from kv_canary.engines.reporting import create_worker_reporter
@@ -381,12 +383,14 @@ class EngineCanary:
             group.copy_blocks(copies)
         if self.states is not None:
             self.states.copy_blocks(copies)
+        changed = defaultdict(list)
         for request, number, begin in changes.rows:
             blocks = request.blocks[number][begin:]
-            if number in self._by_number:
-                self._by_number[number].set_blocks(request.row, begin, blocks)
-            elif self.states is not None:
-                self.states.set_blocks(number, request.row, begin, blocks)
+            changed[number].append(NewBlocks(request.row, begin, blocks))
+        for number, group in self._by_number.items():
+            group.blocks.set(changed.get(number, ()))
+        if self.states is not None:
+            self.states.set_blocks(changed)
 
     def _announce(self, new: Sequence[LedgerRequest]) -> None:
         """Announce the histories that requests continue, and their rows."""

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kv_canary.engines.block_table import BlockTable
 from kv_canary.engines.step import GroupReads
 from kv_canary.layout import NO_FINGERPRINT, Fingerprint, FingerprintMode
 from kv_canary.op import triton_available
@@ -68,6 +69,9 @@ class GroupCanary(CanaryGroup):
         max_len: most tokens of a request.
         mode: which bytes are fingerprinted.
         stamps_first: see `HostCapabilities.shares_new_slots`.
+
+    Attributes:
+        blocks: the page map; table: its entries, which are slots.
     """
 
     def __init__(
@@ -81,11 +85,15 @@ class GroupCanary(CanaryGroup):
         stamps_first: bool,
     ) -> None:
         device = group.layers[0].device
-        columns = -(-max_len // group.page_size) * group.page_size
         self.group = group
-        self.table = torch.zeros(
-            num_rows + 1, columns, dtype=torch.int32, device=device
+        self.blocks = BlockTable(
+            num_rows + 1,
+            -(-max_len // group.page_size),
+            size=group.page_size,
+            empty=0,
+            device=device,
         )
+        self.table = self.blocks.entries
         num_slots = group.num_blocks * group.page_size
         in_kernels = _bytes_in_kernels(group, mode)
         slot_bytes = None
@@ -112,15 +120,6 @@ class GroupCanary(CanaryGroup):
         self._starts: dict[int, Tensor] = {}
         self._offsets = np.arange(group.page_size, dtype=np.int64)
         self._swept = group.page_size
-
-    def set_blocks(self, row: int, begin: int, blocks: Sequence[int]) -> None:
-        """Set the blocks of a request from index `begin` on, and drop any after
-        them."""
-        line, start = self.table[row], begin * self.group.page_size
-        line[start:].zero_()
-        values = self._host_slots(blocks)[: len(line) - start].to(torch.int32)
-        end = start + len(values)
-        line[start:end].copy_(upload(values, line.device), non_blocking=True)
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
         """Call `free` for the slots of blocks."""

@@ -14,7 +14,7 @@ to the next block. Whether that was done shows in the bytes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kv_canary import launches
 from kv_canary.checks import Reason
+from kv_canary.engines.block_table import BlockTable, NewBlocks
 from kv_canary.kernels.reference.report import flag
 from kv_canary.layout import NO_FINGERPRINT, FingerprintMode
 from kv_canary.pool_checks import PoolChecks
@@ -38,7 +39,7 @@ from kv_canary.records import (
     pack_word0_tensor,
 )
 from kv_canary.runtime.group import CanaryGroup
-from kv_canary.runtime.uploads import upload, upload_rows, upload_vectors
+from kv_canary.runtime.uploads import upload_rows, upload_vectors
 from kv_canary.slot_bytes import ByteFindings
 from kv_canary.state import CanaryState, create_state
 from kv_canary.state_parts import StateParts, Turn
@@ -146,9 +147,17 @@ class StateCanary(CanaryGroup):
         )
         self.pool = pool
         self._lineages = primary.expected_lineage
-        columns = -(-max_len // pool.block_tokens)
-        shape = (len(pool.groups), num_rows + 1, columns)
-        self._tables = torch.full(shape, -1, dtype=torch.int32, device=device)
+        self._num_rows = num_rows + 1
+        # One table of all groups, because these may be ten.
+        self._blocks = BlockTable(
+            len(pool.groups) * self._num_rows,
+            -(-max_len // pool.block_tokens),
+            size=1,
+            empty=-1,
+            device=device,
+        )
+        shape = (len(pool.groups), self._num_rows, -1)
+        self._tables = self._blocks.entries.view(shape)
         self.parts: StateParts | None = None
         if mode is not FingerprintMode.NONE:
             tensors = [[t for of in g.layers for t in of] for g in pool.groups]
@@ -172,16 +181,12 @@ class StateCanary(CanaryGroup):
 
     # -- blocks --------------------------------------------------------------------
 
-    def set_blocks(
-        self, number: int, row: int, begin: int, blocks: Sequence[int]
-    ) -> None:
-        """Set the blocks of a request in a group from index `begin` on, and drop any
-        after them."""
-        line = self._tables[self.pool.numbers.index(number), row]
-        line[begin:].fill_(-1)
-        values = torch.tensor(blocks[: len(line) - begin], dtype=torch.int32)
-        line[begin : begin + len(values)].copy_(
-            upload(values, self._device), non_blocking=True
+    def set_blocks(self, changes: Mapping[int, Sequence[NewBlocks]]) -> None:
+        """Set blocks of requests, by number of the group; others are ignored."""
+        self._blocks.set(
+            change._replace(row=place * self._num_rows + change.row)
+            for place, number in enumerate(self.pool.numbers)
+            for change in changes.get(number, ())
         )
 
     def free_blocks(self, blocks: Sequence[int]) -> None:
