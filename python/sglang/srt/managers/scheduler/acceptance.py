@@ -19,11 +19,14 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from sglang.srt.configs.draft_layout import TreeShape
 
-MEMORY = 300.0
-"""Drafts of a shape after which an older one counts 1/e."""
+MEMORY, MEMORY_OF_BATCHES = 300.0, 50.0
+"""Drafts of a shape after which an older one counts 1/e, and iterations after which it
+does at the earliest: ten of a large batch tell too little."""
 MEMORY_OF_ITERATIONS = 600.0
 """Iterations, with drafts of any shape or without, after which it does too."""
-MEMORY_OF_OTHERS = 50.0
+RECALLED = 50.0
+"""Drafts of a shape before a pause that count at most when it is tried again."""
+MEMORY_OF_OTHERS = 100.0
 """Iterations after which what a shape's own drafts showed counts 1/e beside what newer
 drafts of another shape show: the text may have changed."""
 TRUSTED = 12.0
@@ -51,16 +54,24 @@ class _Levels:
 
     def age(self, iteration: int) -> None:
         """Let the counts decay up to this iteration."""
-        keep = (1.0 - 1.0 / MEMORY_OF_ITERATIONS) ** (iteration - self.iteration)
+        self._keep((1.0 - 1.0 / MEMORY_OF_ITERATIONS) ** (iteration - self.iteration))
         self.iteration = iteration
-        self.reached = [keep * count for count in self.reached]
-        self.passed = [keep * count for count in self.passed]
+
+    def limit(self, most: float) -> None:
+        """Let all that was seen count as this many drafts at most."""
+        if self.weight > most:
+            self._keep(most / self.weight)
+
+    def _keep(self, share: float) -> None:
+        self.reached = [share * count for count in self.reached]
+        self.passed = [share * count for count in self.passed]
 
     def add(self, accepted: Sequence[int], num_steps: int) -> None:
         missing = num_steps - len(self.reached)
         self.reached += [0.0] * missing
         self.passed += [0.0] * missing
-        keep = (1.0 - 1.0 / MEMORY) ** len(accepted)
+        memory = max(MEMORY, MEMORY_OF_BATCHES * len(accepted))
+        keep = (1.0 - 1.0 / memory) ** len(accepted)
         for level in range(num_steps):
             reached = sum(count >= level for count in accepted)
             passed = sum(count > level for count in accepted)
@@ -101,6 +112,9 @@ class Acceptance:
         if shape is not None and accepted:
             levels = self._levels[shape]
             levels.age(self._iteration)
+            if levels.seen_at < self._iteration - 1:
+                # A trial must tell.
+                levels.limit(RECALLED)
             levels.add(accepted, shape.num_steps)
             levels.seen_at = self._iteration
 
@@ -125,7 +139,9 @@ class Acceptance:
     def _evidence(self, levels: _Levels) -> float:
         """Return the number of drafts that tell about the present text."""
         newest = max(each.seen_at for each in self._levels.values())
-        return levels.weight * math.exp((levels.seen_at - newest) / MEMORY_OF_OTHERS)
+        return min(levels.weight, MEMORY) * math.exp(
+            (levels.seen_at - newest) / MEMORY_OF_OTHERS
+        )
 
     def _inferred(self, shape: TreeShape, other: TreeShape) -> float:
         """Infer a shape's gain from another one's."""

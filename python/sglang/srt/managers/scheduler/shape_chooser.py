@@ -33,11 +33,9 @@ FIRST_LOST, NEW_DRAFTS = 12.0, 64
 """Plain iterations whose time may be lost by each trial of a shape until an engine has
 made so many drafts that tell about it. What is accepted hardly depends on the batch
 size, and a longest chain tells about the others."""
-TRIAL_ITERATIONS, TRIAL_DRAFTS = 4, 32
+TRIAL_ITERATIONS, TRIAL_DRAFTS = 5, 32
 """Iterations of a trial, and drafts of all requests together, at least."""
-TIMED_TOGETHER = 2
-"""Iterations whose mean time is learned at once."""
-MAX_PATIENCE = 4.0
+MAX_PATIENCE = 3.0
 """A trial in vain doubles what the next one of that shape must have saved, up to this
 factor."""
 HORIZON = 64
@@ -62,14 +60,21 @@ class _Standing:
     left: int = 0
 
 
-@dataclass(slots=True, kw_only=True)
-class _Timed:
-    """Iterations of one shape and size whose mean time is to be learned."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Iteration:
+    """An iteration that was timed.
+
+    While one runs, the host launches the next. So where the shape changes, the times of
+    both sides are of neither, and only their sum is known.
+
+    Fields:
+        follows: whether the one before was of the same shape and batch size.
+    """
 
     index: int
     rows: int
-    count: int = 0
-    seconds: float = 0.0
+    seconds: float
+    follows: bool
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,20 +83,27 @@ class _CatchUp:
 
     Fields:
         seconds, due: decayed sums of both.
+        late, awaited: seconds that an iteration with a catch-up and the one before it
+            took more than expected, and what was due for it, while the next one runs.
     """
 
     seconds: float = 0.0
     due: float = 0.0
+    late: float = 0.0
+    awaited: float = 0.0
 
     @property
     def ratio(self) -> float:
         """Until it was seen, a token is as dear as a node, which is too much."""
         return self.seconds / self.due if self.due else 1.0
 
-    def observe(self, seconds: float, *, due: float) -> None:
+    def end(self, late: float) -> None:
+        """Note by how much the iteration after a catch-up took longer than expected."""
         # A pause of the machine is no catching up.
-        self.seconds = 0.9 * self.seconds + min(max(seconds, 0.0), 2.0 * due)
-        self.due = 0.9 * self.due + due
+        seconds = min(max(self.late + late, 0.0), 2.0 * self.awaited)
+        self.seconds = 0.9 * self.seconds + seconds
+        self.due = 0.9 * self.due + self.awaited
+        self.awaited = 0.0
 
 
 class ShapeChooser:
@@ -109,7 +121,7 @@ class ShapeChooser:
         self._standings: dict[int, _Standing] = {}
         # Drafts that told about each shape.
         self._seen = [0] * len(self._ladder)
-        self._timed = _Timed(index=PLAIN, rows=0)
+        self._newest: _Iteration | None = None
         self._catch_up = _CatchUp()
         self._before = PLAIN
         self._begun = 0
@@ -168,20 +180,30 @@ class ShapeChooser:
         """
         self.acceptance.observe(self._ladder[index], accepted)
         self._count(index, len(accepted))
+        before = self._newest
         if seconds is None:
+            self._newest, self._catch_up.awaited = None, 0.0
             return
+        follows = (
+            before is not None
+            and (before.index, before.rows) == (index, rows)
+            and not caught_up
+        )
+        if before is not None and before.follows and follows:
+            self.costs.observe(index, rows, before.seconds)
+        newest = _Iteration(index=index, rows=rows, seconds=seconds, follows=follows)
+        self._newest = newest
+        if self._catch_up.awaited:
+            self._catch_up.end(self._late(newest))
         if caught_up:
-            late = seconds - self.costs.expected(index, rows)
-            self._catch_up.observe(late, due=self._as_nodes(rows, caught_up))
-            return
-        timed = self._timed
-        if timed.index != index or timed.rows != rows:
-            timed = self._timed = _Timed(index=index, rows=rows)
-        timed.count += 1
-        timed.seconds += seconds
-        if timed.count == TIMED_TOGETHER:
-            self.costs.observe(index, rows, timed.seconds / timed.count)
-            timed.count, timed.seconds = 0, 0.0
+            late = self._late(newest) + (0.0 if before is None else self._late(before))
+            self._catch_up.late = late
+            self._catch_up.awaited = self._as_nodes(rows, caught_up)
+
+    def _late(self, iteration: _Iteration) -> float:
+        """Return the seconds that it took more than expected."""
+        expected = self.costs.expected(iteration.index, iteration.rows)
+        return iteration.seconds - expected
 
     def _count(self, index: int, drafts: int) -> None:
         """Note which shapes drafts of this one tell about."""

@@ -5,16 +5,24 @@ then observed while it serves.
 from __future__ import annotations
 
 import bisect
+import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-SETTLING = 4
+NO_SHAPE = -1
+SETTLING = 8
 """Observations after a change that tell what a shape costs beside the others; later
 ones tell what changes for all, such as longer contexts."""
-SETTLING_WEIGHT, LATER_WEIGHT = 0.3, 0.05
-LATELY_WEIGHT = 0.3
-"""Weight of an observation in how slow the machine is just now."""
-STALE = 200
+COMPARED = 15
+"""Newest ones of these of a shape whose median counts."""
+OUTLIER = 0.2
+"""Part of what is due by which a later observation may differ from it."""
+LEVEL_WEIGHT = 0.025
+"""Weight of an observation in what has changed for all."""
+LATELY = 3
+"""Observations whose median tells how slow the machine is just now."""
+STALE = 400
 """Observations in a size class after which a shape's own are out of date."""
 
 
@@ -25,16 +33,16 @@ def size_class(rows: int) -> int:
 
 @dataclass(slots=True, kw_only=True)
 class _Observed:
-    """What a shape costs more than was measured.
+    """What a shape costs more than was measured, beside what all do.
 
     Fields:
-        more: seconds, or a factor. drift: of the size class at that time.
-        at: number of that observation in its size class.
+        found: newest observations: seconds, or factors. more: their median.
+        at: number of the newest observation in its size class.
     """
 
     more: float
-    drift: float
-    at: int
+    found: deque[float] = field(default_factory=lambda: deque(maxlen=COMPARED))
+    at: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,16 +50,17 @@ class _SizeClass:
     """The observations of batches of similar sizes.
 
     Fields:
-        shapes: by index. drift: what has changed for all of them. lately: what an
-            iteration takes just now, of whichever shape, more than is expected of it.
+        shapes: by index. level: what all cost more than was measured. lately: newest
+            observations of that, by shape `reference`, with which others are compared.
         current, in_a_row: the newest index, and how often it was observed since the
             last change. count: of all observations.
     """
 
-    drift: float
-    lately: float
+    level: float
+    lately: deque[float] = field(default_factory=lambda: deque(maxlen=LATELY))
+    reference: int = NO_SHAPE
     shapes: dict[int, _Observed] = field(default_factory=dict)
-    current: int = -1
+    current: int = NO_SHAPE
     in_a_row: int = 0
     count: int = 0
 
@@ -69,7 +78,7 @@ class StepCosts:
     def __init__(self, measured: Mapping[int, Sequence[float]], *, adds: bool) -> None:
         self._sizes = sorted(measured)
         self._measured = [list(measured[size]) for size in self._sizes]
-        self._adds = adds
+        self._adds, self._neutral = adds, 0.0 if adds else 1.0
         self._at_sizes: dict[tuple[int, int], float] = {}
         self._classes: dict[int, _SizeClass] = {}
 
@@ -100,63 +109,64 @@ class StepCosts:
 
     def expected(self, index: int, rows: int) -> float:
         """Return the seconds that an iteration will take."""
-        measured = self.measured(index, rows)
         of_class = self._classes.get(size_class(rows))
         if of_class is None:
-            return measured
-        return self._with(measured, self._more(of_class, index))
+            return self.measured(index, rows)
+        return self._cost(of_class, index, rows)
 
     def observe(self, index: int, rows: int, seconds: float) -> None:
         """Learn that iterations took `seconds` each."""
-        size, neutral = size_class(rows), 0.0 if self._adds else 1.0
+        size = size_class(rows)
         if size not in self._classes:
-            self._classes[size] = _SizeClass(drift=neutral, lately=neutral)
+            self._classes[size] = _SizeClass(level=self._neutral)
         of_class = self._classes[size]
-        measured, before = self.measured(index, rows), self._more(of_class, index)
-        if of_class.count:
-            due = self._with(measured, before)
-            # A pause of the machine says nothing about a shape.
-            seconds = min(max(seconds, due / 2), due * 2)
+        own = of_class.shapes.setdefault(index, _Observed(more=self._neutral))
         if of_class.current != index:
             of_class.current, of_class.in_a_row = index, 0
         of_class.in_a_row += 1
         of_class.count += 1
-        more = seconds - measured if self._adds else seconds / measured
-        is_new = index not in of_class.shapes
-        is_settling = is_new or of_class.in_a_row <= SETTLING
-        if is_settling:
+        own.at = of_class.count
+        more = self._beyond(seconds, self.measured(index, rows))
+        is_another = of_class.reference not in (NO_SHAPE, index)
+        if is_another and of_class.in_a_row <= SETTLING:
             # So a shape that runs while the machine is slow does not look slower.
-            more = more - of_class.lately if self._adds else more / of_class.lately
-        else:
-            lately = more - before if self._adds else more / before
-            of_class.lately += LATELY_WEIGHT * (lately - of_class.lately)
-        weight = SETTLING_WEIGHT if is_settling else LATER_WEIGHT
-        now = before + (1.0 if is_new else weight) * (more - before)
-        if not is_settling:
-            of_class.drift += (
-                now - before if self._adds else of_class.drift * (now / before - 1.0)
-            )
-        of_class.shapes[index] = _Observed(
-            more=now, drift=of_class.drift, at=of_class.count
-        )
-
-    def _more(self, of_class: _SizeClass, index: int) -> float:
-        """Return what a shape costs more now. If it was not observed, as much as the
-        others do on average."""
-        own, drift = of_class.shapes.get(index), of_class.drift
-        if own is not None:
-            return self._now(own, drift)
-        if not of_class.shapes:
-            return 0.0 if self._adds else 1.0
-        found = [self._now(each, drift) for each in of_class.shapes.values()]
-        return sum(found) / len(found)
-
-    def _now(self, each: _Observed, drift: float) -> float:
+            own.found.append(self._beyond(more, statistics.median(of_class.lately)))
+            own.more = statistics.median(own.found)
+            return
+        of_class.reference = index
+        of_class.lately.append(self._beyond(more, own.more))
+        if of_class.count <= LATELY:
+            of_class.level = statistics.median(of_class.lately)
+            return
+        due = self._cost(of_class, index, rows)
+        # A pause of the machine says nothing about a shape.
+        near = min(max(seconds, due * (1.0 - OUTLIER)), due * (1.0 + OUTLIER))
         if self._adds:
-            return each.more + drift - each.drift
-        return each.more * drift / each.drift
+            of_class.level += LEVEL_WEIGHT * (near - due)
+        else:
+            of_class.level *= 1.0 + LEVEL_WEIGHT * (near / due - 1.0)
 
-    def _with(self, measured: float, more: float) -> float:
+    def _beyond(self, value: float, other: float) -> float:
+        return value - other if self._adds else value / other
+
+    def _cost(self, of_class: _SizeClass, index: int, rows: int) -> float:
+        own = of_class.shapes.get(index)
+        if own is not None:
+            return self._with(of_class, index, rows, own.more)
+        others = of_class.shapes
+        if not others:
+            return self._with(of_class, index, rows, self._neutral)
+        # As much more as the others on average, and no more than any larger one.
+        mean = statistics.fmean(other.more for other in others.values())
+        larger = (
+            self._with(of_class, i, rows, other.more)
+            for i, other in others.items()
+            if i > index
+        )
+        return min([self._with(of_class, index, rows, mean), *larger])
+
+    def _with(self, of_class: _SizeClass, index: int, rows: int, more: float) -> float:
+        measured = self.measured(index, rows)
         if not self._adds:
-            return measured * more
-        return max(measured + more, measured / 4)
+            return measured * of_class.level * more
+        return max(measured + of_class.level + more, measured / 4)
