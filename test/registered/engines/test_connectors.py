@@ -396,11 +396,16 @@ class Transfer:
         return self.connector.build_connector_meta(None)
 
     def results(self, finished: set[str] | None = None) -> tuple[set[str], set[int]]:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-        results = self.connector.get_transfer_results(finished or set())
-        damaged = self.connector.get_block_ids_with_load_errors()
-        return results.finished_recving, damaged
+        """Of two calls, because a GPU may have compared nothing at the first."""
+        recving, damaged = set(), set()
+        for _ in range(2):
+            results = self.connector.get_transfer_results(finished or set())
+            recving |= results.finished_recving
+            damaged |= self.connector.get_block_ids_with_load_errors()
+            finished = None
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+        return recving, damaged
 
 
 def test_loads_for_this_forward() -> None:
