@@ -79,7 +79,9 @@ def test_planted_faults_appear_at_the_same_forward(
     assert (from_checkpoint > 0) == is_found_at_once
 
 
-@pytest.mark.parametrize("flags", TRAFFIC, ids=str)
+@pytest.mark.parametrize(
+    "flags", sampled(TRAFFIC, key=lambda flags: None, ci=2), ids=str
+)
 def test_a_clean_run_replays_clean(
     model: Path, flags: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -35,6 +36,7 @@ from sglang.srt.utils.paths import bundled_demo_model_path
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.recording_backend import RecordingBackend
+from sglang.test.scale import is_full
 from sglang.test.spec_world import ModelFolders, matrix, spec_engine
 from sglang.test.tiny_models import write_tiny_model
 
@@ -141,8 +143,13 @@ def arenas_of(engine: EngineHarness) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-@pytest.mark.parametrize("name", ENGINES)
+@pytest.mark.parametrize(
+    ("name", "overlap"),
+    # In CI each engine once, in order or overlapped.
+    itertools.product(ENGINES, [False, True])
+    if is_full()
+    else zip(ENGINES, itertools.cycle([False, True]), strict=False),
+)
 def test_it_leaves_no_trace(
     tiny: Path, tmp_path: Path, name: str, overlap: bool
 ) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from sglang.srt.utils.hf_tokenizer import load_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
-from sglang.test.scale import count, is_full
+from sglang.test.scale import count, is_full, sampled
 from sglang.test.spec_accept import AcceptRecorder
 from sglang.test.spec_adaptive import InTurn
 from sglang.test.spec_matrix import SpecConfig
@@ -189,11 +189,23 @@ def test_everything_while_the_shape_changes(tmp_path, config):
     assert pair.recorder.lens().total() > 0
 
 
-@pytest.mark.parametrize("in_turn", [False, True])
 @pytest.mark.parametrize(
-    "config",
-    [TREE, CHAIN, dataclasses.replace(TREE, algorithm="EAGLE", overlap=False), NGRAM],
-    ids=["EAGLE3", "STANDALONE", "EAGLE", "NGRAM"],
+    ("config", "in_turn"),
+    sampled(
+        [
+            (TREE, True),
+            (TREE, False),
+            (CHAIN, False),
+            (CHAIN, True),
+            (dataclasses.replace(TREE, algorithm="EAGLE", overlap=False), False),
+            (dataclasses.replace(TREE, algorithm="EAGLE", overlap=False), True),
+            (NGRAM, True),
+            (NGRAM, False),
+        ],
+        key=lambda case: case[0].algorithm,
+        ci=1,
+    ),
+    ids=str,
 )
 def test_hidden_states_are_those_of_the_tokens_that_are_kept(tmp_path, config, in_turn):
     """Whole, or the last alone; also where the output ends inside an accepted run, and
