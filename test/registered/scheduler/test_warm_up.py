@@ -146,9 +146,9 @@ def arenas_of(engine: EngineHarness) -> list[torch.Tensor]:
 @pytest.mark.parametrize(
     ("name", "overlap"),
     # In CI each engine once, in order or overlapped.
-    itertools.product(ENGINES, [False, True])
+    [*itertools.product(ENGINES, [False, True])]
     if is_full()
-    else zip(ENGINES, itertools.cycle([False, True]), strict=False),
+    else [*zip(ENGINES, itertools.cycle([False, True]), strict=False)],
 )
 def test_it_leaves_no_trace(
     tiny: Path, tmp_path: Path, name: str, overlap: bool
