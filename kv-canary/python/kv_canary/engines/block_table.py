@@ -1,4 +1,4 @@
-"""The blocks of requests, on the device."""
+"""The blocks of each request, on the device."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kv_canary.runtime.uploads import upload, upload_rows
 
 
 class NewBlocks(NamedTuple):
-    """Blocks that a row gets from index `begin` on. From 0 on, it loses all others."""
+    """Blocks that a row gets from index `begin` on. If that is 0, its others go."""
 
     row: int
     begin: int
@@ -40,8 +40,8 @@ class BlockTable:
         self._blocks, self._size, self._empty = blocks, size, empty
 
     def set(self, changes: Iterable[NewBlocks]) -> None:
-        """Set blocks, those of all rows at once: at a batch's end of a block, every row
-        gets one."""
+        """Set the blocks of all rows in one copy. Rows of equal length need a new block
+        in the same step."""
         device, began = self.entries.device, []
         places: list[int] = []
         values: list[int] = []

@@ -20,12 +20,13 @@ if TYPE_CHECKING:
     from sglang.srt.configs.draft_layout import TreeShape
 
 MEMORY, MEMORY_OF_BATCHES = 300.0, 50.0
-"""Drafts of a shape after which an older one counts 1/e, and iterations after which it
-does at the earliest: ten of a large batch tell too little."""
+"""An older draft of a shape counts 1/e after so many drafts, but not before so many
+iterations: a large batch makes 300 drafts in ten, which tell too little."""
 MEMORY_OF_ITERATIONS = 600.0
 """Iterations, with drafts of any shape or without, after which it does too."""
 RECALLED = 50.0
-"""Drafts of a shape before a pause that count at most when it is tried again."""
+"""When a shape is tried again after a pause, its older drafts count as at most so many,
+so that the trial can tell."""
 MEMORY_OF_OTHERS = 100.0
 """Iterations after which what a shape's own drafts showed counts 1/e beside what newer
 drafts of another shape show: the text may have changed."""
@@ -113,7 +114,6 @@ class Acceptance:
             levels = self._levels[shape]
             levels.age(self._iteration)
             if levels.seen_at < self._iteration - 1:
-                # A trial must tell.
                 levels.limit(RECALLED)
             levels.add(accepted, shape.num_steps)
             levels.seen_at = self._iteration

@@ -64,8 +64,8 @@ class _Standing:
 class _Iteration:
     """An iteration that was timed.
 
-    While one runs, the host launches the next. So where the shape changes, the times of
-    both sides are of neither, and only their sum is known.
+    While one runs, the host launches the next. So where the shape changes, the times on
+    both sides are mixed, and only their sum is known.
 
     Fields:
         follows: whether the one before was of the same shape and batch size.

@@ -15,9 +15,9 @@ SETTLING = 8
 """Observations after a change that tell what a shape costs beside the others; later
 ones tell what changes for all, such as longer contexts."""
 COMPARED = 15
-"""Newest ones of these of a shape whose median counts."""
+"""Of these a shape keeps the newest, and their median counts."""
 OUTLIER = 0.2
-"""Part of what is due by which a later observation may differ from it."""
+"""A later observation counts as at most this much above or below what is due."""
 LEVEL_WEIGHT = 0.025
 """Weight of an observation in what has changed for all."""
 LATELY = 3
