@@ -240,7 +240,7 @@ def test_a_damaged_load_is_computed_again(is_late: bool) -> None:
     (damage,) = loading.units.collect(arrived)
     canary = loading.world.canary
     canary.ledger.doubt([damage.block])
-    since = canary.turned_back
+    step = canary.steps
     if is_late:
         for _ in range(PAGE):
             assert loading.world.forward({"B": 1}) == []
@@ -252,7 +252,7 @@ def test_a_damaged_load_is_computed_again(is_late: bool) -> None:
     assert loading.units.store._units.keys() == stored.keys()
     # A result of a step before arrives late, and is not a token of B.
     known = list(canary.ledger["B"].tokens)
-    canary.note_tokens("B", [3], since=since)
+    canary.note_tokens("B", [3], step=step)
     assert canary.ledger["B"].tokens == known
     for _ in range(PAGE):
         assert loading.world.forward({"B": 1, "A": 1}) == []
@@ -458,11 +458,10 @@ def test_what_the_connector_knows_to_have_failed_is_no_damage(ahead: bool) -> No
     assert not loading.world.canary.reporter.incidents
 
 
-def test_a_request_waits_until_its_blocks_are_compared(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    transfer = Transfer(ahead=True)
-    connector = transfer.connector
+def with_late_results(
+    transfer: Transfer, monkeypatch: pytest.MonkeyPatch
+) -> list[bool]:
+    """Let comparisons arrive when the one flag that is returned is set."""
     arrive, is_there = transfer.loading.units.arrive, [False]
     event = SimpleNamespace(query=lambda: is_there[0], synchronize=lambda: None)
 
@@ -472,6 +471,32 @@ def test_a_request_waits_until_its_blocks_are_compared(
         return arrived._replace(sent=arrived.sent._replace(event=event))
 
     monkeypatch.setattr(transfer.loading.units, "arrive", late)
+    return is_there
+
+
+def test_a_known_failure_is_no_damage_when_it_is_compared_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A connector names what failed only once, before the device has compared it."""
+    transfer = Transfer(ahead=True)
+    connector, loading = transfer.connector, transfer.loading
+    is_there = with_late_results(transfer, monkeypatch)
+    connector.loads = lambda: None
+    connector.failed = set(loading.blocks)
+    connector.bind_connector_metadata(transfer.plan())
+    connector.start_load_kv(None)
+    assert transfer.results() == (set(), {*loading.blocks, 77})
+    is_there[0] = True
+    assert transfer.results()[0] == {"B"}
+    assert not loading.world.canary.reporter.incidents
+
+
+def test_a_request_waits_until_its_blocks_are_compared(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transfer = Transfer(ahead=True)
+    connector = transfer.connector
+    is_there = with_late_results(transfer, monkeypatch)
     connector.bind_connector_metadata(transfer.plan())
     connector.start_load_kv(None)
     assert transfer.results()[0] == set()

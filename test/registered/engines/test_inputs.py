@@ -274,7 +274,7 @@ def test_a_rejected_proposal_turns_no_request_back() -> None:
     world.start()
     for proposed in ([7, 8], [], [], [9], []):
         assert world.forward({"A": 1 + len(proposed)}, proposed={"A": proposed}) == []
-    assert world.canary.turned_back == 0
+    assert not world.canary.again
 
 
 def test_a_row_that_is_given_away_forgets_its_next_input() -> None:

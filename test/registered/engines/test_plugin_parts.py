@@ -47,6 +47,7 @@ from kv_canary.engines.vllm.runner_v2 import _reads
 from kv_canary.engines.vllm.salts import request_salt, with_cache_salt
 from kv_canary.engines.vllm.steps import read_step
 from kv_canary.faults.vllm import selftest as vllm_selftest
+from kv_canary.runtime.host import HEALING_MODES
 from kv_canary.version import __version__
 from sglang.test.ci.ci_register import register_cpu_ci
 
@@ -123,6 +124,14 @@ def test_a_bad_setting_is_refused_by_name(name: str, value: str, text: str) -> N
     with pytest.raises(SettingsError, match=text) as error:
         read_settings({name: value})
     assert f"{name}={value!r}" in str(error.value)
+
+
+def test_healing_is_a_mode_where_the_engine_takes_requests_back() -> None:
+    heal = {"KV_CANARY": "heal"}
+    assert read_settings(heal, modes=HEALING_MODES).mode is Mode.HEAL
+    with pytest.raises(SettingsError, match="choose from off, log, raise$"):
+        read_settings(heal)
+    assert {mode for mode in Mode if mode.is_strict} == {Mode.RAISE, Mode.HEAL}
 
 
 @dataclasses.dataclass

@@ -12,6 +12,8 @@ import socket
 import subprocess
 import time
 import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +74,20 @@ def test_each_class_of_fault_is_named(model: str) -> None:
     report = last_json(result)
     assert len(report["named"]) == CLASSES[model]
     assert set(report["named"].values()) == {SEEDS}, result.stdout
+
+
+@pytest.mark.parametrize("model", list(CLASSES))
+def test_no_answer_shows_a_fault_that_is_healed(model: str) -> None:
+    command = ["-m", "kv_canary.engines.cli", "selftest", "--model", model]
+    seeds = min(SEEDS, 3)
+    result = run(
+        [*command, "--seeds", str(seeds)],
+        KV_CANARY="heal",
+        KV_CANARY_REAL_DATA="all",
+    )
+    report = last_json(result)
+    assert report["mode"] == "heal" and len(report["named"]) == CLASSES[model]
+    assert set(report["named"].values()) == {seeds}, result.stdout
 
 
 @pytest.mark.parametrize(
@@ -174,15 +190,13 @@ def get(url: str, body: dict[str, Any] | None = None) -> str:
     return text
 
 
-def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
-    """Workers of a server load their plugins in a process of their own, and late."""
-    write = "from pathlib import Path; from kv_canary.faults.vllm.host import *; "
-    model = run(["-c", f"{write}print(write_model(Path({str(tmp_path)!r}), 'plain'))"])
-    folder, port, metrics = model.stdout.strip(), free_port(), free_port()
-    log = tmp_path / "log"
+@contextmanager
+def server(folder: str, tmp_path: Path, **environ: str) -> Iterator[str]:
+    """A vLLM server; yields its address."""
+    log, port = tmp_path / "log", free_port()
     flags = "--load-format dummy --skip-tokenizer-init --enforce-eager --dtype float32"
     flags += " --max-model-len 512 --max-num-seqs 4 --num-gpu-blocks-override 48"
-    server = subprocess.Popen(
+    process = subprocess.Popen(
         [
             *(str(PYTHON), "-m", "vllm.entrypoints.openai.api_server"),
             *("--model", folder, "--host", "127.0.0.1", "--port", str(port)),
@@ -190,34 +204,47 @@ def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
         ],
         env={
             **{k: v for k, v in os.environ.items() if k != "PYTHONPATH"},
-            "KV_CANARY": "raise",
-            "KV_CANARY_METRICS_PORT": str(metrics),
             "VLLM_PLUGINS": "kv_canary",
             "VLLM_CPU_KVCACHE_SPACE": "1",
+            **environ,
         },
         stdout=log.open("w"),
         stderr=subprocess.STDOUT,
     )
     try:
         while True:
-            assert server.poll() is None, log.read_text()
+            assert process.poll() is None, log.read_text()
             try:
                 get(f"http://127.0.0.1:{port}/health")
                 break
             except OSError:
                 time.sleep(0.5)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.wait(timeout=60)
+
+
+def plain_model(tmp_path: Path) -> str:
+    write = "from pathlib import Path; from kv_canary.faults.vllm.host import *; "
+    model = run(["-c", f"{write}print(write_model(Path({str(tmp_path)!r}), 'plain'))"])
+    return model.stdout.strip()
+
+
+def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
+    """Workers of a server load their plugins in a process of their own, and late."""
+    folder, metrics = plain_model(tmp_path), free_port()
+    ours = {"KV_CANARY": "raise", "KV_CANARY_METRICS_PORT": str(metrics)}
+    with server(folder, tmp_path, **ours) as url:
         body = {"model": folder, "prompt": [5, 6, 7, 8, 9], "max_tokens": 8}
-        get(f"http://127.0.0.1:{port}/v1/completions", {**body, "ignore_eos": True})
+        get(f"{url}/v1/completions", {**body, "ignore_eos": True})
         salted = {**body, "max_tokens": 1, "cache_salt": "tenant"}
-        get(f"http://127.0.0.1:{port}/v1/completions", salted)
+        get(f"{url}/v1/completions", salted)
         found = get(f"http://127.0.0.1:{metrics}/metrics")
-        page = get(f"http://127.0.0.1:{port}/kv_canary")
-        report = json.loads(get(f"http://127.0.0.1:{port}/kv_canary/report"))
+        page = get(f"{url}/kv_canary")
+        report = json.loads(get(f"{url}/kv_canary/report"))
         asked = ["doctor", "--running", f"http://127.0.0.1:{metrics}"]
         doctor = run(["-m", "kv_canary.engines.cli", *asked])
-    finally:
-        server.terminate()
-        server.wait(timeout=60)
     assert doctor.returncode == 0 and "rank 0: checked, since " in doctor.stdout
     assert 'kv_canary_forwards_total{rank="0"} 9.0' in found
     assert "<title>KV canary</title>" in page
@@ -225,9 +252,10 @@ def test_a_server_checks_in_its_worker_process(tmp_path: Path) -> None:
     assert (rank["attached"], rank["forwards"], rank["incidents"]) == (True, 9, [])
     assert f'kv_canary_verified_slots_total{{rank="0"}} {sum(range(5, 12))}.0' in found
     assert 'kv_canary_violations_total{rank="0",reason="write_token"} 0.0' in found
-    assert "across cache salts is not seen" not in log.read_text()
+    log = (tmp_path / "log").read_text()
+    assert "across cache salts is not seen" not in log
     # In the worker's log, with vLLM's prefix: the proof that it is attached.
-    lines = [line for line in log.read_text().splitlines() if "kv_canary: " in line]
+    lines = [line for line in log.splitlines() if "kv_canary: " in line]
     for text in ("checks group 'full': 3 layers", "the first forward is checked"):
         (line,) = [line for line in lines if text in line]
         assert re.match(r"\(Worker pid=\d+\) WARNING \d\d-\d\d ", line), line
@@ -247,3 +275,56 @@ def test_the_page_on_vllms_own_port() -> None:
     assert "default-src 'none'" in told["policy"] and told["absent"] == 404
     denials = [told[name] for name in ("elsewhere", "without a key", "with a key")]
     assert denials == [403, 401, 200]
+
+
+_DAMAGE = """
+from kv_canary.engines.engine_canary import EngineCanary
+
+def register():
+    plan = EngineCanary.plan
+
+    def damage(self, step):
+        # Each answer but the first loses its first block in the middle.
+        for request in self.ledger.requests.values():
+            if self.ledger.admitted > 1 and request.computed in (70, 75):
+                self.groups[0].group.layers[1][request.blocks[0][0]].uniform_(-9, 9)
+        plan(self, step)
+
+    EngineCanary.plan = damage
+"""
+
+
+def test_a_server_heals(tmp_path: Path) -> None:
+    """Scheduler and front end are in processes of their own."""
+    plugin = tmp_path / "plugins" / "damage-1.dist-info"
+    plugin.mkdir(parents=True)
+    (plugin / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: damage\nVersion: 1\n"
+    )
+    (plugin / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\ndamage = damage:register\n"
+    )
+    (plugin.parent / "damage.py").write_text(_DAMAGE)
+    folder = plain_model(tmp_path)
+    ours = {
+        "KV_CANARY": "heal",
+        "KV_CANARY_REAL_DATA": "all",
+        "VLLM_PLUGINS": "kv_canary,damage",
+        "PYTHONPATH": str(plugin.parent),
+    }
+    with server(folder, tmp_path, **ours) as url:
+        body = {
+            "model": folder,
+            "prompt": list(range(5, 65)),
+            "max_tokens": 30,
+            "ignore_eos": True,
+            "temperature": 0,
+            "return_token_ids": True,
+        }
+        answers = [json.loads(get(f"{url}/v1/completions", body)) for _ in range(3)]
+        report = json.loads(get(f"{url}/kv_canary/report"))
+    first, *others = [answer["choices"][0]["token_ids"] for answer in answers]
+    assert len(first) == 30 and others == [first, first]
+    (rank,) = report["ranks"]
+    assert len(rank["incidents"]) == 4
+    assert (tmp_path / "log").read_text().count("kv_canary: healing: 1 running") == 4

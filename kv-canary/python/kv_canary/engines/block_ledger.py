@@ -30,8 +30,9 @@ class LedgerRequest:
         is_verified: whether its reads are verified.
         taken: full blocks that need not be taken by `take_full`: others filled them, or
             they were taken.
-        turned_back: see `turn_back`. is_doubtful: whether it computed tokens from a
-            block that was not loaded intact, and was not turned back yet.
+        since: the step with which it began, or was turned back last. is_doubtful:
+            whether it computed tokens from a block that was not loaded intact, and was
+            not turned back yet.
     """
 
     rid: str
@@ -46,19 +47,15 @@ class LedgerRequest:
     is_estimated: bool = False
     is_verified: bool = True
     taken: int = 0
-    turned_back: int = 0
+    since: int = 0
     is_doubtful: bool = False
 
-    def turn_back(self, computed: int, number: int) -> None:
+    def turn_back(self, computed: int, step: int) -> None:
         """Note that the engine discarded the tokens after `computed`, which lie in what
-        came with the request, and all that was sampled since.
-
-        Args:
-            number: of this event, ascending.
-        """
+        came with the request, and all that was sampled before `step`."""
         del self.tokens[self.given :]
         self.computed = computed
-        self.turned_back = number
+        self.since = step
         self.is_doubtful = False
 
     def sampled_ahead(self, row: RowStep) -> int:
@@ -156,8 +153,13 @@ class BlockLedger:
                 if self._knows_frees and (not self._is_cached or index >= full):
                     changes.freed[group].append(block)
 
-    def admit(self, admission: Admission, changes: Changes) -> LedgerRequest:
+    def admit(
+        self, admission: Admission, changes: Changes, *, step: int = 0
+    ) -> LedgerRequest:
         """
+        Args:
+            step: the step that it begins with.
+
         Raises:
             RuntimeError: there are more requests than rows.
         """
@@ -185,6 +187,7 @@ class BlockLedger:
             given=len(admission.tokens),
             blocks=[[] for _ in self._page_sizes],
             computed=admission.computed,
+            since=step,
             is_verified=is_chosen(admission.rid, self._sample),
             taken=admission.computed // self._page_sizes[0],
         )

@@ -19,7 +19,7 @@ from kv_canary.engines.hooks import (
 )
 from kv_canary.engines.host_table import HOSTS, Host
 from kv_canary.engines.running import report_running
-from kv_canary.engines.settings import PREFIX, SettingsError, read_settings
+from kv_canary.engines.settings import PREFIX, Mode, SettingsError, read_settings
 from kv_canary.engines.wheel_source import WheelError, WheelSource
 from kv_canary.op import native_available, triton_available
 from kv_canary.version import __version__
@@ -56,6 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     selftest.add_argument("--seeds", type=int, default=1, help="of each fault")
     selftest.add_argument(
+        "--heal",
+        action="store_true",
+        help="under KV_CANARY=heal: no answer may show a fault",
+    )
+    selftest.add_argument(
         "--engine", choices=[host.name for host in HOSTS], help="where several are"
     )
     # One model per process, because an engine never gives its memory back.
@@ -80,7 +85,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return max(doctor(host) for host in hosts)
     if args.seeds < 1:
         parser.error(f"--seeds {args.seeds}: 1 or more")
-    return max(run_selftest(host, args.model, args.seeds) for host in hosts)
+    mode = Mode.HEAL if args.heal else Mode.LOG
+    unable = [host.title for host in hosts if mode not in host.modes]
+    if unable:
+        parser.error(f"--heal: {unable[0]} does not compute requests again; see doctor")
+    return max(run_selftest(host, args.model, args.seeds, mode) for host in hosts)
 
 
 def doctor(host: Host) -> int:
@@ -88,7 +97,7 @@ def doctor(host: Host) -> int:
     print(f"engine: {host.version()}")
     print(f"kernels: {_kernels()}")
     try:
-        settings = read_settings(real_data=host.real_data)
+        settings = read_settings(real_data=host.real_data, modes=host.modes)
     except SettingsError as error:
         print(f"settings: {error}")
         return 1
@@ -196,8 +205,11 @@ def _kernels() -> str:
     return ", ".join([*names, "torch references for everything else"])
 
 
-def run_selftest(host: Host, model: str | None, seeds: int) -> int:
-    """Run the self-test of one model here, or of each model in its own process."""
+def run_selftest(
+    host: Host, model: str | None, seeds: int, mode: Mode = Mode.LOG
+) -> int:
+    """Run the self-test of one model here, in the mode of the environment, or of each
+    model in its own process."""
     if model is not None:
         test = importlib.import_module(f"kv_canary.faults.{host.name}.selftest")
         return 0 if test.run(model, seeds) else 1
@@ -210,9 +222,10 @@ def run_selftest(host: Host, model: str | None, seeds: int) -> int:
             for name, value in os.environ.items()
             if name != PREFIX and not name.startswith(PREFIX + "_")
         }
-        env |= {PREFIX: "log", **host.self_test_environment}
+        env |= {PREFIX: mode.value, **host.self_test_environment}
         code = code or subprocess.run(command, env=env).returncode
-    print("all faults were named" if code == 0 else "NOT all faults were named")
+    done = "named and healed" if mode is Mode.HEAL else "named"
+    print(f"all faults were {done}" if code == 0 else f"NOT all faults were {done}")
     return code
 
 

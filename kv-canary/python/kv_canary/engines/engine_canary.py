@@ -13,7 +13,7 @@ finish(...)      on a GPU the findings, when the step's tokens reach the host
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +27,8 @@ from kv_canary.engines.forward_rows import ForwardRows
 from kv_canary.engines.group_canary import RING_CAPACITY, Group, GroupCanary
 from kv_canary.engines.reporting import create_worker_reporter
 from kv_canary.engines.state_canary import StateCanary
-from kv_canary.records import Expected, request_lineage
-from kv_canary.runtime.host import HostCapabilities
+from kv_canary.records import FIRST_CLOCK, Expected, request_lineage
+from kv_canary.runtime.host import HEALING_MODES, HostCapabilities
 from kv_canary.runtime.pending import GroupFindings, Pending
 from kv_canary.runtime.runtime import Announcement, CanaryRuntime, Testimony
 from kv_canary.runtime.uploads import upload, upload_rows
@@ -43,12 +43,13 @@ if TYPE_CHECKING:
     from kv_canary.evidence import Owner
     from kv_canary.reporter import OwnerOf
     from kv_canary.runtime.group import CanaryGroup
+    from kv_canary.runtime.mode import Mode
     from kv_canary.view import ForwardView
     from kv_canary.violation import Violation
 
 SWEEP_BUDGET = 4096
 
-VLLM = HostCapabilities(shares_new_slots=True)
+VLLM = HostCapabilities(modes=HEALING_MODES, shares_new_slots=True)
 """A request may share blocks that another one fills in the same step."""
 
 
@@ -71,7 +72,7 @@ class EngineCanary:
         reporter: reporter of everything found so far.
         units: units of blocks, if a connector may load them.
         again: requests of the newest step whose tokens the engine discarded since their
-            last one. turned_back: how many there were so far.
+            last one. steps: number of planned steps.
     """
 
     def __init__(
@@ -129,6 +130,10 @@ class EngineCanary:
             rank=rank,
             groups=self.names,
         )
+        # What was found is taken by the thread that passes tokens on.
+        self._damage: deque[Violation] = deque()
+        self._taken_back: set[str] = set()
+        self._first_clock = FIRST_CLOCK
         every: list[CanaryGroup] = [*self.groups]
         if self.states is not None:
             every.append(self.states)
@@ -138,6 +143,7 @@ class EngineCanary:
             mode=settings.mode,
             reporter=self.reporter,
             with_tokens=settings.report_tokens,
+            heal=self._damage.extend,
         )
         self._testimony = Testimony(owner_of=self._owner_lookup)
         self._rows = ForwardRows(
@@ -146,7 +152,7 @@ class EngineCanary:
         self._step: Step | None = None
         self.units: BlockUnits | None = None
         self.again: list[LedgerRequest] = []
-        self.turned_back = 0
+        self.steps = 0
 
     def warm_up(self) -> None:
         """Run each launch over a row of padding, which records and finds nothing. So no
@@ -165,9 +171,15 @@ class EngineCanary:
             group.take_found()
         state = self.groups[0].state
         launches.note_tokens(state, SampledTokens(*(zero for _ in range(5))))
+        self._first_clock = int(state.clock)
 
     def _nothing(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self._device)
+
+    @property
+    def mode(self) -> Mode:
+        """The reaction to what is found."""
+        return self._runtime.mode
 
     @property
     def forwards(self) -> int:
@@ -181,15 +193,21 @@ class EngineCanary:
             CanaryViolation: in mode `raise`, if an earlier forward found something.
         """
         self.poll()
+        self.steps += 1
         before, rows = self._rows.steps, {row.rid: row for row in step.rows}
         self._rows.plan(rows, self.groups[0].state)
         self._step = step
         if self.units is not None:
             self.units.note_full(self._take_full(before))
         changes = self.ledger.changes()
+        damaged = self._damaged_among(step.released)
         for rid in step.released:
             self.ledger.release(rid, changes)
-        new = [self.ledger.admit(admission, changes) for admission in step.admitted]
+        self._clear(damaged, changes)
+        new = [
+            self.ledger.admit(admission, changes, step=self.steps)
+            for admission in step.admitted
+        ]
         for rid, blocks in step.grown:
             self.ledger.extend(self.ledger[rid], blocks, changes)
         if step.released or new:
@@ -211,6 +229,25 @@ class EngineCanary:
         self._announce(beginning + self.again)
         self._correct(ahead)
 
+    def _damaged_among(self, released: Iterable[str]) -> list[LedgerRequest]:
+        """Return the requests that were to be taken back, and are."""
+        if not self._taken_back:
+            return []
+        gone = [rid for rid in released if rid in self._taken_back]
+        self._taken_back.difference_update(gone)
+        return [self.ledger[rid] for rid in gone if rid in self.ledger]
+
+    def _clear(self, damaged: Sequence[LedgerRequest], changes: Changes) -> None:
+        """Clear the blocks that damaged requests have left. A NaN that they computed
+        would spread to the next owner, where attention multiplies it by 0."""
+        for request in damaged:
+            for number, blocks in enumerate(request.blocks):
+                held = self.ledger.held(number)
+                left = [block for block in blocks if block and block not in held]
+                changes.freed[number] += left
+                if number in self._by_number:
+                    self._by_number[number].clear_blocks(left)
+
     def _take_full(self, before: Iterable[str]) -> list[int]:
         """Return the blocks that the last step filled, of whose requests some have no
         row in this one: later their blocks may have other owners.
@@ -229,8 +266,7 @@ class EngineCanary:
     ) -> None:
         """Note that the scheduler discarded what the request's last step computed, from
         blocks that were not loaded intact."""
-        self.turned_back += 1
-        request.turn_back(computed, self.turned_back)
+        request.turn_back(computed, self.steps)
         self.ledger.give_up(request, changes)
         self.again.append(request)
 
@@ -326,18 +362,22 @@ class EngineCanary:
             )
 
     def note_tokens(
-        self, rid: str, tokens: Sequence[int], *, since: int | None = None
+        self, rid: str, tokens: Sequence[int], *, step: int | None = None
     ) -> None:
         """Record further tokens of a request.
 
         Args:
-            since: `turned_back` when they were sampled; they are discarded if the
-                request was turned back afterwards. None: now.
+            step: the one that sampled them; they are discarded if the request began or
+                was turned back afterwards. None: the newest one.
         """
+        if self.is_since(rid, self.steps if step is None else step):
+            self.ledger[rid].tokens.extend(tokens)
+
+    def is_since(self, rid: str, step: int) -> bool:
+        """Whether what a step computed for a request still counts: it is there, and
+        neither began nor was turned back afterwards."""
         request = self.ledger.get(rid)
-        if request is None or (since is not None and request.turned_back > since):
-            return
-        request.tokens.extend(tokens)
+        return request is not None and request.since <= step
 
     def poll(self) -> None:
         """See `CanaryRuntime.poll`."""
@@ -350,6 +390,24 @@ class EngineCanary:
     def collect(self, pending: Pending) -> list[Violation]:
         """See `CanaryRuntime.collect`."""
         return self._runtime.collect(pending, self._testimony)
+
+    def take_damaged(self, forward: int) -> list[str] | None:
+        """In mode `heal`, return the requests that read or wrote what was found since
+        the last call; None if nothing was found.
+
+        Args:
+            forward: number of the newest one whose tokens are about to leave. The rings
+                may also hold what later ones found, which is returned once more then.
+        """
+        found = [self._damage.popleft() for _ in range(len(self._damage))]
+        last = self._first_clock + forward - 1
+        self._damage.extend(each for each in found if each.forward > last)
+        rids = {violation.rid for violation in found if violation.rid is not None}
+        return sorted(rids) if found else None
+
+    def take_back(self, rids: Iterable[str]) -> None:
+        """Note requests that the engine is asked to preempt, because of damage."""
+        self._taken_back.update(rids)
 
     def counters(self) -> list[int]:
         """See `CanaryRuntime.counters`."""

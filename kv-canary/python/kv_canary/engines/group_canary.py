@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kv_canary.engines.block_table import BlockTable
+from kv_canary.engines.page_probe import page_axis
 from kv_canary.engines.step import GroupReads
 from kv_canary.layout import NO_FINGERPRINT, Fingerprint, FingerprintMode
 from kv_canary.op import triton_available
@@ -125,6 +126,17 @@ class GroupCanary(CanaryGroup):
         """Call `free` for the slots of blocks."""
         if blocks:
             self.free(self._host_slots(blocks))
+
+    def clear_blocks(self, blocks: Sequence[int]) -> None:
+        """Fill the bytes of blocks with zeros."""
+        if not blocks:
+            return
+        where = upload(torch.tensor(blocks), self.table.device)
+        for layer in self.group.layers:
+            # As numbers, because not every 8-bit float can be filled.
+            plain = layer if layer.element_size() > 1 else layer.view(torch.uint8)
+            axis = page_axis(plain, self.group.num_blocks, self.group.name)
+            plain.index_fill_(axis, where, 0)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy the records of (source, destination) blocks, after their bytes."""

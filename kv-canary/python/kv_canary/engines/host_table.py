@@ -6,13 +6,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from kv_canary.engines.settings import DEFAULT_REAL_DATA
+from kv_canary.engines.settings import DEFAULT_REAL_DATA, Mode
 from kv_canary.engines.sglang import hooks_of as sglang_hooks
 from kv_canary.engines.sglang import limits as sglang_limits
 from kv_canary.engines.sglang import plugin as sglang_plugin
 from kv_canary.engines.vllm import hooks_of as vllm_hooks
 from kv_canary.engines.vllm import limits as vllm_limits
 from kv_canary.engines.vllm import plugin as vllm_plugin
+from kv_canary.runtime.host import HEALING_MODES, PLUGIN_MODES
 
 if TYPE_CHECKING:
     from kv_canary.engines.hooks import Expectation
@@ -36,11 +37,10 @@ class Host:
         expectations: what the plugin wraps and reads.
         optional: more of these, which only some versions have.
         sees: kinds of KV. limits: options that are refused. rest: what else is refused.
-        real_data: default of `KV_CANARY_REAL_DATA`.
+        real_data: default of `KV_CANARY_REAL_DATA`. modes: values of `KV_CANARY`.
         models: models of the self-test, each run in its own process.
         plugins_variable: variable that names the plugins the engine may load.
-        self_test_environment: more variables for the self-test, besides
-            `KV_CANARY=log`.
+        self_test_environment: more variables for the self-test, besides `KV_CANARY`.
     """
 
     name: str
@@ -55,6 +55,7 @@ class Host:
     plugins_variable: str
     self_test_environment: dict[str, str]
     real_data: str = DEFAULT_REAL_DATA
+    modes: Sequence[Mode] = PLUGIN_MODES
     optional: Sequence[Expectation] = ()
 
 
@@ -71,7 +72,7 @@ HOSTS = (
             *vllm_limits.LATENT_SPECS,
             *vllm_limits.STATE_SPECS,
         ),
-        limits=vllm_limits.LIMITS,
+        limits=(*vllm_limits.LIMITS, *vllm_limits.HEAL_LIMITS),
         rest="KV cache groups of any other kind (cross attention, ...), recurrent "
         "states with drafts or without attention layers beside them, and MLA in the "
         "first runner",
@@ -90,7 +91,8 @@ HOSTS = (
         ),
         plugins_variable="VLLM_PLUGINS",
         self_test_environment={"VLLM_LOGGING_LEVEL": "ERROR"},
-        optional=(vllm_hooks.V2_STATES,),
+        modes=HEALING_MODES,
+        optional=(vllm_hooks.V2_STATES, *vllm_hooks.HEALING),
     ),
     Host(
         name="sglang",

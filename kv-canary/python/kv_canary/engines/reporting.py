@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from kv_canary.engines.hooks import Refusal
-from kv_canary.engines.settings import Mode
 from kv_canary.reporter import ReportOptions, ViolationReporter
 from kv_canary.violation import GROUPS
 
@@ -43,12 +42,12 @@ def unless_refused(create: Callable[[], Canary], settings: Settings) -> Canary |
     """Create a canary. In mode `log`, a refusal returns None and logs an error.
 
     Raises:
-        Refusal: in mode `raise`, if something cannot be checked.
+        Refusal: in a strict mode, if something cannot be checked.
     """
     try:
         return create()
     except Refusal as refusal:
-        if settings.mode is Mode.RAISE:
+        if settings.mode.is_strict:
             raise
         logger.error("kv_canary: NOTHING IS CHECKED: %s", refusal)
         return None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from kv_canary.layout import FingerprintMode
-from kv_canary.runtime.host import PLUGIN_MODES
+from kv_canary.runtime.host import HEALING_MODES, PLUGIN_MODES
 from kv_canary.runtime.mode import Mode as Mode
 
 PREFIX = "KV_CANARY"
@@ -22,7 +23,7 @@ REAL_DATA = {
 }
 DEFAULT_REAL_DATA = "rotate"
 _OFF = ("off", "none")
-_MODES = {"off" if mode is Mode.OFF else mode.value: mode for mode in PLUGIN_MODES}
+_MODES = {"off" if mode is Mode.OFF else mode.value: mode for mode in HEALING_MODES}
 _YES_NO = {"0": False, "1": True}
 _MAX_PORT = 65_535
 
@@ -72,19 +73,22 @@ class Settings:
 
 
 def read_settings(
-    environ: Mapping[str, str] = os.environ, *, real_data: str = DEFAULT_REAL_DATA
+    environ: Mapping[str, str] = os.environ,
+    *,
+    real_data: str = DEFAULT_REAL_DATA,
+    modes: Sequence[Mode] = PLUGIN_MODES,
 ) -> Settings:
     """Read the settings in `environ`; missing ones have their defaults.
 
     Args:
-        real_data: the host's default of KV_CANARY_REAL_DATA.
+        real_data: the host's default of KV_CANARY_REAL_DATA. modes: what it can do.
 
     Raises:
         SettingsError: a value is invalid, or a variable is unknown.
     """
     given = {name: value for name, value in environ.items() if _is_ours(name)}
-    readers = {
-        PREFIX: ("mode", _mode),
+    readers: dict[str, tuple[str, Callable[[str, str], object]]] = {
+        PREFIX: ("mode", partial(_mode, modes)),
         f"{PREFIX}_REAL_DATA": ("real_data", _real_data),
         f"{PREFIX}_SWEEP_INTERVAL": ("sweep_interval", _count),
         f"{PREFIX}_REPORT_DIR": ("report_dir", _folder),
@@ -111,8 +115,9 @@ def _is_ours(name: str) -> bool:
     return name == PREFIX or name.startswith(PREFIX + "_")
 
 
-def _mode(name: str, value: str) -> Mode:
-    return _MODES[_choice(name, "off" if value in _OFF else value, list(_MODES))]
+def _mode(modes: Sequence[Mode], name: str, value: str) -> Mode:
+    known = [word for word, mode in _MODES.items() if mode in modes]
+    return _MODES[_choice(name, "off" if value in _OFF else value, known)]
 
 
 def _real_data(name: str, value: str) -> str:

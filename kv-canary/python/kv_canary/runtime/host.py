@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from kv_canary.runtime.mode import Mode
 
 PLUGIN_MODES = (Mode.OFF, Mode.LOG, Mode.RAISE)
-"""A plugin can report and stop. It cannot take a request back to recompute it."""
+"""Every plugin can report and stop."""
+HEALING_MODES = (*PLUGIN_MODES, Mode.HEAL)
+"""Where the engine takes requests back at a plugin's word, and computes them again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,3 +18,9 @@ class Mode(str, Enum):
     LOG = "log"
     RAISE = "raise"
     HEAL = "heal"
+
+    @property
+    def is_strict(self) -> bool:
+        """Whether tokens leave only when their step's findings have arrived, and a host
+        that cannot be checked does not start."""
+        return self in (Mode.RAISE, Mode.HEAL)

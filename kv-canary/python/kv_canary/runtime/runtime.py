@@ -86,6 +86,7 @@ class CanaryRuntime(Generic[GroupT]):
         mode: the reaction to a violation.
         reporter: a draft's runtime shares its target's.
         with_tokens: whether errors may hold token ids.
+        heal: called with what `collect` has found, in mode `heal`.
 
     Raises:
         ValueError: the host cannot carry out the mode.
@@ -103,6 +104,7 @@ class CanaryRuntime(Generic[GroupT]):
         mode: Mode,
         reporter: ViolationReporter,
         with_tokens: bool,
+        heal: Callable[[Sequence[Violation]], None] | None = None,
     ) -> None:
         if mode not in host.modes:
             known = ", ".join(known.value for known in host.modes)
@@ -116,6 +118,7 @@ class CanaryRuntime(Generic[GroupT]):
         self.forwards = 0
         self._host = host
         self._with_tokens = with_tokens
+        self._heal = heal
         self._announced: Callable[[], Announcement] | None = None
         self._pending: deque[Pending] = deque()
         # All groups count the same forwards.
@@ -215,8 +218,8 @@ class CanaryRuntime(Generic[GroupT]):
             self.collect(self._pending.popleft(), testimony)
 
     def take_pending(self) -> list[Pending]:
-        """In mode `raise`, take what must be collected before tokens may leave."""
-        if self.mode is not Mode.RAISE:
+        """Take what must be collected before tokens may leave, in strict modes."""
+        if not self.mode.is_strict:
             return []
         taken = list(self._pending)
         self._pending.clear()
@@ -256,6 +259,8 @@ class CanaryRuntime(Generic[GroupT]):
             group.state.verdict.zero_()
         if violations and self.mode is Mode.RAISE:
             raise self.as_error(violations)
+        if violations and self.mode is Mode.HEAL and self._heal is not None:
+            self._heal(violations)
         return violations
 
     def examine(

@@ -14,7 +14,9 @@ from kv_canary.engines.engine_canary import EngineCanary
 from kv_canary.engines.hooks import Refusal
 from kv_canary.engines.metrics import serve_metrics
 from kv_canary.engines.reporting import unless_refused
+from kv_canary.engines.settings import Mode
 from kv_canary.engines.vllm.connectors import compare_loads
+from kv_canary.engines.vllm.healing import AskedBack, with_damage
 from kv_canary.engines.vllm.layers import compare_in_pass
 from kv_canary.engines.vllm.limits import judges_ahead, refused_by
 from kv_canary.engines.vllm.pool import draft_groups, draft_layers, read_groups
@@ -62,6 +64,7 @@ class Attachment:
         self.loads = loads
         self.reads_later: ForwardReads | None = None
         self.new_requests = NewRequests()
+        self._asked_back = AskedBack()
         self._has_checked = False
 
     def begin(self, scheduler_output: Any) -> None:
@@ -70,6 +73,7 @@ class Attachment:
         self.is_in_step = True
         self.num_tokens = scheduler_output.total_num_scheduled_tokens
         self.canary.plan(read_step(scheduler_output, self.canary.ledger))
+        self._asked_back.hear(scheduler_output, self.canary.steps)
 
     def check(self, reads: ForwardReads) -> None:
         """Run before the forward of the step."""
@@ -95,36 +99,43 @@ class Attachment:
             self.canary.finish()
 
     def pass_on(self, output: Any) -> Any:
-        """Pass on the output of a step. Mode `raise` holds it back until all findings
-        of its forward have arrived.
+        """Pass on the output of a step. A strict mode holds it back until all findings
+        of its forward have arrived; `heal` adds which requests met damage.
 
         Raises:
             CanaryViolation: in mode `raise`.
         """
         pending = self.canary.take_pending()
-        since = self.canary.turned_back
+        now = (self.canary.steps, self.canary.forwards)
         later = getattr(output, "get_output", None)
         if later is None:
-            self._note(output, pending, since)
-            return output
+            return self._noted(output, pending, *now)
 
         def get_output(*args: Any, **kwargs: Any) -> Any:
-            result = later(*args, **kwargs)
-            self._note(result, pending, since)
-            return result
+            return self._noted(later(*args, **kwargs), pending, *now)
 
         output.get_output = get_output
         return output
 
-    def _note(self, output: Any, pending: Sequence[Pending], since: int) -> None:
+    def _noted(
+        self, output: Any, pending: Sequence[Pending], step: int, forward: int
+    ) -> Any:
         # In a thread of vLLM's for outputs; the records are tensors of inference mode.
         with torch.inference_mode():
             for findings in pending:
                 self.canary.collect(findings)
+        damaged = self.canary.take_damaged(forward)
+        if damaged is not None:
+            output = with_damage(output, damaged)
+            # Later steps may have them as new ones already.
+            same = [rid for rid in damaged if self.canary.is_since(rid, step)]
+            self.canary.take_back(same)
+            self._asked_back.ask(same, step)
         tokens = getattr(output, "sampled_token_ids", None)
         if tokens:
             for rid, of_request in zip(output.req_ids, tokens, strict=False):
-                self.canary.note_tokens(rid, of_request, since=since)
+                self.canary.note_tokens(rid, of_request, step=step)
+        return output
 
 
 def get_attachment(runner: Any) -> Attachment | None:
@@ -137,7 +148,7 @@ def attach(runner: Any, settings: Settings) -> None:
     """Attach a canary to a runner whose KV cache was just initialised.
 
     Raises:
-        Refusal: in mode `raise`, if something cannot be checked. In mode `log` the
+        Refusal: in a strict mode, if something cannot be checked. In mode `log` the
             error is logged, and the runner continues unchecked.
     """
     setattr(runner, ATTRIBUTE, None)
@@ -207,7 +218,7 @@ def sample_tokens(
 
 def _create(runner: Any, settings: Settings) -> Attachment:
     config = runner.vllm_config
-    refused = refused_by(config)
+    refused = refused_by(config, heals=settings.mode is Mode.HEAL)
     if refused:
         raise Refusal("; ".join(refused))
     rank = config.parallel_config.rank

@@ -189,6 +189,8 @@ class WorkerLoads:
         self._ahead: dict[str, Load] = {}
         self._held: dict[str, Arrived] = {}
         self._damaged: set[int] = set()
+        # What the connector says has failed, once, until its load is compared.
+        self._failed: set[int] = set()
         self._known_errors: Callable[[], set[int]]
         self._known_errors = connector.get_block_ids_with_load_errors
         wrap_of(connector, "register_kv_caches", self._register)
@@ -214,6 +216,7 @@ class WorkerLoads:
                 )
             assert self.canary.units is not None
             self.canary.units.expect(planned)
+            self._failed.difference_update(*(load.blocks for load in planned))
             self._now = [load for load in planned if not load.is_ahead]
             self._ahead.update((load.rid, load) for load in planned if load.is_ahead)
         return method(connector_metadata)
@@ -245,6 +248,7 @@ class WorkerLoads:
             self._ahead.pop(rid, None)
         known = set(self._known_errors())
         self._damaged |= known
+        self._failed |= known
         self.canary.ledger.doubt(known)
         with torch.inference_mode():
             for rid in sorted(results.finished_recving & self._ahead.keys()):
@@ -252,14 +256,15 @@ class WorkerLoads:
             arrived, self._arrived = self._arrived, []
             ready = {rid for rid, one in self._held.items() if one.has_arrived()}
             for one in arrived + [self._held.pop(rid) for rid in sorted(ready)]:
-                self._collect(one, known)
+                self._collect(one)
         results.finished_recving = results.finished_recving - self._held.keys() | ready
         return results
 
-    def _collect(self, arrived: Arrived, known: set[int]) -> None:
+    def _collect(self, arrived: Arrived) -> None:
         assert self.canary is not None and self.canary.units is not None
         found = self.canary.units.collect(arrived)
-        damages = [damage for damage in found if damage.block not in known]
+        damages = [damage for damage in found if damage.block not in self._failed]
+        self._failed.difference_update(arrived.load.blocks)
         if damages:
             blocks = [damage.block for damage in damages]
             self._damaged.update(blocks)

@@ -28,6 +28,35 @@ CONNECTOR = Hook(
     parameters=("config", "role", "kv_cache_config"),
     purpose="connectors: what they load is compared before it is read",
 )
+_SCHEDULER = "vllm.v1.core.sched.scheduler:Scheduler"
+UPDATE = Hook(
+    owner=_SCHEDULER,
+    method="update_from_output",
+    parameters=("scheduler_output", "model_runner_output"),
+    purpose="KV_CANARY=heal: requests whose KV is damaged are computed again",
+)
+HEALING = (
+    UPDATE,
+    Hook(
+        owner=_SCHEDULER,
+        method="reset_prefix_cache",
+        parameters=("reset_running_requests",),
+        purpose="KV_CANARY=heal calls it: all running requests begin again",
+    ),
+    Hook(
+        owner=_SCHEDULER,
+        method="_preempt_request",
+        parameters=("request", "timestamp", "drop_stale_output"),
+        purpose="KV_CANARY=heal: it discards the output of steps that have begun",
+    ),
+    Hook(
+        owner=_SCHEDULER,
+        method="finish_requests",
+        parameters=("request_ids", "finished_status"),
+        purpose="KV_CANARY=heal calls it: a request that stays damaged ends",
+    ),
+)
+"""What mode `heal` needs; `reset_prefix_cache` calls `_preempt_request`."""
 _POOL = "the KV pool, once it is there"
 _STEP = "blocks and requests of a step; the end of its forward"
 _TOKENS = "the step's tokens, before they leave the worker"

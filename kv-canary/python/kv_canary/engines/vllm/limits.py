@@ -109,9 +109,24 @@ LIMITS = (
 )
 
 
-def refused_by(config: Any) -> list[str]:
-    """Return the options of a `VllmConfig` that are refused, with the reason."""
-    return [f"{limit.name}: {limit.why}" for limit in LIMITS if limit.applies(config)]
+HEAL_LIMITS = (
+    Limit(
+        "KV_CANARY=heal with tensor_parallel_size > 1",
+        _above_one("parallel_config.tensor_parallel_size"),
+        "the scheduler gets the output of one rank, and does not hear what the others "
+        "find; use raise",
+    ),
+)
+
+
+def refused_by(config: Any, *, heals: bool = False) -> list[str]:
+    """Return the options of a `VllmConfig` that are refused, with the reason.
+
+    Args:
+        heals: whether `HEAL_LIMITS` apply, too.
+    """
+    limits = (*LIMITS, *HEAL_LIMITS) if heals else LIMITS
+    return [f"{limit.name}: {limit.why}" for limit in limits if limit.applies(config)]
 
 
 def spec_name(spec: Any) -> str:

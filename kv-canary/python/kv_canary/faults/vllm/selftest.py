@@ -6,9 +6,12 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
+from kv_canary.engines.settings import Mode
 from kv_canary.faults.vllm import load_planters, state_planters
+from kv_canary.faults.vllm.healed import run_healed
 from kv_canary.faults.vllm.host import (
     CONNECTORS,
     MODELS,
@@ -23,7 +26,7 @@ from kv_canary.faults.vllm.state_planters import run_state_fault
 
 
 def run(kind: str, seeds: int) -> bool:
-    """Run the faults of one model in this process, under `KV_CANARY=log`.
+    """Run the faults of one model in this process, under `KV_CANARY=log` or `heal`.
 
     Prints a line per fault, then a line of JSON; or why the model cannot be run here.
     Returns whether no fault went unnamed.
@@ -36,6 +39,8 @@ def run(kind: str, seeds: int) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         host = VllmHost(write_model(Path(folder), kind))
         run_one, names = _faults_of(kind)
+        if host.canary.mode is Mode.HEAL:
+            run_one = partial(run_healed, run_one)
         for name in names:
             outcomes = [run_one(host, name, seed) for seed in range(seeds)]
             count = named[name] = sum(outcome.named for outcome in outcomes)
@@ -46,7 +51,14 @@ def run(kind: str, seeds: int) -> bool:
                     print(f"  seed {seed}: due {sorted(outcome.due)[:2]}, named:")
                     print("".join(f"    {line}\n" for line in outcome.lines[:4]))
         print(host.canary.summary())
-        record = {**host.about(), "what": kind, "seeds": seeds, "named": named}
+        mode = host.canary.mode.value
+        record = {
+            **host.about(),
+            "what": kind,
+            "mode": mode,
+            "seeds": seeds,
+            "named": named,
+        }
     print(json.dumps(record), flush=True)
     return all(count == seeds for count in named.values())
 
