@@ -55,6 +55,8 @@ def wheel(tmp_path: Path) -> Path:
         "host/runner.py": RUNNER,
         "host/base.py": BASE,
         "host/message/__init__.py": MESSAGE,
+        "host/parts/__init__.py": "from .inner import Inner as Part, Lost, here",
+        "host/parts/inner.py": "from ..base import Base\nclass Inner(Base): ...",
         "host-9.9.dist-info/METADATA": "Name: host\nVersion: 9.9\n",
     }
     with zipfile.ZipFile(path, "w") as archive:
@@ -81,6 +83,8 @@ def record(*fields: str) -> HookRecord:
         (hook("gone"), "Runner.gone, found no such method"),
         (hook("x", owner="host.moved:Runner"), "found no module host.moved"),
         (hook("x", owner="host.runner:Gone"), "found no such class"),
+        (hook("load", "config", owner="host.parts:Part"), None),
+        (hook("load", owner="host.parts:Lost"), "host.parts:Lost, found no such class"),
         (record("a", "b"), None),
         (record("a", "c"), "with c, found a, b"),
         (AnyOf(hooks=(hook("gone"), hook("load", "config"))), None),

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from email import message_from_bytes
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, TypeVar
 
 from kv_canary.engines.hooks import AnyOf, Expectation, Hook, HookRecord
 
@@ -24,13 +24,13 @@ class WheelSource:
     """The Python source in a wheel.
 
     Args:
-        path: the file.
+        path: the file, or one that is open.
 
     Raises:
         WheelError: it cannot be read as a wheel.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | IO[bytes]) -> None:
         try:
             self._wheel = zipfile.ZipFile(path)
         except (OSError, zipfile.BadZipFile) as error:
@@ -52,8 +52,7 @@ class WheelSource:
         module, _, name = expected.owner.partition(":")
         if self._parse(module) is None:
             return f"looked for {expected.owner}, found no module {module}"
-        owner = self._find_class(module, name)
-        if owner is None:
+        if self._find_class(module, name) is None:
             return f"looked for {expected.owner}, found no such class"
         if isinstance(expected, HookRecord):
             return self._problem_with_fields(expected, module, name)
@@ -96,27 +95,41 @@ class WheelSource:
 
     def _with_bases(self, module: str, name: str) -> Iterator[ast.ClassDef]:
         """Yield a class and then its bases, as far as the wheel has them."""
-        owner = self._find_class(module, name)
-        if owner is None:
+        found = self._find_class(module, name)
+        if found is None:
             return
+        where, owner = found
         yield owner
         for base in owner.bases:
             if isinstance(base, ast.Name):
-                yield from self._with_bases(*self._origin(module, base.id))
+                yield from self._with_bases(where, base.id)
 
-    def _find_class(self, module: str, name: str) -> ast.ClassDef | None:
+    def _find_class(self, module: str, name: str) -> tuple[str, ast.ClassDef] | None:
+        """Return the module that defines a class, which `module` may only import, and
+        its definition."""
         tree = self._parse(module)
-        return None if tree is None else _named(tree.body, ast.ClassDef, name)
-
-    def _origin(self, module: str, name: str) -> tuple[str, str]:
-        """Return the module that defines a name of `module`, and its name there."""
-        tree = self._parse(module)
-        for statement in tree.body if tree is not None else ():
-            if isinstance(statement, ast.ImportFrom) and statement.module:
+        if tree is None:
+            return None
+        owner = _named(tree.body, ast.ClassDef, name)
+        if owner is not None:
+            return module, owner
+        for statement in tree.body:
+            if isinstance(statement, ast.ImportFrom):
                 for alias in statement.names:
                     if (alias.asname or alias.name) == name:
-                        return statement.module, alias.name
-        return module, name
+                        return self._find_class(
+                            self._imported(module, statement), alias.name
+                        )
+        return None
+
+    def _imported(self, module: str, statement: ast.ImportFrom) -> str:
+        """Return the module that a statement of `module` imports from."""
+        if not statement.level:
+            return statement.module or ""
+        parts = module.split(".")
+        is_package = f"{module.replace('.', '/')}/__init__.py" in self._names
+        package = parts[: len(parts) + is_package - statement.level]
+        return ".".join([*package, *filter(None, [statement.module])])
 
     def _parse_module(self, module: str) -> ast.Module | None:
         path = module.replace(".", "/")
