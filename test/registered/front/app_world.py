@@ -72,4 +72,4 @@ class App:
                 elif isinstance(message, ProfileReq):
                     reply = ProfileRsp(call_id=message.call_id, **self.profile)
                     self.wire.manager.receive(reply)
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import httpx
 import openai
@@ -12,6 +14,8 @@ from manager_world import FOLDER, TOKENIZER, Wire, ready_for
 
 from sglang.srt.entrypoints.front import Front
 from sglang.srt.entrypoints.http_server import create_app
+from sglang.srt.managers.front import tokenizer_manager
+from sglang.srt.managers.front.side_work import SideWork
 from sglang.srt.managers.messages.io_struct import (
     FinishReason,
     LogprobDelta,
@@ -37,6 +41,9 @@ TEMPLATE = (
     "{% elif enable_thinking %}<think>\n{% endif %}{% endif %}"
 )
 CHAT_TOKENIZER = load_tokenizer(FOLDER, chat_template=TEMPLATE)
+# For all worlds: its process, which renders the template, takes longer to start than
+# most tests do.
+side_work = functools.cache(SideWork)
 
 
 class ChatWorld:
@@ -52,7 +59,8 @@ class ChatWorld:
         self, *outputs: str, step: int = 1, finish: FinishReason = STOP, **flags: Any
     ) -> None:
         self.break_after: int | None = None
-        self.wire = Wire(tokenizer=CHAT_TOKENIZER, **flags)
+        with patch.object(tokenizer_manager, "SideWork", side_work):
+            self.wire = Wire(tokenizer=CHAT_TOKENIZER, **flags)
         manager = self.wire.manager
         manager.set_ready(ready_for(manager.server_args, READY))
         self._outputs = outputs
@@ -106,7 +114,7 @@ class ChatWorld:
 
     async def _play(self) -> None:
         while len(self.wire.generated()) < len(self._outputs):
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.001)  # a process renders the prompt
         for request, text in zip(self.wire.generated(), self._outputs, strict=True):
             ids = TOKENIZER.encode(text)
             for number, at in enumerate(range(0, len(ids), self._step)):

@@ -11,7 +11,7 @@ from chat_world import ChatWorld, body, function
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=3, suite="cpu")
+register_cpu_ci(est_time=1, suite="cpu")
 
 KEYS = {"role", "content", "reasoning_content", "tool_calls"}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'

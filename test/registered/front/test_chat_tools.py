@@ -12,7 +12,7 @@ from chat_world import CHAT_TOKENIZER, ChatWorld, body, content_of, function
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=8, suite="cpu")
+register_cpu_ci(est_time=2, suite="cpu")
 
 LENGTH = FinishReason(type="length", length=9)
 ARGUMENTS = '{"city": "Paris"}'

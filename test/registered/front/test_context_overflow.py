@@ -11,7 +11,7 @@ from manager_world import TOKENIZER
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="cpu")
+register_cpu_ci(est_time=1, suite="cpu")
 
 ROOM = READY.max_req_input_len
 IDS = TOKENIZER.encode("def f(x):\n    return x\n") * 1000

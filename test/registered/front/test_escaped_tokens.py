@@ -20,7 +20,7 @@ from sglang.srt.utils.escaped_tokens import GUARD
 from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="cpu")
+register_cpu_ci(est_time=1, suite="cpu")
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content | trim }}<|im_end|>"

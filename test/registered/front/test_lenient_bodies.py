@@ -15,7 +15,7 @@ from sglang.srt.entrypoints.unknown_fields import MAX_NAMES
 from sglang.srt.managers.messages.io_struct import GenerateReq
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=6, suite="cpu")
+register_cpu_ci(est_time=2, suite="cpu")
 
 LARGE = {"max_token_entries": 50_000}
 TURNS = [{"role": "user", "content": "hi"}]

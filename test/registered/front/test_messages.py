@@ -13,7 +13,7 @@ from chat_world import ChatWorld
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="cpu")
+register_cpu_ci(est_time=1, suite="cpu")
 
 PATH = "/v1/messages"
 COUNT = PATH + "/count_tokens"

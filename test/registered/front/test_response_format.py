@@ -13,7 +13,7 @@ from sglang.srt.managers.messages.errors import BadRequest
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import count
 
-register_cpu_ci(est_time=3, suite="cpu")
+register_cpu_ci(est_time=2, suite="cpu")
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "string"}}}
 HOLDER = {"name": "x", "schema": SCHEMA, "strict": True, "description": "d"}

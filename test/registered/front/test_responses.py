@@ -14,7 +14,7 @@ from chat_world import ChatWorld
 from sglang.srt.managers.messages.io_struct import FinishReason
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=4, suite="cpu")
+register_cpu_ci(est_time=2, suite="cpu")
 
 PATH = "/v1/responses"
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}

@@ -15,7 +15,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.tiny_models import write_mock_model
 
-register_cpu_ci(est_time=8, suite="cpu")
+register_cpu_ci(est_time=1, suite="cpu")
 
 TURNS = [{"role": "user", "content": "hi"}]
 BODIES: dict[str, dict[str, Any]] = {

@@ -37,7 +37,7 @@ from sglang.srt.utils.hf_tokenizer import Tokenizer, load_tokenizer
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import sampled
 
-register_cpu_ci(est_time=9, suite="cpu")
+register_cpu_ci(est_time=6, suite="cpu")
 
 # Exponential work in few steps, each by another operation.
 DOUBLED = (

@@ -13,7 +13,7 @@ from sglang.srt.function_call.function_call_parser import DETECTORS, parse_calls
 from sglang.srt.function_call.strict_calls import BOUND_CALLS
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=2, suite="cpu")
+register_cpu_ci(est_time=1, suite="cpu")
 
 STRICT = function("weather", strict=True)
 LOOSE = function("now")

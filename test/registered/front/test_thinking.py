@@ -9,7 +9,7 @@ from chat_world import ChatWorld, body
 
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=3, suite="cpu")
+register_cpu_ci(est_time=1, suite="cpu")
 
 OPEN, CLOSED, UNSAID = "<think>\n", "<think>\n\n</think>\n\n", "assistant\n"
 
