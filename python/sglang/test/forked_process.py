@@ -39,6 +39,7 @@ FREE_VARIABLES = {
     "GLOO_SOCKET_IFNAME",
     "PYTEST_CURRENT_TEST",
     "PYTHONPATH",
+    "TORCHINDUCTOR_CACHE_DIR",  # set by an import of torch._inductor
 }
 OWN_PREFIX = "SGLANG_"
 STDIN, STDOUT, STDERR = range(3)
