@@ -25,7 +25,7 @@ from sglang.bench_utils.memory import family_mib
 from sglang.test.bystander import Bystander
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=31, suite="cpu")
+register_cpu_ci(est_time=22, suite="cpu")
 
 POOL = 3000
 MIB = 1024 * 1024
@@ -41,7 +41,8 @@ def server(start_server: Callable[..., Server]) -> Iterator[Server]:
     def outputs(prompt: str) -> Any:
         return running.generate(prompt, max_new_tokens=30)["output_ids"]
 
-    with Bystander({prompt: partial(outputs, prompt) for prompt in PROMPTS}) as other:
+    questions = {prompt: partial(outputs, prompt) for prompt in PROMPTS}
+    with Bystander(questions, pause=0.25) as other:
         yield running
     assert other.rounds > 3
     running.wait_idle()

@@ -9,7 +9,6 @@ import re
 import signal
 import socket
 import stat
-import subprocess
 import sys
 import tempfile
 import threading
@@ -29,9 +28,9 @@ from sglang.srt.entrypoints.exit_codes import ExitCode
 from sglang.srt.environ import envs
 from sglang.test import forked_process
 from sglang.test.ci.ci_register import register_cpu_ci
-from sglang.test.scale import is_full
+from sglang.test.scale import POOL_TOKENS, is_full
 
-register_cpu_ci(est_time=37, suite="cpu")
+register_cpu_ci(est_time=20, suite="cpu")
 
 LONG = 2000
 WHILE_DRAINING = {"/health": 503, "/readyz": 503, "/livez": 200, "/metrics": 200}
@@ -107,7 +106,7 @@ def owns_socket(pid: int, line: str) -> bool:
 def test_sigterm_during_load(start_server: Callable[..., Server]) -> None:
     """Short requests finish unchanged, long ones get 503; the exit code says so."""
     flags = ("--drain-timeout", "5", "--enable-metrics")
-    server = start_server(*flags, is_forked=False).wait_ready()
+    server = start_server(*flags).wait_ready()
     scheduler = server.scheduler_pid()
     expected = server.generate("short", max_new_tokens=200)["output_ids"]
     # Longer than the server drains.
@@ -272,7 +271,8 @@ def test_requests_before_the_server_is_ready_get_503(
                     assert early.status_code in (200, 503)
                 seen.append(client.get("/health").status_code)
             except httpx.ConnectError:
-                time.sleep(0.005)
+                pass
+            time.sleep(0.005)
     assert seen[0] == 503 and set(seen) == {200, 503}
 
 
@@ -288,8 +288,11 @@ def test_a_log_that_cannot_be_written_stops_nothing(mock_model: Path) -> None:
     os.set_blocking(sender, True)
     command = [sys.executable, "-m", "sglang.launch_server", "--port", str(port)]
     command += ["--model-path", str(mock_model), "--log-requests"]
+    command += ["--max-total-tokens", str(POOL_TOKENS)]
     with open("/dev/full", "wb") as full:
-        process = subprocess.Popen(command, stdout=full, stderr=sender)
+        process = forked_process.start_process(
+            command, stdout=full.fileno(), stderr=sender, env=os.environ
+        )
     try:
         url = f"http://127.0.0.1:{port}"
         with httpx.Client(base_url=url, trust_env=False, timeout=30) as client:
