@@ -32,7 +32,7 @@ VOCAB_SIZE = 421
 @pytest.fixture(scope="module")
 def hasty(tokenizer_json: str) -> Iterator[LLGuidanceBackend]:
     result = LLGuidanceBackend(
-        tokenizer_json, vocab_size=VOCAB_SIZE, eos_ids=[0], compile_cpu_seconds=2.0
+        tokenizer_json, vocab_size=VOCAB_SIZE, eos_ids=[0], compile_cpu_seconds=1.0
     )
     yield result
     result.close()
