@@ -18,9 +18,9 @@ from sglang.test.mock_oracle import next_tokens
 from sglang.test.scale import count, sampled
 from sglang.test.tiny_models import write_mock_draft
 
-register_cpu_ci(est_time=14, suite="cpu", full_time=130)
+register_cpu_ci(est_time=6, suite="cpu", full_time=130)
 
-SECONDS = count(ci=3, full=60)
+SECONDS = count(ci=2, full=60)
 VOCAB = 257
 CLIENTS = 4
 FAULTS = (

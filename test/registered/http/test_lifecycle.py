@@ -30,7 +30,7 @@ from sglang.test import forked_process
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.scale import POOL_TOKENS, is_full
 
-register_cpu_ci(est_time=20, suite="cpu")
+register_cpu_ci(est_time=16, suite="cpu")
 
 LONG = 2000
 WHILE_DRAINING = {"/health": 503, "/readyz": 503, "/livez": 200, "/metrics": 200}
@@ -105,7 +105,7 @@ def owns_socket(pid: int, line: str) -> bool:
 
 def test_sigterm_during_load(start_server: Callable[..., Server]) -> None:
     """Short requests finish unchanged, long ones get 503; the exit code says so."""
-    flags = ("--drain-timeout", "5", "--enable-metrics")
+    flags = ("--drain-timeout", "3", "--enable-metrics")
     server = start_server(*flags).wait_ready()
     scheduler = server.scheduler_pid()
     expected = server.generate("short", max_new_tokens=200)["output_ids"]
@@ -133,7 +133,7 @@ def test_sigterm_during_load(start_server: Callable[..., Server]) -> None:
         assert last["error"]["code"] == 503, last
     assert server.wait_exit() == ExitCode.DRAIN_TIMED_OUT
     assert server.lines[-1] == "shut down", server.log()
-    assert "--drain-timeout 5 has passed: " in server.log()
+    assert "--drain-timeout 3 has passed: " in server.log()
     assert not is_alive(scheduler)
     assert "Traceback" not in server.log()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from sglang.srt.replay.playing.bisect import bisect
 from sglang.srt.replay.playing.command import main
 from sglang.srt.replay.playing.player import Setting
 from sglang.srt.replay.recording.record_file import RecordFile, read_record
+from sglang.test import forked_process
 from sglang.test.canary_traffic import VOCAB, canary_of, plant
 from sglang.test.ci.ci_register import register_cpu_ci
 from sglang.test.replay_traffic import (
@@ -160,15 +160,8 @@ def test_a_fault_point_replays_in_its_own_process(
         harness = recorded_engine(model, tmp_path, kv_canary="raise")
         with pytest.raises(CanaryViolation):
             serve(harness, seed=1, requests=12, steps=10_000)
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "sglang.srt.kv_canary.replay"),
-            str(incident_in(tmp_path)[0]),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    command = [sys.executable, "-m", "sglang.srt.kv_canary.replay"]
+    done = forked_process.run([*command, str(incident_in(tmp_path)[0])], timeout=120)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

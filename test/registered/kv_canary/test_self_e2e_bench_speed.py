@@ -21,7 +21,7 @@ from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 from sglang.test.harness import EngineHarness
 from sglang.test.scale import count
 
-register_cpu_ci(est_time=15, suite="cpu-serial")
+register_cpu_ci(est_time=5, suite="cpu-serial")
 register_cuda_ci(est_time=30, suite="cuda-serial")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -56,9 +56,9 @@ def _make_server_args(setting: str) -> dict[str, Any]:
 def _make_bench_args() -> list[BenchArgs]:
     """A long prompt, a batch that decodes, one request that decodes."""
     return [
-        BenchArgs(batch_size=1, input_len=768, output_len=1),
-        BenchArgs(batch_size=16, input_len=64, output_len=32),
-        BenchArgs(batch_size=1, input_len=64, output_len=64),
+        BenchArgs(batch_size=1, input_len=count(ci=256, full=768), output_len=1),
+        BenchArgs(batch_size=16, input_len=64, output_len=count(ci=8, full=32)),
+        BenchArgs(batch_size=1, input_len=64, output_len=count(ci=24, full=64)),
     ]
 
 

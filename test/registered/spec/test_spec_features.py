@@ -27,7 +27,7 @@ from sglang.test.spec_parity import (
 from sglang.test.spec_prompts import code_prompts
 from sglang.test.spec_world import ModelFolders, plain_engine, spec_engine
 
-register_cpu_ci(est_time=12, suite="cpu")
+register_cpu_ci(est_time=28, suite="cpu")
 register_cuda_ci(est_time=60, suite="cuda")
 
 TREE = SpecConfig(
