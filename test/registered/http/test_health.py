@@ -10,11 +10,12 @@ from collections.abc import Callable
 from live_server import Server, greedy
 
 from sglang.test.ci.ci_register import register_cpu_ci
+from sglang.test.scale import count
 
-register_cpu_ci(est_time=10, suite="cpu")
+register_cpu_ci(est_time=3, suite="cpu")
 
 KEY = "secret-key"
-SECONDS = 3.0
+SECONDS = count(ci=1, full=3)
 
 
 def test_a_flood_of_probes_without_a_key_refuses_nobody(

@@ -1,4 +1,5 @@
-"""Rehearses engines with drafts without a GPU; run by test_kernels_ahead.
+"""Rehearses engines with drafts without a GPU; run by test_kernels_ahead, which names a
+folder whose `target` is a hybrid model with a head.
 
 Data on the CPU goes to Triton's kernels, all of which are left out: torch checks that
 every index that they would have written is in range.
@@ -35,8 +36,6 @@ from sglang.srt.managers.scheduler.warm_up import compile_ahead  # noqa: E402
 from sglang.srt.model_executor.model_runner import ModelRunner  # noqa: E402
 from sglang.srt.utils import kernels_ahead  # noqa: E402
 from sglang.test.harness import EngineHarness  # noqa: E402
-from sglang.test.head_models import add_head  # noqa: E402
-from sglang.test.hybrid_models import write_hybrid_model  # noqa: E402
 from sglang.test.scale import is_full  # noqa: E402
 from sglang.test.tiny_models import write_tiny_eagle, write_tiny_model  # noqa: E402
 
@@ -54,7 +53,6 @@ STATES = {
     *("conv_kernel", "prepare_kernel", "scan_kernel", "commit_kernel", "copy_kernel"),
     *("shifts_kernel", "check_states_kernel", "note_states_kernel"),
 }
-HYBRID = "Qwen3_5ForCausalLM"
 
 
 class TargetAlone:
@@ -134,9 +132,8 @@ def main() -> None:
     if is_full():  # The hybrid's are these, and more.
         found = rehearsed(folder, **head, **tree, kv_canary="raise")
         assert found >= wanted, wanted - found
-    add_head(write_hybrid_model(folder / "hybrid" / "target", HYBRID), HYBRID)
     inside = {"speculative_algorithm": "NEXTN"}
-    found = rehearsed(folder / "hybrid", **inside, **tree, kv_canary="raise")
+    found = rehearsed(Path(sys.argv[1]), **inside, **tree, kv_canary="raise")
     wanted |= STATES
     assert found >= wanted, wanted - found
     print(f"{len(found)} kernels are compiled for trees")
