@@ -18,7 +18,7 @@ from sglang.test.scale import count
 from sglang.test.spec_canary_traffic import canaries_of, faults_of, worker_of
 from sglang.test.tiny_models import write_mock_draft, write_mock_model
 
-register_cpu_ci(est_time=39, suite="cpu", full_time=150)
+register_cpu_ci(est_time=8, suite="cpu", full_time=150)
 
 SEEDS = range(count(ci=1, full=20))
 # So small that drafts, which know nothing of the oracle, are often right by chance.
@@ -145,10 +145,10 @@ def test_a_retracted_request_is_prefilled_with_the_oracle_s_tokens(
     folder: Path,
 ) -> None:
     harness = serving(
-        folder, CHAIN, max_total_tokens=640, schedule_conservativeness=0.05,
+        folder, CHAIN, max_total_tokens=360, schedule_conservativeness=0.05,
         disable_radix_cache=True,
     )  # fmt: skip
-    asked = submit(harness, seed=1, max_new_tokens=200)
+    asked = submit(harness, seed=1, max_new_tokens=90)
     check_said(asked, harness.run())
     assert harness.scheduler.stats_snapshot().num_retracted_reqs > 0
 
@@ -158,11 +158,11 @@ def test_a_retracted_request_that_took_a_wrong_token(folder: Path) -> None:
     harness = serving(
         folder,
         CHAIN,
-        max_total_tokens=640,
+        max_total_tokens=360,
         schedule_conservativeness=0.05,
         disable_radix_cache=True,
     )
-    submit(harness, seed=1, max_new_tokens=200)
+    submit(harness, seed=1, max_new_tokens=90)
     while not harness.scheduler.stats_snapshot().num_retracted_reqs:
         harness.scheduler.step()
     req = next(r for r in harness.scheduler.waiting if len(r.tokens) > r.prompt_len)
