@@ -38,7 +38,7 @@ from scripts.mutation.worlds import WORLDS, ModelFolders
 from sglang.srt.mem_cache.allocator import TokenToKVPoolAllocator
 from sglang.test.ci.ci_register import register_cpu_ci
 
-register_cpu_ci(est_time=25, suite="cpu")
+register_cpu_ci(est_time=25, suite="lab")
 
 SRT = "sglang.srt."
 ALLOCATOR = SRT + "mem_cache.allocator"
