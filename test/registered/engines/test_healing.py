@@ -252,7 +252,7 @@ def wounded(**how: Any) -> tuple[World, list[int]]:
     blocks = world.start("A", 20)
     world.start("B", 9)
     world.forward({"A": 1, "B": 1})
-    assert world.canary.take_damaged(world.canary.forwards) is None
+    assert world.canary.damage.take(world.canary.forwards) is None
     block(world, 0, blocks[0]).fill_(float("nan"))
     assert world.forward({"A": 1, "B": 1}) != []
     return world, blocks
@@ -266,17 +266,17 @@ def block(world: World, layer: int, number: int) -> torch.Tensor:
 def test_damage_names_its_request_once_and_stops_nothing() -> None:
     world, _ = wounded(real_data="all")
     now = world.canary.forwards
-    assert world.canary.take_damaged(now) == ["A"]
-    assert world.canary.take_damaged(now) is None
+    assert world.canary.damage.take(now) == ["A"]
+    assert world.canary.damage.take(now) is None
 
 
 def test_what_a_later_forward_found_is_named_with_its_own_tokens_too() -> None:
     """The rings hold findings of forwards whose output nobody asked for yet."""
     world, _ = wounded(real_data="all")
     now = world.canary.forwards
-    assert world.canary.take_damaged(now - 1) == ["A"]
-    assert world.canary.take_damaged(now) == ["A"]
-    assert world.canary.take_damaged(now) is None
+    assert world.canary.damage.take(now - 1) == ["A"]
+    assert world.canary.damage.take(now) == ["A"]
+    assert world.canary.damage.take(now) is None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
@@ -292,7 +292,7 @@ def test_blocks_of_a_damaged_request_are_cleared_when_it_is_gone(
     blocks = world.start("A", 20)
     other = world.start("B", 9)
     kept = [block(world, layer, other[0]).clone() for layer in range(3)]
-    world.canary.take_back(["A"])
+    world.canary.damage.ask(["A"])
     world.forward({"B": 1}, released=["A"])
     for layer in range(3):
         for number in blocks:
@@ -314,7 +314,7 @@ def test_a_block_that_another_request_holds_is_not_cleared() -> None:
         "B", world.tokens["A"][:17], [*blocks[:2], *world.blocks(2)], computed=16
     )
     assert world.forward({"A": 1, "B": 1}, admitted=[shared]) == []
-    world.canary.take_back(["A"])
+    world.canary.damage.ask(["A"])
     assert world.forward({"B": 1}, released=["A"]) == []
     assert block(world, 0, blocks[0]).any() and not block(world, 0, blocks[2]).any()
 
@@ -338,13 +338,13 @@ def test_tokens_of_a_step_before_a_request_came_back_are_not_its_own() -> None:
 def test_a_healed_request_is_read_in_silence() -> None:
     world, blocks = wounded(real_data="all")
     canary = world.canary
-    assert canary.take_damaged(canary.forwards) == ["A"]
-    canary.take_back(["A"])
+    assert canary.damage.take(canary.forwards) == ["A"]
+    canary.damage.ask(["A"])
     tokens = world.tokens["A"]
     again = world.admission("A", tokens, [*blocks[::-1], *world.blocks(1)])
     count = len(tokens)
     assert world.forward({"A": count, "B": 1}, released=["A"], admitted=[again]) == []
     assert world.forward({"A": 1, "B": 1}) == []
-    assert canary.take_damaged(canary.forwards) is None
+    assert canary.damage.take(canary.forwards) is None
     assert torch.isfinite(block(world, 0, blocks[0])).all()
     assert str(world.pool.layers[0].device).startswith(DEVICE)

@@ -13,7 +13,7 @@ finish(...)      on a GPU the findings, when the step's tokens reach the host
 from __future__ import annotations
 
 import dataclasses
-from collections import defaultdict, deque
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -23,11 +23,12 @@ from kv_canary import launches
 from kv_canary.accepted import SampledTokens
 from kv_canary.engines.block_ledger import BlockLedger, Changes, LedgerRequest
 from kv_canary.engines.block_table import NewBlocks
+from kv_canary.engines.damage import Damage
 from kv_canary.engines.forward_rows import ForwardRows
 from kv_canary.engines.group_canary import RING_CAPACITY, Group, GroupCanary
 from kv_canary.engines.reporting import create_worker_reporter
 from kv_canary.engines.state_canary import StateCanary
-from kv_canary.records import FIRST_CLOCK, Expected, request_lineage
+from kv_canary.records import Expected, request_lineage
 from kv_canary.runtime.host import HEALING_MODES, HostCapabilities
 from kv_canary.runtime.pending import GroupFindings, Pending
 from kv_canary.runtime.runtime import Announcement, CanaryRuntime, Testimony
@@ -71,6 +72,7 @@ class EngineCanary:
         groups: the groups of tokens. states: of recurrent states, or None.
         reporter: reporter of everything found so far.
         units: units of blocks, if a connector may load them.
+        damage: what mode `heal` has found.
         again: requests of the newest step whose tokens the engine discarded since their
             last one. steps: number of planned steps.
     """
@@ -130,10 +132,7 @@ class EngineCanary:
             rank=rank,
             groups=self.names,
         )
-        # What was found is taken by the thread that passes tokens on.
-        self._damage: deque[Violation] = deque()
-        self._taken_back: set[str] = set()
-        self._first_clock = FIRST_CLOCK
+        self.damage = Damage()
         every: list[CanaryGroup] = [*self.groups]
         if self.states is not None:
             every.append(self.states)
@@ -143,7 +142,7 @@ class EngineCanary:
             mode=settings.mode,
             reporter=self.reporter,
             with_tokens=settings.report_tokens,
-            heal=self._damage.extend,
+            heal=self.damage.note,
         )
         self._testimony = Testimony(owner_of=self._owner_lookup)
         self._rows = ForwardRows(
@@ -171,7 +170,7 @@ class EngineCanary:
             group.take_found()
         state = self.groups[0].state
         launches.note_tokens(state, SampledTokens(*(zero for _ in range(5))))
-        self._first_clock = int(state.clock)
+        self.damage.first_clock = int(state.clock)
 
     def _nothing(self, *shape: int) -> Tensor:
         return torch.zeros(shape, dtype=torch.int64, device=self._device)
@@ -200,7 +199,8 @@ class EngineCanary:
         if self.units is not None:
             self.units.note_full(self._take_full(before))
         changes = self.ledger.changes()
-        damaged = self._damaged_among(step.released)
+        back = map(self.ledger.get, self.damage.take_back(step.released))
+        damaged = [request for request in back if request is not None]
         for rid in step.released:
             self.ledger.release(rid, changes)
         self._clear(damaged, changes)
@@ -228,14 +228,6 @@ class EngineCanary:
         beginning = [request for request in new if request.rid in rows]
         self._announce(beginning + self.again)
         self._correct(ahead)
-
-    def _damaged_among(self, released: Iterable[str]) -> list[LedgerRequest]:
-        """Return the requests that were to be taken back, and are."""
-        if not self._taken_back:
-            return []
-        gone = [rid for rid in released if rid in self._taken_back]
-        self._taken_back.difference_update(gone)
-        return [self.ledger[rid] for rid in gone if rid in self.ledger]
 
     def _clear(self, damaged: Sequence[LedgerRequest], changes: Changes) -> None:
         """Clear the blocks that damaged requests have left. A NaN that they computed
@@ -390,24 +382,6 @@ class EngineCanary:
     def collect(self, pending: Pending) -> list[Violation]:
         """See `CanaryRuntime.collect`."""
         return self._runtime.collect(pending, self._testimony)
-
-    def take_damaged(self, forward: int) -> list[str] | None:
-        """In mode `heal`, return the requests that read or wrote what was found since
-        the last call; None if nothing was found.
-
-        Args:
-            forward: number of the newest one whose tokens are about to leave. The rings
-                may also hold what later ones found, which is returned once more then.
-        """
-        found = [self._damage.popleft() for _ in range(len(self._damage))]
-        last = self._first_clock + forward - 1
-        self._damage.extend(each for each in found if each.forward > last)
-        rids = {violation.rid for violation in found if violation.rid is not None}
-        return sorted(rids) if found else None
-
-    def take_back(self, rids: Iterable[str]) -> None:
-        """Note requests that the engine is asked to preempt, because of damage."""
-        self._taken_back.update(rids)
 
     def counters(self) -> list[int]:
         """See `CanaryRuntime.counters`."""

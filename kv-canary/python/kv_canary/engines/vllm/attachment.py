@@ -124,12 +124,12 @@ class Attachment:
         with torch.inference_mode():
             for findings in pending:
                 self.canary.collect(findings)
-        damaged = self.canary.take_damaged(forward)
+        damaged = self.canary.damage.take(forward)
         if damaged is not None:
             output = with_damage(output, damaged)
             # Later steps may have them as new ones already.
             same = [rid for rid in damaged if self.canary.is_since(rid, step)]
-            self.canary.take_back(same)
+            self.canary.damage.ask(same)
             self._asked_back.ask(same, step)
         tokens = getattr(output, "sampled_token_ids", None)
         if tokens:
