@@ -141,6 +141,7 @@ def served(forwards: int, **counts: int) -> tuple[str, Any]:
         forwards=forwards,
         counters=lambda: [5] * 64,
         requests=lambda: None,
+        healed=lambda: None,
     )
     registry = prometheus_client.CollectorRegistry()
     library = prometheus_client.core

@@ -346,5 +346,6 @@ def test_a_healed_request_is_read_in_silence() -> None:
     assert world.forward({"A": count, "B": 1}, released=["A"], admitted=[again]) == []
     assert world.forward({"A": 1, "B": 1}) == []
     assert canary.damage.take(canary.forwards) is None
+    assert canary.healed() == 1 and World().canary.healed() is None
     assert torch.isfinite(block(world, 0, blocks[0])).all()
     assert str(world.pool.layers[0].device).startswith(DEVICE)

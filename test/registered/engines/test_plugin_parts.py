@@ -551,6 +551,7 @@ def test_metrics_begin_at_zero() -> None:
         forwards=0,
         counters=lambda: [0] * 64,
         requests=lambda: (7, 3),
+        healed=lambda: 4,
     )
     library = prometheus_client.core
     families = list(CanaryCollector(canary, rank=1, library=library).collect())
@@ -565,6 +566,7 @@ def test_metrics_begin_at_zero() -> None:
     assert values.pop(("kv_canary_attached_since_seconds", None)) > 1e9
     assert values.pop(("kv_canary_requests_total", "yes")) == 3
     assert values.pop(("kv_canary_requests_total", "no")) == 4
+    assert values.pop(("kv_canary_healed_requests_total", None)) == 4
     name = "kv_canary_violations_total"
     assert values.pop((name, "verify_token")) == 2
     assert set(values.values()) == {0}

@@ -327,5 +327,5 @@ def test_a_server_heals(tmp_path: Path) -> None:
     first, *others = [answer["choices"][0]["token_ids"] for answer in answers]
     assert len(first) == 30 and others == [first, first]
     (rank,) = report["ranks"]
-    assert len(rank["incidents"]) == 4
+    assert (len(rank["incidents"]), rank["healed_requests"]) == (4, 4)
     assert (tmp_path / "log").read_text().count("kv_canary: healing: 1 running") == 4

@@ -17,6 +17,7 @@ class Damage:
 
     Attributes:
         first_clock: the device's clock in the first forward that was checked.
+        healed: number of requests that the engine has taken back.
     """
 
     def __init__(self) -> None:
@@ -24,6 +25,7 @@ class Damage:
         self._found: deque[Violation] = deque()
         self._asked: set[str] = set()
         self.first_clock = FIRST_CLOCK
+        self.healed = 0
 
     def note(self, found: Sequence[Violation]) -> None:
         self._found.extend(found)
@@ -50,4 +52,5 @@ class Damage:
         """Return those of some requests that were asked for, and forget them."""
         back = [rid for rid in released if rid in self._asked] if self._asked else []
         self._asked.difference_update(back)
+        self.healed += len(back)
         return back

@@ -30,6 +30,7 @@ from kv_canary.engines.reporting import create_worker_reporter
 from kv_canary.engines.state_canary import StateCanary
 from kv_canary.records import Expected, request_lineage
 from kv_canary.runtime.host import HEALING_MODES, HostCapabilities
+from kv_canary.runtime.mode import Mode
 from kv_canary.runtime.pending import GroupFindings, Pending
 from kv_canary.runtime.runtime import Announcement, CanaryRuntime, Testimony
 from kv_canary.runtime.uploads import upload, upload_rows
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from kv_canary.evidence import Owner
     from kv_canary.reporter import OwnerOf
     from kv_canary.runtime.group import CanaryGroup
-    from kv_canary.runtime.mode import Mode
     from kv_canary.view import ForwardView
     from kv_canary.violation import Violation
 
@@ -301,6 +301,10 @@ class EngineCanary:
     def requests(self) -> tuple[int, int]:
         """Return how many requests there were, and how many of them are verified."""
         return self.ledger.admitted, self.ledger.verified
+
+    def healed(self) -> int | None:
+        """Return how many requests were computed again; None in other modes."""
+        return self.damage.healed if self.mode is Mode.HEAL else None
 
     def after(self) -> None:
         """Record what the model has stored.

@@ -41,6 +41,9 @@ class Counted(Protocol):
         """Return how many requests there were, and how many of them are verified. None
         if the host does not tell."""
 
+    def healed(self) -> int | None:
+        """Return how many requests were computed again; None in other modes."""
+
 
 class CanaryCollector:
     """Reads a canary when it is scraped."""
@@ -62,6 +65,10 @@ class CanaryCollector:
             yield gauge
         rows = [(name, text, counters[number]) for name, text, number in _COUNTERS]
         rows.append(("kv_canary_forwards", "Forwards checked.", canary.forwards))
+        healed = canary.healed()
+        if healed is not None:
+            text = "Requests that met damage and were computed again."
+            rows.append(("kv_canary_healed_requests", text, healed))
         for name, text, value in rows:
             metric = self._library.CounterMetricFamily(name, text, labels=["rank"])
             metric.add_metric([self._rank], value)

@@ -270,6 +270,9 @@ class RunnerCanary:
     def requests(self) -> None:
         """Not counted: all are verified."""
 
+    def healed(self) -> None:
+        """SGLang takes no request back."""
+
     def counters(self) -> list[int]:
         """Return `records.Counter` of all pools. Waits for the device."""
         lists = [canary._runtime.counters() for canary in self._both()]

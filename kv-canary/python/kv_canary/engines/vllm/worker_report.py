@@ -38,9 +38,12 @@ def _of_canary(attachment: Attachment) -> dict[str, Any]:
     counters = canary.counters()
     requests, verified = canary.requests()
     units = canary.units
-    loaded = {}
+    more = {}
     if units is not None:
-        loaded = {"loaded_blocks": units.compared, "damaged_blocks": units.damaged}
+        more = {"loaded_blocks": units.compared, "damaged_blocks": units.damaged}
+    healed = canary.healed()
+    if healed is not None:
+        more["healed_requests"] = healed
     return {
         "since": attachment.since,
         "mode": settings.mode_name,
@@ -52,7 +55,7 @@ def _of_canary(attachment: Attachment) -> dict[str, Any]:
         "recorded_slots": counters[Counter.TAIL_SLOTS],
         "requests": requests,
         "verified_requests": verified,
-        **loaded,
+        **more,
         "violations": dict(canary.reporter.counts),
         "incidents": list(canary.reporter.incidents),
     }
