@@ -72,6 +72,13 @@ def both(request, folder, monkeypatch):
     return both
 
 
+def are_close(one, other):
+    """As bfloat16 rounds, whose step is 0.4 %. With another adapter the difference is
+    as large as they are."""
+    difference = (one.float() - other.float()).norm()
+    return difference < 0.01 * other.float().norm()
+
+
 def with_adapters(batch, slots, lens):
     """The batch, its rows with adapters in these slots."""
     words = plan_tiles(np.array(slots), np.array(lens))
@@ -112,7 +119,7 @@ def test_replays_equal_eager_forwards(both):
                     outputs.append(graphs.replay(batch).next_token_logits.clone())
                 else:
                     outputs.append(harness.run(batch).next_token_logits)
-        torch.testing.assert_close(outputs[0], outputs[1], atol=2e-2, rtol=2e-2)
+        assert are_close(*outputs)
         seen.add(len(set(slots) - {0}))
     assert seen >= {1, 2}, "batches with one adapter, and with both"
     assert graphs.num_replays > 5
@@ -145,7 +152,7 @@ def test_prefills_replay_with_adapters(both):
             outputs.append(harness.run(batch).next_token_logits.clone())
             for row in rows:
                 harness.release(row)
-        torch.testing.assert_close(*outputs, atol=2e-2, rtol=2e-2)
+        assert are_close(*outputs)
     adapted = graphs.adapted
     assert adapted.segmented.num_replays > 2
     assert adapted.segmented.largest == 40, "longer ones are not bound by the host"
