@@ -356,11 +356,13 @@ def block_of_another_tenant(host: VllmHost, rng: random.Random) -> Planted:
 
 def two_rows_with_one_block(host: VllmHost, rng: random.Random) -> Planted:
     """Give C a block of A as a new one."""
-    victim, index = _a(host), rng.randrange(1, 3)
-    block = victim.blocks[0][index]
+    victim = _a(host)
 
     def change(request: Any) -> Read | None:
         fresh = request.num_computed_tokens // BLOCK
+        # At its own place C would write what A has there: the prefix is the same.
+        index = rng.choice([index for index in (1, 2) if index != fresh])
+        block = victim.blocks[0][index]
         request.block_ids = tuple(list(ids) for ids in request.block_ids)
         request.block_ids[0][fresh] = block
         return victim.rid, block, index
