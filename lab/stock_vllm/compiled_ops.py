@@ -1,7 +1,8 @@
 """Takes the place of vLLM's compiled `_C_stable_libtorch`, where no CUDA library is.
 
-A dense model with Triton attention and `custom_ops: none` calls few of its 300 ops.
-These are here, in torch; a call of any other one fails by name.
+A model of dense layers, of K and V or of latents, with Triton attention and
+`custom_ops: none` calls few of its 300 ops. These are here, in torch; a call of any
+other one fails by name.
 """
 
 from __future__ import annotations
@@ -91,6 +92,103 @@ def swap_blocks_batch(
             raise RuntimeError(f"cudaMemcpyAsync: error {error}")
 
 
+def concat_and_cache_mla(
+    latent: Tensor,
+    rotated: Tensor,
+    cache: Tensor,
+    slots: Tensor,
+    cache_dtype: str,
+    scale: Tensor,
+    skip_scale: bool = False,
+) -> None:
+    """Store a latent per token; nothing for a slot of -1.
+
+    Args:
+        latent, rotated: [tokens, size] each, stored next to each other.
+        cache: [blocks, slots of a block, both sizes].
+
+    Raises:
+        NotImplementedError: the cache has 8 bits.
+    """
+    _require_whole(cache_dtype)
+    rows = torch.cat((latent, rotated), dim=-1)[: len(slots)].to(cache.dtype)
+    # Padding writes what is there to slot 0, of a block that no request has: in a graph
+    # it cannot be left out.
+    index = slots.clamp(min=0)
+    flat = cache.view(-1, cache.shape[-1])
+    flat[index] = torch.where(slots[:, None] >= 0, rows, flat[index])
+
+
+def gather_and_maybe_dequant_cache(
+    cache: Tensor,
+    out: Tensor,
+    block_table: Tensor,
+    starts_in_out: Tensor,
+    row_of_token: Tensor,
+    num_tokens: int,
+    cache_dtype: str,
+    scale: Tensor,
+    starts: Tensor | None = None,
+) -> None:
+    """Copy the slots of some requests' tokens into `out`, one request after another.
+
+    Args:
+        cache: [blocks, slots of a block, size]. block_table: [requests, blocks].
+        starts_in_out: int32 [requests + 1]. starts: each request's first position, or
+            0.
+        row_of_token: int32, the request of each row of `out`.
+
+    Raises:
+        NotImplementedError: the cache has 8 bits.
+    """
+    _require_whole(cache_dtype)
+    row = row_of_token[:num_tokens].long()
+    position = torch.arange(num_tokens, device=row.device) - starts_in_out[row]
+    if starts is not None:
+        position = position + starts[row]
+    block_size = cache.shape[1]
+    block = block_table[row, position // block_size].long()
+    out[:num_tokens] = cache[block, position % block_size]
+
+
+def _require_whole(cache_dtype: str) -> None:
+    if cache_dtype not in ("auto", "bfloat16", "float16"):
+        raise NotImplementedError(f"a KV cache of {cache_dtype}: only 16 bits are here")
+
+
+def merge_attn_states(
+    output: Tensor,
+    output_lse: Tensor | None,
+    prefix: Tensor,
+    prefix_lse: Tensor,
+    suffix: Tensor,
+    suffix_lse: Tensor,
+    num_with_prefix: int | None = None,
+    output_scale: Tensor | None = None,
+) -> None:
+    """Join attention over a prefix with that over the tokens behind it (section 2.2 of
+    https://arxiv.org/abs/2501.01005).
+
+    Args:
+        output, prefix, suffix: [tokens, heads, size]. *_lse: [heads, tokens].
+        num_with_prefix: tokens, from the first one, that have a prefix; None: all.
+
+    Raises:
+        NotImplementedError: the output has 8 bits.
+    """
+    if output_scale is not None:
+        raise NotImplementedError("an output of 8 bits")
+    end = len(output) if num_with_prefix is None else num_with_prefix
+    lse = torch.stack((prefix_lse[:, :end], suffix_lse[:, :end])).float()
+    of_prefix, of_suffix = lse.softmax(dim=0).transpose(1, 2)[..., None]
+    joined = of_prefix * prefix[:end].float() + of_suffix * suffix[:end].float()
+    output[end:] = suffix[end:]
+    output[:end] = joined.to(output.dtype)
+    if output_lse is not None:
+        output_lse[:, end:] = suffix_lse[:, end:]
+        output_lse[:, :end] = lse.logsumexp(dim=0)
+
+
 _BY_ADDRESS = 4
 """`cudaMemcpyDefault`: the addresses say which way."""
 
@@ -116,6 +214,7 @@ _OPS = {
         fused_add_rms_norm,
         silu_and_mul,
         gelu_tanh_and_mul,
+        merge_attn_states,
     )
 } | dict.fromkeys(
     (
@@ -129,4 +228,5 @@ _OPS = {
 
 for _name, _op in _OPS.items():
     setattr(torch.ops._C, _name, _op)
-setattr(torch.ops._C_cache_ops, swap_blocks_batch.__name__, swap_blocks_batch)
+for _op in (swap_blocks_batch, concat_and_cache_mla, gather_and_maybe_dequant_cache):
+    setattr(torch.ops._C_cache_ops, _op.__name__, _op)

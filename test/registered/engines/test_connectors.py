@@ -21,7 +21,11 @@ from kv_canary.engines.page_probe import page_axis
 from kv_canary.engines.step import Step
 from kv_canary.engines.unit_store import REVISIONS, UnitShape, UnitStore
 from kv_canary.engines.vllm.connectors import SchedulerLoads, WorkerLoads
-from kv_canary.engines.vllm.turned_back import NewRequests
+from kv_canary.engines.vllm.turned_back import (
+    NewRequests,
+    discarding_steps,
+    forget_sampled,
+)
 from sglang.test.ci.ci_register import register_cpu_ci, register_cuda_ci
 
 register_cpu_ci(est_time=3, suite="cpu")
@@ -557,3 +561,44 @@ def test_the_second_runner_gets_a_request_again() -> None:
     assert again.scheduled_new_reqs == [Message("B", ([4, 5],), 8)]
     requests.note(Output([], finished_req_ids={"B"}))
     assert requests._messages == {}
+
+
+def test_steps_that_run_do_not_count_for_a_request_that_is_turned_back() -> None:
+    """Else vLLM takes the token of the next step for the one that it computes again."""
+
+    def request() -> SimpleNamespace:
+        return SimpleNamespace(
+            drop_stale_output=False,
+            num_stale_output_tokens=0,
+            num_in_flight_tokens=14,
+            num_output_placeholders=2,
+        )
+
+    for recomputes in (True, False):
+        both = {"A": request(), "B": request()}
+        scheduler = SimpleNamespace(
+            requests=both, recompute_kv_load_failures=recomputes
+        )
+        assert discarding_steps(lambda *_: {"B"}, scheduler, {7}, {}) == {"B"}
+        assert both["A"] == request()
+        turned_back = SimpleNamespace(
+            drop_stale_output=True,
+            num_stale_output_tokens=14,
+            num_in_flight_tokens=14,
+            num_output_placeholders=0,
+        )
+        # Others end with an error.
+        assert both["B"] == (turned_back if recomputes else request())
+
+
+@pytest.mark.parametrize("places", [None, {}, {"A": 0, "B": 1}])
+def test_the_first_runner_takes_no_token_of_a_discarded_step(
+    places: dict[str, int] | None,
+) -> None:
+    runner = SimpleNamespace(input_batch=SimpleNamespace(prev_req_id_to_index=places))
+    before = dict(places or {})
+    forget_sampled(runner, [])
+    assert (places or {}) == before
+    turned_back: Any = [SimpleNamespace(rid="B"), SimpleNamespace(rid="C")]
+    forget_sampled(runner, turned_back)
+    assert (places or {}) == {rid: at for rid, at in before.items() if rid == "A"}

@@ -60,6 +60,70 @@ def test_ops_are_those_of_the_models(
     due(half, functional.gelu(gate, approximate="tanh") * up)
 
 
+def test_latents_are_stored_and_gathered(ops: ModuleType) -> None:
+    rng = torch.Generator().manual_seed(0)
+    blocks, size, latent, rotated = 6, 4, 5, 2
+    cache = torch.randn(blocks, size, latent + rotated, generator=rng).bfloat16()
+    before = cache.clone()
+    new = torch.randn(4, latent + rotated, generator=rng).bfloat16()
+    slots = torch.tensor([9, -1, 23])
+    parts = new[:, :latent], new[:, latent:]
+    one = torch.ones(())
+    torch.ops._C_cache_ops.concat_and_cache_mla(*parts, cache, slots, "auto", one)
+    due = before.view(-1, latent + rotated)
+    due[9], due[23] = new[0], new[2]
+    assert torch.equal(cache.view(-1, latent + rotated), due)
+
+    # Two positions of one request from its third one on, five of another.
+    table = torch.tensor([[2, 5, 0], [1, 4, 3]], dtype=torch.int32)
+    positions = [(0, 2), (0, 3), *((1, p) for p in range(5, 10))]
+    out = torch.zeros(9, latent + rotated).bfloat16()
+    torch.ops._C_cache_ops.gather_and_maybe_dequant_cache(
+        cache,
+        out,
+        table,
+        torch.tensor([0, 2, 7], dtype=torch.int32),
+        torch.tensor([row for row, _ in positions] + [9], dtype=torch.int32),
+        len(positions),
+        "bfloat16",
+        one,
+        torch.tensor([2, 5], dtype=torch.int32),
+    )
+    for place, (row, position) in enumerate(positions):
+        expected = cache[int(table[row, position // size]), position % size]
+        assert torch.equal(out[place], expected)
+    assert not out[len(positions) :].any()
+    with pytest.raises(NotImplementedError, match="fp8"):
+        torch.ops._C_cache_ops.concat_and_cache_mla(*parts, cache, slots, "fp8", one)
+
+
+@pytest.mark.parametrize("num_with_prefix", [0, 3, None])
+def test_two_attentions_are_joined(
+    ops: ModuleType, num_with_prefix: int | None
+) -> None:
+    """Against attention over both parts at once, in 64 bits."""
+    rng = torch.Generator().manual_seed(0)
+    tokens, heads, size, lens = 5, 2, 4, (7, 3)
+    q = torch.randn(heads, tokens, size, generator=rng).double()
+    k, v = (torch.randn(heads, sum(lens), size, generator=rng).double() for _ in "kv")
+
+    def attend(part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = q @ k[:, part].transpose(1, 2)
+        out = scores.softmax(dim=-1) @ v[:, part]
+        return out.transpose(0, 1), scores.logsumexp(dim=-1)
+
+    prefix, suffix = attend(slice(0, lens[0])), attend(slice(lens[0], None))
+    due, due_lse = (part.clone() for part in attend(slice(None)))
+    end = tokens if num_with_prefix is None else num_with_prefix
+    due[end:], due_lse[:, end:] = suffix[0][end:], suffix[1][:, end:]
+    output = torch.empty(tokens, heads, size)
+    lse = torch.empty(heads, tokens)
+    parts = [part.float() for part in (*prefix, *suffix)]
+    torch.ops._C.merge_attn_states(output, lse, *parts, num_with_prefix, None)
+    torch.testing.assert_close(output, due.float())
+    torch.testing.assert_close(lse, due_lse.float())
+
+
 def test_kernels_that_are_not_there_are_not_offered(ops: ModuleType) -> None:
     assert torch.ops._C.cutlass_scaled_mm_supports_fp8(90) is False
     with pytest.raises(AttributeError, match="gptq_gemm"):

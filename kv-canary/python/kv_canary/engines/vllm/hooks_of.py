@@ -35,6 +35,12 @@ UPDATE = Hook(
     parameters=("scheduler_output", "model_runner_output"),
     purpose="KV_CANARY=heal: requests whose KV is damaged are computed again",
 )
+FAILED_LOADS = Hook(
+    owner=_SCHEDULER,
+    method="_handle_invalid_blocks",
+    parameters=("invalid_block_ids",),
+    purpose="connectors: requests that are turned back discard the steps that run",
+)
 HEALING = (
     UPDATE,
     Hook(
@@ -190,6 +196,7 @@ EVERYTHING: tuple[Expectation, ...] = (
     INIT_DEVICE,
     NEW_REQUEST,
     CONNECTOR,
+    FAILED_LOADS,
     *V1_HOOKS.values(),
     *V2_HOOKS.values(),
     V2_LOADS,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from kv_canary.engines.hooks import Refusal, require, wrap
+from kv_canary.engines.hooks import Expectation, Refusal, require, wrap
 from kv_canary.engines.reporting import log_through
 from kv_canary.engines.settings import Mode, Settings, read_settings
 from kv_canary.engines.vllm import runner_v1, runner_v2
@@ -16,12 +16,14 @@ from kv_canary.engines.vllm.healing import taking_back
 from kv_canary.engines.vllm.hooks_of import (
     CONNECTOR,
     EVERYTHING,
+    FAILED_LOADS,
     HEALING,
     INIT_DEVICE,
     NEW_REQUEST,
     UPDATE,
 )
 from kv_canary.engines.vllm.salts import with_cache_salt
+from kv_canary.engines.vllm.turned_back import discarding_steps
 from kv_canary.engines.vllm.worker_report import add_method
 from kv_canary.runtime.host import HEALING_MODES
 
@@ -56,7 +58,8 @@ def register() -> None:
         return
     log_through(_LOGGER)
     heals = settings.mode is Mode.HEAL
-    early = (INIT_DEVICE, NEW_REQUEST, CONNECTOR, *(HEALING if heals else ()))
+    early: list[Expectation] = [INIT_DEVICE, NEW_REQUEST, CONNECTOR, FAILED_LOADS]
+    early += HEALING if heals else ()
     if not _is_met(early, settings):
         return
 
@@ -68,6 +71,7 @@ def register() -> None:
     _undo.append(wrap(INIT_DEVICE, init_device))
     _undo.append(wrap(NEW_REQUEST, with_cache_salt))
     _undo.append(wrap(CONNECTOR, with_loads_compared))
+    _undo.append(wrap(FAILED_LOADS, discarding_steps))
     if heals:
         _undo.append(wrap(UPDATE, taking_back))
     _undo.append(add_method())
@@ -92,7 +96,7 @@ def unregister() -> None:
             steps.pop()()
 
 
-def _is_met(expected: tuple[Any, ...], settings: Settings) -> bool:
+def _is_met(expected: Sequence[Expectation], settings: Settings) -> bool:
     try:
         require(expected)
     except Refusal as refusal:

@@ -13,6 +13,7 @@ from kv_canary.engines.step import ForwardReads, GroupReads
 from kv_canary.engines.vllm.attachment import attach, get_attachment, sample_tokens
 from kv_canary.engines.vllm.hooks_of import FORWARD_CONTEXT, V1_HOOKS
 from kv_canary.engines.vllm.states import state_blocks
+from kv_canary.engines.vllm.turned_back import forget_sampled
 
 if TYPE_CHECKING:
     from kv_canary.engines.engine_canary import EngineCanary
@@ -54,6 +55,7 @@ def _execute_model(
     if attachment is None:
         return method(self, scheduler_output, *args, **kwargs)
     attachment.begin(scheduler_output)
+    forget_sampled(self, attachment.canary.again)
     result = method(self, scheduler_output, *args, **kwargs)
     attachment.end()
     return result

@@ -4,12 +4,17 @@ The scheduler then lowers the request's number of computed tokens. The second ru
 keeps this number on the device and, up to 0.33, does not read it again for a request
 that goes on: it would continue at the wrong position. It gets such a request once more
 as a new one, which is how it gets those that come back from a preemption.
+
+The scheduler, up to 0.33, also counts the tokens of steps that had begun by then, under
+asynchronous scheduling: the first one would be taken for the request's next. Their
+outputs are discarded here, as vLLM discards those of a preempted request. The first
+runner would also put such a token at the end of the prompt that is computed again.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -53,3 +58,29 @@ class NewRequests:
         ]
         every = [*output.scheduled_new_reqs, *new]
         return dataclasses.replace(output, scheduled_new_reqs=every)
+
+
+def forget_sampled(runner: Any, requests: Sequence[LedgerRequest]) -> None:
+    """Let the first runner take no input of these requests from what the last step
+    sampled for them."""
+    for request in requests:
+        places = runner.input_batch.prev_req_id_to_index
+        if places:
+            places.pop(request.rid, None)
+
+
+def discarding_steps(
+    method: Callable[..., Any], scheduler: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Wrap `Scheduler._handle_invalid_blocks`, which returns running requests that it
+    turned back, or that will end with an error."""
+    failed = method(scheduler, *args, **kwargs)
+    if scheduler.recompute_kv_load_failures:
+        for rid in failed:
+            request = scheduler.requests[rid]
+            if not hasattr(request, "drop_stale_output"):
+                continue  # before vLLM 0.28, which could not discard them
+            request.drop_stale_output = True
+            request.num_stale_output_tokens = request.num_in_flight_tokens
+            request.num_output_placeholders = 0
+    return failed

@@ -106,6 +106,7 @@ MODELS = {
     "v2": _PLAIN,
     "connector": _PLAIN,
     "connector-ahead": _PLAIN,
+    "connector-asynchronous": _PLAIN,
     "connector-v2": _PLAIN,
     "latent": _LATENT,
     "eagle": _PLAIN,
@@ -143,22 +144,31 @@ def with_connector(*, ahead: bool) -> dict[str, Any]:
 CONNECTORS = {
     "connector": with_connector(ahead=False),
     "connector-ahead": with_connector(ahead=True),
+    "connector-asynchronous": with_connector(ahead=False),
     "connector-v2": with_connector(ahead=False),
 }
-OPTIONS: dict[str, dict[str, Any]] = {
-    "asynchronous": {"async_scheduling": True},
-    "eagle-v2": {"async_scheduling": True},
+ASYNCHRONOUS = ("asynchronous", "connector-asynchronous", "connector-v2", "eagle-v2")
+OPTIONS = {
     **CONNECTORS,
-    "latent": {"block_size": 16, "num_gpu_blocks_override": 96},
+    **{
+        kind: {**CONNECTORS.get(kind, {}), "async_scheduling": True}
+        for kind in ASYNCHRONOUS
+    },
 }
 """Arguments of `LLM` by model."""
+# The only size that vLLM's kernel for CPUs has.
+_ON_A_CPU: dict[str, dict[str, Any]] = {
+    "latent": {"block_size": 16, "num_gpu_blocks_override": 96}
+}
+# vLLM has no kernel there for latents in 32 bits.
+_ON_A_GPU: dict[str, dict[str, Any]] = {"latent": {"dtype": "bfloat16"}}
 WITH_STATES = ("states", "states-v2")
 """Models with recurrent states."""
 WITH_DRAFTS = ("eagle", "eagle-v2")
 """Models beside an EAGLE head, judged ahead of the host in the second."""
 RUNNERS = dict.fromkeys(("v2", "connector-v2", "latent", "eagle-v2", "states-v2"), "1")
 """Values of `VLLM_USE_V2_MODEL_RUNNER` by model; the others take vLLM's default."""
-_ON_A_GPU = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 28}
+_SHARE_OF_A_GPU = {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 28}
 
 
 def why_not_run(kind: str) -> str:
@@ -233,10 +243,13 @@ class VllmHost:
             "compilation_config": {"custom_ops": ["none"]},
         }
         if not _is_on_a_cpu():
-            arguments |= _ON_A_GPU
+            arguments |= _SHARE_OF_A_GPU
         if model.name in WITH_DRAFTS:
             arguments |= _with_draft(model)
-        arguments |= {**OPTIONS.get(model.name, {}), **options}
+        of_device = _ON_A_CPU if _is_on_a_cpu() else _ON_A_GPU
+        for given in (OPTIONS, of_device):
+            arguments |= given.get(model.name, {})
+        arguments |= options
         if arguments.get("async_scheduling"):
             _allow_asynchronous_scheduling()
         self._llm = vllm.LLM(**arguments)
@@ -258,6 +271,15 @@ class VllmHost:
             return preempt(*args, **kwargs)
 
         scheduler._preempt_request = counted
+
+    @property
+    def block(self) -> int:
+        """Slots of a block."""
+        return int(self.runner.cache_config.block_size)
+
+    @property
+    def reuses_prefixes(self) -> bool:
+        return bool(self.runner.cache_config.enable_prefix_caching)
 
     @property
     def core(self) -> Any:

@@ -60,7 +60,7 @@ def run_load_fault(host: VllmHost, name: str, seed: int) -> Outcome:
         stop()
     # vLLM may compute the tokens in other blocks.
     (load,) = loads
-    due = in_block(load.rid, load.blocks[index], index)
+    due = in_block(host, load.rid, load.blocks[index], index)
     outcome = outcome_of(host, due)
     if host.outputs[again] != host.outputs[first]:
         lines = ["the answer is another one", *outcome.lines]

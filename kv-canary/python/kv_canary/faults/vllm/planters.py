@@ -6,6 +6,7 @@ tables, its scheduler's messages, its metadata, its store, or the bytes themselv
 
 from __future__ import annotations
 
+import inspect
 import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,12 +19,7 @@ from kv_canary.engines.vllm.pool import draft_layers
 from kv_canary.faults.catalogue import by_host_name
 from kv_canary.faults.fault import HostEngine, SlotGroup
 from kv_canary.faults.fault import Planted as PlantedIn
-from kv_canary.faults.vllm.host import (
-    BLOCK,
-    NUM_PROPOSALS,
-    VllmHost,
-    random_tokens,
-)
+from kv_canary.faults.vllm.host import NUM_PROPOSALS, VllmHost, random_tokens
 from kv_canary.faults.vllm.runners import V2Runner
 from kv_canary.records import Record
 
@@ -80,14 +76,16 @@ def run_planted(host: VllmHost, plant: Plant, name: str, seed: int) -> Outcome:
     """
     rng = random.Random(f"{name} {seed}")
     host.reset()
-    prefix = random_tokens(rng, 3 * BLOCK + rng.randrange(1, BLOCK))
+    prefix = random_tokens(rng, 3 * host.block + rng.randrange(1, host.block))
     a = host.add(prefix + random_tokens(rng, 9), new_tokens=20)
-    b = host.add(random_tokens(rng, 3 * BLOCK + rng.randrange(1, 20)), new_tokens=20)
+    b = host.add(
+        random_tokens(rng, 3 * host.block + rng.randrange(1, 20)), new_tokens=20
+    )
     host.until(
         lambda: all(
             host.is_running(rid)
             and host.request(rid).computed > len(host.request(rid).tokens) - 2
-            and len(host.request(rid).tokens) > 3 * BLOCK
+            and len(host.request(rid).tokens) > 3 * host.block
             for rid in (a, b)
         )
     )
@@ -147,9 +145,10 @@ def _b(host: VllmHost) -> Any:
     return host.request(_names[host][1])
 
 
-def in_block(rid: str, block: int, index: int) -> frozenset[Read]:
+def in_block(host: VllmHost, rid: str, block: int, index: int) -> frozenset[Read]:
     """Return reads of a whole block, number `index` of a request."""
-    return frozenset((rid, block * BLOCK + i, index * BLOCK + i) for i in range(BLOCK))
+    size = host.block
+    return frozenset((rid, block * size + i, index * size + i) for i in range(size))
 
 
 def _layers(host: VllmHost) -> list[torch.Tensor]:
@@ -161,14 +160,13 @@ def overwritten_block(host: VllmHost, rng: random.Random) -> Planted:
     block = request.blocks[0][index]
     for layer in _layers(host):
         layer[block].uniform_(-1, 1)
-    return Planted(due=lambda: in_block(request.rid, block, index))
+    return Planted(due=lambda: in_block(host, request.rid, block, index))
 
 
 def flipped_byte(host: VllmHost, rng: random.Random) -> Planted:
     request = rng.choice((_a(host), _b(host)))
-    position = rng.randrange(3 * BLOCK)
-    block = request.blocks[0][position // BLOCK]
-    slot = block * BLOCK + position % BLOCK
+    position = rng.randrange(3 * host.block)
+    slot = _slot(host, request, position)
     canary = host.canary.groups[0]
     assert canary.bytes is not None
     lineage = int(canary.state.tail[slot, Record.LINEAGE])
@@ -184,14 +182,14 @@ def block_over_another_one(host: VllmHost, rng: random.Random) -> Planted:
     block, source = request.blocks[0][index], _b(host).blocks[0][rng.randrange(3)]
     for layer in _layers(host):
         layer[block].copy_(layer[source])
-    return Planted(due=lambda: in_block(request.rid, block, index))
+    return Planted(due=lambda: in_block(host, request.rid, block, index))
 
 
 def swapped_table_entry(host: VllmHost, rng: random.Random) -> Planted:
     request, index = _a(host), rng.randrange(3)
     other = _b(host).blocks[0][rng.randrange(3)]
     undo = host.planting.point_to(0, request.rid, index, other)
-    return Planted(due=lambda: in_block(request.rid, other, index), undo=undo)
+    return Planted(due=lambda: in_block(host, request.rid, other, index), undo=undo)
 
 
 def block_of_another_group(host: VllmHost, rng: random.Random) -> Planted:
@@ -201,12 +199,12 @@ def block_of_another_group(host: VllmHost, rng: random.Random) -> Planted:
     index = rng.randrange(3)
     foreign = request.blocks[1 - number][-1]
     undo = host.planting.point_to(number, request.rid, index, foreign)
-    return Planted(due=lambda: in_block(request.rid, foreign, index), undo=undo)
+    return Planted(due=lambda: in_block(host, request.rid, foreign, index), undo=undo)
 
 
 def wrong_slot_mapping(host: VllmHost, rng: random.Random) -> Planted:
     request = _a(host)
-    wrong = request.blocks[0][rng.randrange(2)] * BLOCK + rng.randrange(BLOCK)
+    wrong = request.blocks[0][rng.randrange(2)] * host.block + rng.randrange(host.block)
     due = frozenset((request.rid, wrong, position) for position in _next(request))
 
     def change(inputs: Inputs) -> None:
@@ -222,14 +220,14 @@ def skipped_store(host: VllmHost, rng: random.Random) -> Planted:
     modules = host.runner.vllm_config.compilation_config.static_forward_context
     undo = []
 
-    def store(
-        method: Any, layer: Any, key: Any, value: Any, kv: Any, slots: Any
-    ) -> Any:
+    def store(method: Any, *args: Any) -> Any:
+        given = inspect.signature(method).bind(*args)
         place = host.planting.place(request.rid)
         if place is not None:
-            slots = slots.clone()
+            slots = given.arguments["slot_mapping"].clone()
             slots[place] = -1
-        return method(layer, key, value, kv, slots)
+            given.arguments["slot_mapping"] = slots
+        return method(*given.args)
 
     layers = host.runner.kv_cache_config.kv_cache_groups[0].layer_names
     for name in sorted(set(layers) - draft_layers(host.runner)):
@@ -240,15 +238,18 @@ def skipped_store(host: VllmHost, rng: random.Random) -> Planted:
         for one in undo:
             one()
 
-    return Planted(due=lambda: _writes(request, start), undo=undo_all)
+    return Planted(due=lambda: _writes(host, request, start), undo=undo_all)
 
 
-def _writes(request: Any, start: int, *, shift: int = 0) -> frozenset[Read]:
+def _writes(
+    host: VllmHost, request: Any, start: int, *, shift: int = 0
+) -> frozenset[Read]:
     """Return a decoding request's next writes, at positions that are `shift` too
     high."""
-    end = len(request.blocks[0]) * BLOCK
+    end = len(request.blocks[0]) * host.block
     positions = (p for p in _next(request, start) if p < end)
-    return frozenset((request.rid, _slot(request, p), p + shift) for p in positions)
+    slots = ((_slot(host, request, p), p) for p in positions)
+    return frozenset((request.rid, slot, p + shift) for slot, p in slots)
 
 
 def _next(request: Any, start: int | None = None) -> range:
@@ -258,12 +259,13 @@ def _next(request: Any, start: int | None = None) -> range:
     return range(start - NUM_PROPOSALS * request.is_estimated, start + 3)
 
 
-def _slot(request: Any, position: int) -> int:
-    return int(request.blocks[0][position // BLOCK] * BLOCK + position % BLOCK)
+def _slot(host: VllmHost, request: Any, position: int) -> int:
+    index, offset = divmod(position, host.block)
+    return int(request.blocks[0][index] * host.block + offset)
 
 
 def truncated_table(host: VllmHost, rng: random.Random) -> Planted:
-    request, missing = _b(host), rng.randrange(2, 3 * BLOCK)
+    request, missing = _b(host), rng.randrange(2, 3 * host.block)
     due = frozenset((request.rid, -1, p + 1 - missing) for p in _next(request))
 
     def change(inputs: Inputs) -> None:
@@ -289,7 +291,7 @@ def _with_new_request(
             found = change(request)
             if found is not None:
                 rid, block, index = found
-                due.update(in_block(rid, block, index))
+                due.update(in_block(host, rid, block, index))
         return output
 
     undo = wrap_of(host.core.scheduler, "schedule", schedule)
@@ -301,18 +303,20 @@ def _with_new_request(
 
 def stale_block_after_free(host: VllmHost, rng: random.Random) -> Planted:
     """Hand out a finished request's old block as a cached one."""
-    name = host.add(random_tokens(rng, BLOCK // 2), new_tokens=2)
+    name = host.add(random_tokens(rng, host.block // 2), new_tokens=2)
     host.until(lambda: host.is_running(name))
     stale = host.request(name).blocks[0][0]
     host.until(lambda: not host.is_running(name))
-    return _with_new_request(host, rng, _replace_cached(stale, rng.randrange(2)))
+    return _with_new_request(host, rng, _replace_cached(host, stale, rng.randrange(2)))
 
 
-def _replace_cached(block: int, index: int) -> Callable[[Any], Read | None]:
+def _replace_cached(
+    host: VllmHost, block: int, index: int
+) -> Callable[[Any], Read | None]:
     """Return a function that points a new request's cached block `index` to `block`."""
 
     def change(request: Any) -> Read | None:
-        if request.num_computed_tokens < (index + 1) * BLOCK:
+        if request.num_computed_tokens < (index + 1) * host.block:
             return None
         request.block_ids = tuple(list(ids) for ids in request.block_ids)
         request.block_ids[0][index] = block
@@ -331,7 +335,7 @@ def copied_block_without_its_record(host: VllmHost, rng: random.Random) -> Plant
     for layer in _layers(host):
         layer[free].copy_(layer[source])
 
-    return _with_new_request(host, rng, _replace_cached(free, index))
+    return _with_new_request(host, rng, _replace_cached(host, free, index))
 
 
 def block_of_another_tenant(host: VllmHost, rng: random.Random) -> Planted:
@@ -350,7 +354,7 @@ def block_of_another_tenant(host: VllmHost, rng: random.Random) -> Planted:
     undo()
     host.step()
     index = rng.randrange(2)
-    due = in_block(host.request(name).rid, victim.blocks[0][index], index)
+    due = in_block(host, host.request(name).rid, victim.blocks[0][index], index)
     return Planted(due=lambda: due)
 
 
@@ -359,7 +363,7 @@ def two_rows_with_one_block(host: VllmHost, rng: random.Random) -> Planted:
     victim = _a(host)
 
     def change(request: Any) -> Read | None:
-        fresh = request.num_computed_tokens // BLOCK
+        fresh = request.num_computed_tokens // host.block
         # At its own place C would write what A has there: the prefix is the same.
         index = rng.choice([index for index in (1, 2) if index != fresh])
         block = victim.blocks[0][index]
@@ -379,7 +383,7 @@ def wrong_positions(host: VllmHost, rng: random.Random) -> Planted:
         inputs.positions[inputs.place(request.rid)] += 1
 
     undo = host.planting.with_inputs(lambda: [request.rid], change)
-    return Planted(due=lambda: _writes(request, start, shift=1), undo=undo)
+    return Planted(due=lambda: _writes(host, request, start, shift=1), undo=undo)
 
 
 def wrong_input_token(host: VllmHost, rng: random.Random) -> Planted:
@@ -390,7 +394,7 @@ def wrong_input_token(host: VllmHost, rng: random.Random) -> Planted:
         inputs.ids[inputs.place(request.rid)] ^= 1
 
     undo = host.planting.with_inputs(lambda: [request.rid], change)
-    return Planted(due=lambda: _writes(request, start), undo=undo)
+    return Planted(due=lambda: _writes(host, request, start), undo=undo)
 
 
 def swapped_input_tokens(host: VllmHost, rng: random.Random) -> Planted:
@@ -402,7 +406,9 @@ def swapped_input_tokens(host: VllmHost, rng: random.Random) -> Planted:
         inputs.ids[both] = inputs.ids[both.flip(0)]
 
     undo = host.planting.with_inputs(lambda: [a.rid, b.rid], change)
-    return Planted(due=lambda: _writes(a, starts[0]) | _writes(b, starts[1]), undo=undo)
+    return Planted(
+        due=lambda: _writes(host, a, starts[0]) | _writes(host, b, starts[1]), undo=undo
+    )
 
 
 def changed_prompt_token(host: VllmHost, rng: random.Random) -> Planted:
@@ -432,8 +438,9 @@ def rejected_token_that_counts(host: VllmHost, rng: random.Random) -> Planted:
         rejected -= (rejected > 0).to(rejected.dtype)
 
     def due() -> frozenset[Read]:
-        ends = range(start, min(start + 4 * BLOCK, len(request.blocks[0]) * BLOCK))
-        return frozenset((rid, _slot(request, p), p) for p in ends)
+        num_slots = len(request.blocks[0]) * host.block
+        ends = range(start, min(start + 4 * host.block, num_slots))
+        return frozenset((rid, _slot(host, request, p), p) for p in ends)
 
     planting = host.planting
     assert isinstance(planting, V2Runner)
@@ -449,12 +456,22 @@ PLANTERS: Mapping[str, Plant] = {
 
 IN_HYBRID = ("block of another group",)
 JUDGED_AHEAD = ("rejected token that counts",)
+IN_CACHED_PREFIX = (
+    "stale block after free",
+    "copied block without its record",
+    "block of another tenant",
+)
 
 
-def faults_of(kind: str) -> list[str]:
+def faults_of(host: VllmHost, kind: str) -> list[str]:
     """Return the faults that are planted in a model: those that need two groups of
-    layers in the hybrid one, the others elsewhere, and some only beside a draft."""
+    layers in the hybrid one, the others elsewhere, some only beside a draft, and some
+    only where vLLM reuses prefixes."""
     if kind == "hybrid":
         return list(IN_HYBRID)
-    left_out = IN_HYBRID if kind == "eagle-v2" else (*IN_HYBRID, *JUDGED_AHEAD)
+    left_out = set(IN_HYBRID)
+    if kind != "eagle-v2":
+        left_out.update(JUDGED_AHEAD)
+    if not host.reuses_prefixes:
+        left_out.update(IN_CACHED_PREFIX)
     return [name for name in PLANTERS if name not in left_out]

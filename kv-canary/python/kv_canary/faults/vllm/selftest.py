@@ -38,7 +38,7 @@ def run(kind: str, seeds: int) -> bool:
     named: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as folder:
         host = VllmHost(write_model(Path(folder), kind))
-        run_one, names = _faults_of(kind)
+        run_one, names = _faults_of(host, kind)
         if host.canary.mode is Mode.HEAL:
             run_one = partial(run_healed, run_one)
         for name in names:
@@ -64,14 +64,14 @@ def run(kind: str, seeds: int) -> bool:
 
 
 def _faults_of(
-    kind: str,
+    host: VllmHost, kind: str
 ) -> tuple[Callable[[VllmHost, str, int], Outcome], Iterable[str]]:
     """Return what plants the faults of a model, and their names."""
     if kind in CONNECTORS:
         return run_load_fault, load_planters.PLANTERS
     if kind in WITH_STATES:
         return run_state_fault, state_planters.PLANTERS
-    return run_fault, faults_of(kind)
+    return run_fault, faults_of(host, kind)
 
 
 KINDS = tuple(MODELS)
