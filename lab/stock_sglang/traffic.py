@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from mixed import main, serve_waves
+from mixed import Waves, main, serve_waves
 
 _OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -23,7 +23,7 @@ _OPTIONS: dict[str, Any] = {
 }
 
 
-def serve(model: str, waves: int, options: dict[str, Any]) -> dict[str, Any]:
+def serve(model: str, waves: Waves, options: dict[str, Any]) -> dict[str, Any]:
     engine = importlib.import_module("sglang").Engine(
         **{"model_path": model, **_OPTIONS, **options}
     )

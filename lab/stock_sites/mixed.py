@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
 import json
 import os
 import random
 import time
 import urllib.request
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 VOCABULARY = 512
 METRICS = "KV_CANARY_METRICS_PORT"
 
 
-Serve = Callable[[str, int, dict[str, Any]], dict[str, Any]]
-"""Serves a model with so many waves and options of the engine; returns the outcome."""
+Waves = Sequence[list[list[int]]]
+"""Prompts of requests that are sent together, several times."""
+Serve = Callable[[str, Waves, dict[str, Any]], dict[str, Any]]
+"""Serves waves to a model with options of the engine; returns the outcome."""
 
 
 def main(description: str, serve: Serve) -> None:
@@ -31,19 +35,22 @@ def main(description: str, serve: Serve) -> None:
     parser.add_argument("model")
     parser.add_argument("--waves", type=int, default=4)
     parser.add_argument("--options", type=json.loads, default={}, help="of the engine")
+    parser.add_argument("--text", type=Path, help="of prompts; else they are random")
     args = parser.parse_args()
-    print(json.dumps(serve(args.model, args.waves, args.options)), flush=True)
+    draw = _tokens if args.text is None else _excerpts(args.model, args.text)
+    rng = random.Random(0)
+    waves = [wave_of_prompts(rng, draw) for _ in range(args.waves)]
+    print(json.dumps(serve(args.model, waves, args.options)), flush=True)
 
 
 def serve_waves(
-    generate: Callable[[list[list[int]]], Sequence[list[int]]], waves: int
+    generate: Callable[[list[list[int]]], Sequence[list[int]]], waves: Waves
 ) -> dict[str, Any]:
     """Return tokens, time and counters of several waves of requests."""
-    rng = random.Random(0)
     digest, count = hashlib.sha256(), 0
     begin = time.monotonic()
-    for _ in range(waves):
-        for tokens in generate(wave_of_prompts(rng)):
+    for prompts in waves:
+        for tokens in generate(prompts):
             count += len(tokens)
             digest.update(json.dumps(tokens).encode())
     return {
@@ -54,20 +61,37 @@ def serve_waves(
     }
 
 
-def wave_of_prompts(rng: random.Random) -> list[list[int]]:
+Draw = Callable[[random.Random, int], list[int]]
+"""Returns so many tokens."""
+
+
+def wave_of_prompts(rng: random.Random, draw: Draw) -> list[list[int]]:
     """Return the prompts of 24 requests, half of them with a prefix shared by all
     waves.
     """
-    shared = _tokens(random.Random(1), 200)
+    shared = draw(random.Random(1), 200)
     sizes = [rng.randrange(1, 250) for _ in range(24)]
     return [
-        (shared[: rng.randrange(201)] if number % 2 else []) + _tokens(rng, size)
+        (shared[: rng.randrange(201)] if number % 2 else []) + draw(rng, size)
         for number, size in enumerate(sizes)
     ]
 
 
 def _tokens(rng: random.Random, count: int) -> list[int]:
     return [rng.randrange(3, VOCABULARY) for _ in range(count)]
+
+
+def _excerpts(model: str, text: Path) -> Draw:
+    """Return a function that cuts excerpts out of a text, in the model's tokens."""
+    tokenizer = importlib.import_module("transformers").AutoTokenizer
+    tokens = tokenizer.from_pretrained(model)(text.read_text(encoding="utf-8"))
+    of_text: list[int] = tokens["input_ids"]
+
+    def excerpt(rng: random.Random, count: int) -> list[int]:
+        begin = rng.randrange(len(of_text) - count)
+        return of_text[begin : begin + count]
+
+    return excerpt
 
 
 def canary_counters() -> dict[str, float]:

@@ -9,7 +9,7 @@ import importlib
 import os
 from typing import Any
 
-from mixed import main, serve_waves
+from mixed import Waves, main, serve_waves
 
 OPTIONS: dict[str, Any] = {
     "skip_tokenizer_init": True,
@@ -33,7 +33,7 @@ OPTIONS: dict[str, Any] = {
 }
 
 
-def serve(model: str, waves: int, options: dict[str, Any]) -> dict[str, Any]:
+def serve(model: str, waves: Waves, options: dict[str, Any]) -> dict[str, Any]:
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     vllm = importlib.import_module("vllm")
     engine = vllm.LLM(**{"model": model, **OPTIONS, **options})

@@ -6,6 +6,7 @@ import http.server
 import importlib
 import json
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 HARNESS = Path(__file__).parents[3] / "lab" / "stock_sglang"
 SITES = HARNESS.parent / "stock_sites"
+DEMO_MODEL = HARNESS.parents[1] / "python" / "sglang" / "assets" / "demo_model"
 
 
 def run(code: str, *folders: Path) -> subprocess.CompletedProcess[str]:
@@ -162,6 +164,25 @@ def test_counters_of_a_canary(monkeypatch: pytest.MonkeyPatch) -> None:
         found = importlib.import_module("mixed").canary_counters()
         server.shutdown()
     assert found == {"forwards_total": 3.0}
+
+
+def test_prompts_of_a_text_are_pieces_of_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.syspath_prepend(SITES)
+    mixed = importlib.import_module("mixed")
+    text = "".join(f"Line {number} of a text.\n" for number in range(400))
+    path = tmp_path / "text"
+    path.write_text(text)
+    draw = mixed._excerpts(str(DEMO_MODEL), path)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO_MODEL)
+    rng = random.Random(0)
+    for count in (1, 40, 200):
+        tokens = draw(rng, count)
+        assert len(tokens) == count and tokenizer.decode(tokens) in text
+    first, second = (mixed.wave_of_prompts(random.Random(s), draw) for s in (2, 3))
+    assert len(first) == 24 and first != second
 
 
 def test_the_drafts_are_right_about_most_tokens_and_not_all(tmp_path: Path) -> None:
