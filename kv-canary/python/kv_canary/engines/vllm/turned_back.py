@@ -1,4 +1,5 @@
-"""Requests whose newest tokens vLLM discards, because blocks were not loaded intact.
+"""Requests whose newest tokens vLLM discards, because blocks were not loaded intact
+(vllm-project/vllm#49250).
 
 The scheduler then lowers the request's number of computed tokens. The second runner
 keeps this number on the device and, up to 0.33, does not read it again for a request
