@@ -25,7 +25,7 @@ from sglang.test.mock_traffic import Traffic, check
 from sglang.test.scale import count
 from sglang.test.tiny_models import write_tiny_model
 
-register_cpu_ci(est_time=15, suite="cpu", full_time=750)
+register_cpu_ci(est_time=15, suite="cpu", full_time=640)
 
 SLOTS = 320
 
@@ -250,9 +250,9 @@ def test_pools_that_are_always_short(
         schedule_conservativeness=0.1,
         max_running_requests=6,
     )
-    for seed in range(count(ci=2, full=40)):
+    for seed in range(count(ci=2, full=20)):
         traffic = Traffic(
-            harness, random.Random(f"{kind} {page_size} {seed}"), count(ci=12, full=60)
+            harness, random.Random(f"{kind} {page_size} {seed}"), count(ci=12, full=100)
         )
         answers: dict[str, Finished] = {}
         while traffic.left:
