@@ -27,7 +27,7 @@ from sglang.test.scale import count, sampled
 from sglang.test.spec_matrix import SpecConfig
 from sglang.test.spec_world import ModelFolders, plain_engine, spec_engine
 
-register_cpu_ci(est_time=45, suite="cpu", full_time=1800)
+register_cpu_ci(est_time=45, suite="cpu", full_time=950)
 register_cuda_ci(est_time=60, suite="cuda")
 
 SEEDS = range(count(ci=1, full=20))
