@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,6 +36,10 @@ SHARED_GPU_STATES = 1024
 SHARED_GPU_CHUNK = 512
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass
 class Finished:
     """All output of one request, as a client receives it."""
@@ -52,6 +57,9 @@ class EngineHarness:
 
     `overlap` launches each batch before the previous result is processed, as on a GPU;
     the order of all bookkeeping is the same on a CPU.
+
+    Attributes:
+        close: ends its threads and processes; called when the engine is collected.
     """
 
     def __init__(
@@ -73,6 +81,11 @@ class EngineHarness:
         if overlap:
             self.scheduler.max_in_flight = 1
         self._next = 0
+        grammars = self.scheduler._grammars
+        # Compilers of grammars are threads and processes that would outlive the engine.
+        self.close = weakref.finalize(
+            self.scheduler, _nothing if grammars is None else grammars.shutdown
+        )
 
     def submit(
         self,

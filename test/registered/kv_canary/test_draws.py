@@ -429,6 +429,7 @@ def test_is_named_before_a_wrong_token_is_sent(
         for rid, answer in said.items():
             sent = answer.output_ids
             assert sent == right[rid].output_ids[: len(sent)], rid
+        engine.close()
 
 
 @pytest.mark.parametrize("kind", ENGINES)
