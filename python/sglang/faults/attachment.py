@@ -30,7 +30,9 @@ if TYPE_CHECKING:
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.replay.recording.record_file import RecordedRound, RecordFile
 
-_drivers: WeakKeyDictionary[CanaryManager, PerturbDriver] = WeakKeyDictionary()
+# Attribute of a canary with a driver. A dictionary by canary would keep both: a driver
+# refers to its canary.
+_DRIVER = "perturb_driver"
 _NOTHING = PerturbSettings()
 
 
@@ -61,15 +63,20 @@ def driver_of(
         model: the target's, whose layers some faults wrap.
         settings: what to plant by chance.
     """
-    driver = _drivers.get(manager)
+    driver = _attached(manager)
     if driver is None:
         driver = PerturbDriver(
             manager.target, settings=settings, cache=cache, model=model
         )
-        _drivers[manager] = driver
+        vars(manager)[_DRIVER] = driver
         _wrap_launches(manager, driver)
         _wrap_checkpoints(manager, driver)
         join_recording()
+    return driver
+
+
+def _attached(manager: CanaryManager) -> PerturbDriver | None:
+    driver: PerturbDriver | None = vars(manager).get(_DRIVER)
     return driver
 
 
@@ -157,7 +164,8 @@ def join_recording() -> None:
         begin = [(0, 0)] * len(managers)
         if record.checkpoint is not None:
             begin = [_begin(canary) for canary in record.checkpoint.canaries]
-        asked = [_drivers[m].asked if m in _drivers else [] for m in managers]
+        drivers = map(_attached, managers)
+        asked = [[] if driver is None else driver.asked for driver in drivers]
         return replace(
             record,
             armed=[

@@ -4,6 +4,8 @@ engines built beside it are sound. Tests that checks see them: `test_spec_inject
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from sglang.faults.fault_points import (
 from sglang.srt.configs.attention_backends import ATTENTION_BACKENDS
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.environ import envs
+from sglang.srt.kv_canary.perturb import drivers_of
 from sglang.srt.model_executor.model_runner import ModelRunner
 from sglang.srt.server_args import ServerArgs
 from sglang.test.canary_traffic import CONTEXT, VOCAB
@@ -236,6 +239,21 @@ def test_what_is_built_without_it_is_sound(
     assert narrow == CONTEXT + 4 + 12 < whole
     runners = [e.scheduler.worker.model_runner for e in engines.values()]
     assert [runner.row_width() for runner in runners] == [narrow, whole]
+
+
+def test_an_engine_with_planted_faults_gives_its_memory_back(
+    models: dict[str, str],
+) -> None:
+    """Processes build many: 90 MB of each stayed."""
+    engine = EngineHarness(
+        Path(models["model"]), skip_tokenizer_init=True, kv_canary="raise"
+    )
+    drivers = drivers_of(engine.scheduler)
+    assert drivers == drivers_of(engine.scheduler)
+    left = [weakref.ref(engine.scheduler), *map(weakref.ref, drivers)]
+    del engine, drivers
+    gc.collect()
+    assert [one() for one in left] == [None] * 2
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4, 16, 64])
