@@ -45,11 +45,13 @@ class Engine:
 
     Fields:
         tree: top-k, steps and nodes, or None without speculation.
+        draft_layout: of the slots of a draft's branches; by default the product's.
     """
 
     page_size: int
     overlap: bool = False
     tree: tuple[int, int, int] | None = None
+    draft_layout: str | None = None
 
     def __str__(self) -> str:
         tree = "" if self.tree is None else f"tree{'x'.join(map(str, self.tree))}-"
@@ -65,6 +67,8 @@ class Engine:
             "overlap": self.overlap,
             "max_total_tokens": 256 * self.page_size + 4096,
         }
+        if self.draft_layout is not None:
+            options["speculative_draft_layout"] = self.draft_layout
         if self.tree is not None:
             return speculating(**models, tree=self.tree, **options)
         return EngineHarness(
