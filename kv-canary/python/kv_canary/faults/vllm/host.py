@@ -273,7 +273,7 @@ class VllmHost:
         scheduler._preempt_request = counted
 
     @property
-    def block(self) -> int:
+    def block_size(self) -> int:
         """Slots of a block."""
         return int(self.runner.cache_config.block_size)
 

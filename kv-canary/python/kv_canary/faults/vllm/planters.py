@@ -76,16 +76,16 @@ def run_planted(host: VllmHost, plant: Plant, name: str, seed: int) -> Outcome:
     """
     rng = random.Random(f"{name} {seed}")
     host.reset()
-    prefix = random_tokens(rng, 3 * host.block + rng.randrange(1, host.block))
+    prefix = random_tokens(rng, 3 * host.block_size + rng.randrange(1, host.block_size))
     a = host.add(prefix + random_tokens(rng, 9), new_tokens=20)
     b = host.add(
-        random_tokens(rng, 3 * host.block + rng.randrange(1, 20)), new_tokens=20
+        random_tokens(rng, 3 * host.block_size + rng.randrange(1, 20)), new_tokens=20
     )
     host.until(
         lambda: all(
             host.is_running(rid)
             and host.request(rid).computed > len(host.request(rid).tokens) - 2
-            and len(host.request(rid).tokens) > 3 * host.block
+            and len(host.request(rid).tokens) > 3 * host.block_size
             for rid in (a, b)
         )
     )
@@ -147,7 +147,7 @@ def _b(host: VllmHost) -> Any:
 
 def in_block(host: VllmHost, rid: str, block: int, index: int) -> frozenset[Read]:
     """Return reads of a whole block, number `index` of a request."""
-    size = host.block
+    size = host.block_size
     return frozenset((rid, block * size + i, index * size + i) for i in range(size))
 
 
@@ -165,7 +165,7 @@ def overwritten_block(host: VllmHost, rng: random.Random) -> Planted:
 
 def flipped_byte(host: VllmHost, rng: random.Random) -> Planted:
     request = rng.choice((_a(host), _b(host)))
-    position = rng.randrange(3 * host.block)
+    position = rng.randrange(3 * host.block_size)
     slot = _slot(host, request, position)
     canary = host.canary.groups[0]
     assert canary.bytes is not None
@@ -204,7 +204,9 @@ def block_of_another_group(host: VllmHost, rng: random.Random) -> Planted:
 
 def wrong_slot_mapping(host: VllmHost, rng: random.Random) -> Planted:
     request = _a(host)
-    wrong = request.blocks[0][rng.randrange(2)] * host.block + rng.randrange(host.block)
+    wrong = request.blocks[0][rng.randrange(2)] * host.block_size + rng.randrange(
+        host.block_size
+    )
     due = frozenset((request.rid, wrong, position) for position in _next(request))
 
     def change(inputs: Inputs) -> None:
@@ -246,7 +248,7 @@ def _writes(
 ) -> frozenset[Read]:
     """Return a decoding request's next writes, at positions that are `shift` too
     high."""
-    end = len(request.blocks[0]) * host.block
+    end = len(request.blocks[0]) * host.block_size
     positions = (p for p in _next(request, start) if p < end)
     slots = ((_slot(host, request, p), p) for p in positions)
     return frozenset((request.rid, slot, p + shift) for slot, p in slots)
@@ -260,12 +262,12 @@ def _next(request: Any, start: int | None = None) -> range:
 
 
 def _slot(host: VllmHost, request: Any, position: int) -> int:
-    index, offset = divmod(position, host.block)
-    return int(request.blocks[0][index] * host.block + offset)
+    index, offset = divmod(position, host.block_size)
+    return int(request.blocks[0][index] * host.block_size + offset)
 
 
 def truncated_table(host: VllmHost, rng: random.Random) -> Planted:
-    request, missing = _b(host), rng.randrange(2, 3 * host.block)
+    request, missing = _b(host), rng.randrange(2, 3 * host.block_size)
     due = frozenset((request.rid, -1, p + 1 - missing) for p in _next(request))
 
     def change(inputs: Inputs) -> None:
@@ -303,7 +305,7 @@ def _with_new_request(
 
 def stale_block_after_free(host: VllmHost, rng: random.Random) -> Planted:
     """Hand out a finished request's old block as a cached one."""
-    name = host.add(random_tokens(rng, host.block // 2), new_tokens=2)
+    name = host.add(random_tokens(rng, host.block_size // 2), new_tokens=2)
     host.until(lambda: host.is_running(name))
     stale = host.request(name).blocks[0][0]
     host.until(lambda: not host.is_running(name))
@@ -316,7 +318,7 @@ def _replace_cached(
     """Return a function that points a new request's cached block `index` to `block`."""
 
     def change(request: Any) -> Read | None:
-        if request.num_computed_tokens < (index + 1) * host.block:
+        if request.num_computed_tokens < (index + 1) * host.block_size:
             return None
         request.block_ids = tuple(list(ids) for ids in request.block_ids)
         request.block_ids[0][index] = block
@@ -363,7 +365,7 @@ def two_rows_with_one_block(host: VllmHost, rng: random.Random) -> Planted:
     victim = _a(host)
 
     def change(request: Any) -> Read | None:
-        fresh = request.num_computed_tokens // host.block
+        fresh = request.num_computed_tokens // host.block_size
         # At its own place C would write what A has there: the prefix is the same.
         index = rng.choice([index for index in (1, 2) if index != fresh])
         block = victim.blocks[0][index]
@@ -438,8 +440,8 @@ def rejected_token_that_counts(host: VllmHost, rng: random.Random) -> Planted:
         rejected -= (rejected > 0).to(rejected.dtype)
 
     def due() -> frozenset[Read]:
-        num_slots = len(request.blocks[0]) * host.block
-        ends = range(start, min(start + 4 * host.block, num_slots))
+        num_slots = len(request.blocks[0]) * host.block_size
+        ends = range(start, min(start + 4 * host.block_size, num_slots))
         return frozenset((rid, _slot(host, request, p), p) for p in ends)
 
     planting = host.planting
